@@ -61,6 +61,10 @@ class SimulatorError(RLinfError):
     """A simulator crashed, hung or raised more often than ``env.max_restarts`` allows."""
 
 
+class PolicyServerError(RLinfError):
+    """A policy that acts elsewhere does not answer, answers what does not fit, or refuses what it is asked."""
+
+
 class ManifestMismatchError(CheckpointError):
     """A checkpoint was made under conditions that differ from the present ones."""
 

@@ -7,6 +7,7 @@ present ones and refuses a difference that changes results, unless the user name
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -87,26 +88,45 @@ class Manifest:
 
     def save(self, folder: str | Path) -> Path:
         """Write ``manifest.json`` into ``folder``, atomically."""
-        return write_text(Path(folder) / MANIFEST_FILE, json.dumps({"format": FORMAT, **asdict(self)}, indent=1))
+        return write_text(Path(folder) / MANIFEST_FILE, self.text())
+
+    def text(self) -> str:
+        """Return the content of ``manifest.json``."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything in it, the hashes of the weights among it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
         """Read ``manifest.json`` of ``folder``; raise CheckpointError if it is missing, damaged or of another format."""
         path = Path(folder) / MANIFEST_FILE
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_text(path.read_text(encoding="utf-8"), path)
+        except FileNotFoundError as error:
+            missing = f"{folder} has no {MANIFEST_FILE}"
+            raise CheckpointError(f"{missing}, so it is not a complete rlinf checkpoint or export.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error
+
+    @classmethod
+    def from_text(cls, text: str, source: object) -> Manifest:
+        """Read what ``text`` returned; ``source`` names it in the CheckpointError of what is damaged or of another format."""
+        try:
+            data = json.loads(text)
             number = data.pop("format")
             if number != FORMAT:
-                formats = f"{path} has format {number}; this version of rlinf reads {FORMAT}"
+                formats = f"{source} has format {number}; this version of rlinf reads {FORMAT}"
                 raise CheckpointError(f"{formats}. Install the version of rlinf that wrote it.")
             manifest = cls(**data)
             manifest._check_types()
             return manifest
-        except FileNotFoundError as error:
-            missing = f"{folder} has no {MANIFEST_FILE}"
-            raise CheckpointError(f"{missing}, so it is not a complete rlinf checkpoint or export.") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{source} cannot be read as a manifest ({type(error).__name__}: {error})."
+            ) from error
 
     def _check_types(self) -> None:
         for each in fields(self):

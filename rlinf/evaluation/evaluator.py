@@ -63,17 +63,36 @@ class RowPolicy:
             tiny = np.finfo(np.float32).tiny
             draws = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
             uniforms = np.maximum(np.stack(draws), tiny)
-        actions: dict[int, np.ndarray] = {}
-        for rows in _calls(self.model.prompt_lengths(observation)):
-            padded = rows + [rows[-1]] * (NUM_ROWS - len(rows))
-            prediction = self.model.predict_action_batch(
-                do_sample=not self.greedy,
-                temperature=self.temperature,
-                uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
-                **self.model.preprocess(observation.select(padded)),
-            )
-            actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
-        return np.stack([actions[row] for row in range(len(observation))])
+        return act_for_rows(self.model, observation, uniforms, self.temperature)
+
+
+def act_for_rows(
+    model: ActionModel,
+    observation: Observation,
+    uniforms: np.ndarray | None,
+    temperature: float,
+    num_rows: int = NUM_ROWS,
+) -> np.ndarray:
+    """Return float32 actions ``[K, C, D]`` for ``K`` rows, each of which depends on its own row alone.
+
+    Args:
+        model: The policy.
+        observation: The rows.
+        uniforms: float32 ``[K, U]`` in (0, 1), which decide the samples; None: take the most likely actions.
+        temperature: Of the samples.
+        num_rows: Rows of a call of the model; fewer are filled up by the last one, unless the model acts elsewhere.
+    """
+    actions: dict[int, np.ndarray] = {}
+    for rows in _calls(model.prompt_lengths(observation), num_rows):
+        padded = rows + [rows[-1]] * (num_rows - len(rows) if getattr(model, "fills_calls", True) else 0)
+        prediction = model.predict_action_batch(
+            do_sample=uniforms is not None,
+            temperature=temperature,
+            uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
+            **model.preprocess(observation.select(padded)),
+        )
+        actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
+    return np.stack([actions[row] for row in range(len(observation))])
 
 
 class ObjectPolicy(RowPolicy):
@@ -135,12 +154,12 @@ class LocalEpisodes:
         return _record(self.policy, self.env, numbered, folder, size)
 
 
-def _calls(lengths: Sequence[Hashable]) -> list[list[int]]:
-    """Split rows into calls of at most ``NUM_ROWS`` with prompts of one length."""
+def _calls(lengths: Sequence[Hashable], num_rows: int) -> list[list[int]]:
+    """Split rows into calls of at most ``num_rows`` with prompts of one length."""
     groups: dict[Hashable, list[int]] = {}
     for row, length in enumerate(lengths):
         groups.setdefault(length, []).append(row)
-    return [group[first : first + NUM_ROWS] for group in groups.values() for first in range(0, len(group), NUM_ROWS)]
+    return [group[first : first + num_rows] for group in groups.values() for first in range(0, len(group), num_rows)]
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:

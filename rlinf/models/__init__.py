@@ -62,6 +62,7 @@ class ModelEntry:
         load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where
             ``path`` is None for a model without a folder.
         acts: False for a language model, which does not act in an environment.
+        elsewhere: The policy is behind ``model.url``; it has no weights here.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelEntry:
     image_processor: Any = None
     load_processor: Any = None
     acts: bool = True
+    elsewhere: bool = False
 
     def resolve(self) -> ModelEntry:
         """Import what is given by name, refuse an incomplete policy class, and tell transformers. Idempotent."""
@@ -109,6 +111,12 @@ ENTRIES = (
     _family("pi0", "Pi0ForRLActionPrediction", "Pi0Config"),
     _family("hf_vla", "HfVlaForRLActionPrediction", "HfVlaConfig"),
     ModelEntry("cnn", "rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction", load_processor=NO_PROCESSOR),
+    ModelEntry(
+        "remote",
+        "rlinf.models.embodiment.remote_action_model:RemotePolicy",
+        load_processor="rlinf.models.embodiment.remote_action_model:load_processor",
+        elsewhere=True,
+    ),
     ModelEntry("mlp", "rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction", load_processor=NO_PROCESSOR),
 )
 MODELS: Registry[ModelEntry] = Registry("model type", "rlinf.models", {entry.name: entry for entry in ENTRIES})

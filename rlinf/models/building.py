@@ -275,6 +275,8 @@ def _has_config(entry: ModelEntry, folder: str | Path) -> bool:
 
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
     """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over."""
+    if entry.elsewhere:
+        return entry.config.from_section(cfg)
     if cfg.model_path is None and (cfg.init_config or path is None):
         if not cfg.init_config:
             raise ConfigError(

@@ -30,6 +30,19 @@ class ModelConfig:
     override_config: dict[str, Any] = option(
         {}, "Fields of the checkpoint's config.json to replace (only with `model_path`)."
     )
+    url: str | None = option(
+        None, "Address of a policy that acts elsewhere (`model=remote`): ws://host:8000. See serving.md."
+    )
+    keys: str | None = option(
+        None,
+        "Names of the parts of an observation for a server of another project; null: as `rlinf serve` says.",
+        choices=("libero", "aloha", "droid"),
+    )
+    timeout_s: float = option(60.0, "Longest wait for an answer of `url`.", minimum=0.1)
+    connect_timeout_s: float = option(
+        300.0, "Longest time without a server at `url`, at the start and when it is lost.", minimum=0
+    )
+    api_key_env: str | None = option(None, "Environment variable that holds the key of the server at `url`.")
     action_token_len: int = option(2, "D: numbers (tokens) of one action.", minimum=1)
     action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")

@@ -22,7 +22,7 @@ def check_sources(config: RunConfig) -> None:
     for folder in (config.resume, config.init_from, config.checkpoint):
         if folder is not None:
             resolve_checkpoint(folder)
-    if config.checkpoint is not None:
+    if config.checkpoint is not None or config.model.url is not None:
         return  # Weights and processor come from there.
     model, is_new = config.model, config.resume is None and config.init_from is None
     if is_new and model.model_path is None and not model.init_config:

@@ -46,7 +46,9 @@ from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
-COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
+COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
+ACTING = ("evaluate", "collect", "diagnose")
+"""Those of ``COMMANDS`` that ask a policy for actions and nothing else."""
 WITH_RANKS = ("train", "sft", "evaluate")
 """Those of ``COMMANDS`` that run on several ranks."""
 
@@ -73,9 +75,10 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_no_text(config, command)
     if command == "collect":
         check_collect(config)
-        if config.checkpoint is None:  # The scripted expert acts.
+        if config.checkpoint is None and config.model.url is None:  # The scripted expert acts.
             return derive(config)
     check_model(config)
+    check_elsewhere(config, command)
     check_devices(config, command)
     if command in WITH_RANKS:
         check_env_nodes(config)
@@ -86,9 +89,9 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     policy = declared_policy(config)
     check_inputs(config, policy)
     check_cuda_graph(config, policy)
-    if command == "diagnose":
+    if command == "diagnose" and config.model.url is None:
         check_rollout(config, policy)
-    if command in ("collect", "diagnose"):
+    if command in ("serve", "collect", "diagnose"):
         return derive(config)
     check_evaluation(config)
     if trains:
@@ -160,6 +163,30 @@ def check_model(config: RunConfig) -> None:
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
         refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
+
+
+def check_elsewhere(config: RunConfig, command: str) -> None:
+    """Check that a policy behind an address is only asked to act."""
+    url, name = config.model.url, config.model.model_type
+    if not entry_for(config.model).elsewhere:
+        if url is not None:
+            refuse(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
+        return
+    found = f"model.model_type={name}"
+    if url is None:
+        refuse(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
+    if config.checkpoint is not None:
+        refuse(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
+    for key in ("model_path", "lora_path", "init_config", "is_lora"):
+        if getattr(config.model, key):
+            given = f"model.{key}={override_text(getattr(config.model, key))}"
+            refuse(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
+    if command not in ACTING:
+        required = f"a policy with weights here; this one only acts (`rlinf {'`, `rlinf '.join(ACTING)}`)"
+        refuse(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
+    if config.cluster.num_players is not None:
+        found = f"cluster.num_players={config.cluster.num_players} with model.url={url}"
+        refuse(found, "ranks that ask the server themselves", "cluster.num_players=null cluster.num_processes=2")
 
 
 def check_env_nodes(config: RunConfig) -> None:

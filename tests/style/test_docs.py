@@ -19,6 +19,7 @@ from rlinf.cli import COMMANDS, main
 from rlinf.cli.export import ExportConfig
 from rlinf.cli.play import PlayConfig
 from rlinf.commands.hydra_app import parse
+from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
@@ -72,6 +73,16 @@ def test_reference_has_every_key_once():
 
     missing = [key for key in keys(to_mapping(build_config({}))) if f"| `{key}` |" not in text]
     assert missing == []
+
+
+def test_the_page_on_serving_has_every_key_of_the_server():
+    page = text_of("docs/serving.md")
+    keys = {
+        key
+        for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", row)
+    }
+    assert set(public_fields(ServeConfig)) <= keys and "no_such_key" not in keys
 
 
 def test_broken_links_are_found(tmp_path):
@@ -163,6 +174,8 @@ def check_command(line: str) -> None:
         return
     if command == "play":
         arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(PlayConfig)]
+    if command == "serve":
+        arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(ServeConfig)]
     if command == "export":
         keys = {word.partition("=")[0] for word in arguments}
         assert keys <= set(public_fields(ExportConfig)), line
@@ -206,7 +219,7 @@ def test_readme_shows_the_main_commands():
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
      "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x",
      "rlinf launch --config nope", "rlinf launch --config mistral-7b-fsdp4-sft train.epochs=2",
-     "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf check env=tabeltop"],
+     "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf serve checkpoint=x prot=1", "rlinf check env=tabeltop"],
 )  # fmt: skip
 def test_wrong_commands_are_found(line):
     with pytest.raises((AssertionError, ValueError)):

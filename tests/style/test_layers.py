@@ -20,7 +20,7 @@ LAYERS = (
     ("algorithms",),
     ("envs",),
     ("data",),
-    ("engines",),
+    ("engines", "serving"),
     ("models",),
     ("offpolicy",),
     ("checkpoints",),
@@ -33,8 +33,8 @@ LAYERS = (
     ("cluster",),
     ("training",),
     ("recipes",),
-    ("commands",),
     ("policy",),
+    ("commands",),
     ("api",),
     ("cli",),
     ("__main__",),
@@ -54,8 +54,8 @@ FACES = {
 """Modules that may name modules of a higher layer in a table of lazy attributes: the import paths that users know."""
 
 HEAVY = {
-    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "mujoco", "peft", "pyarrow", "ray", "robosuite",
-    "safetensors", "sapien", "tensorboard", "torch", "transformers", "vllm", "wandb",
+    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "peft", "pyarrow", "ray", "robosuite",
+    "safetensors", "sapien", "tensorboard", "torch", "transformers", "vllm", "wandb", "websockets",
 }  # fmt: skip
 """Libraries that are slow to import or optional: the reasons for an import inside a function."""
 

@@ -46,6 +46,9 @@ class ActionModel(Module, metaclass=ABCMeta):
         predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
         feature_kind: Which features ``propose`` returns, ``hidden`` or ``pooled`` (``model.features``).
+        fills_calls: An evaluation fills its calls up to one number of rows, so that they round alike. False for a policy that acts
+            elsewhere, where this is done.
+        manifest: Of a policy that acts elsewhere: the conditions under which it was made; None: they are not known here.
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
     """
 
@@ -56,7 +59,9 @@ class ActionModel(Module, metaclass=ABCMeta):
     has_logprobs: ClassVar[bool] = True
     predicts_values: ClassVar[bool] = True
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
+    fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[str | None] = None
+    manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so

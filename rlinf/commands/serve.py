@@ -1,0 +1,251 @@
+"""A checkpoint as a server of actions: opened and compared like for an evaluation, then asked over the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.envs import ENVS
+from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import NUM_ROWS, act_for_rows
+from rlinf.models.precision import autocast, evaluation_mode
+from rlinf.options import option, override_text, to_mapping
+from rlinf.policy import Policy
+from rlinf.preflight.refuse import refuse
+from rlinf.seeding import seed_everything
+from rlinf.serving.codec import MessageError
+from rlinf.serving.layouts import KEYS, ROBOTS, check_layout, layout_of
+from rlinf.serving.server import BATCH, Limits, PolicyServer
+from rlinf.serving.vla_eval import PATH, Hello
+from rlinf.types import Observation
+
+PROTOCOL = 1
+"""Version of what ``rlinf`` adds to openpi's protocol: the metadata, batches, random numbers."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass
+class ServeConfig:
+    """Where a policy is served, to whom, and what a client may ask for."""
+
+    host: str = option("127.0.0.1", "Address to listen at. Other machines reach 0.0.0.0, which needs `api_key_env`.")
+    port: int = option(8000, "Port; 0: a free one.", minimum=0, maximum=65535)
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the key which clients send as `Authorization: Api-Key <key>`."
+    )
+    keys: str = option("rlinf", "Names of the parts of an observation.", choices=KEYS)
+    cameras: list[str] | None = option(
+        None, "Names that clients have for the policy's cameras, in their order (`keys=rlinf`); null: the policy's own."
+    )
+    execute: int | None = option(
+        None, "Actions of a chunk that are used on `/vla-eval` before the policy is asked again; null: all.", minimum=1
+    )
+    max_batch: int = option(
+        NUM_ROWS,
+        "Rows of each call of the policy; fewer are filled up. Another number than that of the evaluation rounds otherwise.",
+        minimum=1,
+    )
+    batch_wait_ms: float = option(5.0, "Longest wait for observations of other clients.", minimum=0)
+    max_message_mib: int = option(64, "Largest message that is read.", minimum=1)
+    max_clients: int = option(64, "Connections at a time.", minimum=1)
+    infer_timeout_s: float = option(60.0, "Longest wait for an action; then the client gets an error.", minimum=0.1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked observation, and the random numbers ``[U]`` of its sample; None: the most likely action."""
+
+    observation: Observation
+    uniforms: np.ndarray | None
+    temperature: float
+
+
+class PolicyRows:
+    """Reads requests for a policy, and acts for several at once.
+
+    Args:
+        policy: The policy.
+        settings: How clients name the parts of an observation, and the rows of a call.
+    """
+
+    def __init__(self, policy: Policy, settings: ServeConfig) -> None:
+        self.policy, self.num_rows = policy, settings.max_batch
+        self.layout = layout_of(settings.keys, settings.cameras or policy.cameras)
+        self.state_dim = ENVS.get(policy.config.env.name).state_width(policy.config.env) or 0
+        self.reads_state = policy.model.reads_state(policy.model.config)
+
+    def read(self, request: Mapping[str, Any]) -> Row:
+        """Check a request; raise MessageError or ConfigError if it does not fit the policy."""
+        parts = self.layout.read(request, self.policy.cameras, self.reads_state)
+        if not isinstance(parts["instruction"], str):
+            raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: a sentence")
+        rows, _ = self.policy.rows(parts)
+        uniforms, temperature = request.get("uniforms"), request.get("temperature", 1.0)
+        if uniforms is not None:
+            uniforms = np.asarray(uniforms, dtype=np.float32)
+            wanted = self.policy.model.num_uniforms
+            if uniforms.shape != (wanted,) or not ((uniforms > 0) & (uniforms < 1)).all():
+                raise MessageError(
+                    f"uniforms have the shape {list(uniforms.shape)}; required: [{wanted}] numbers in (0, 1)"
+                )
+        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+            raise MessageError(f"temperature is {temperature!r}; required: a number above 0")
+        return Row(rows, uniforms, float(temperature))
+
+    def act(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Return float32 ``[C, D]`` for each row, which depends on no other row."""
+        kinds: dict[tuple[bool, float], list[int]] = {}
+        for number, row in enumerate(rows):
+            kinds.setdefault((row.uniforms is None, row.temperature), []).append(number)
+        actions: dict[int, np.ndarray] = {}
+        model = self.policy.model
+        with evaluation_mode(model), autocast(model, self.policy.config.model.precision):
+            for (is_greedy, temperature), numbers in kinds.items():
+                observation = Observation.concatenate([rows[number].observation for number in numbers])
+                uniforms = None if is_greedy else np.stack([rows[number].uniforms for number in numbers])
+                chosen = act_for_rows(model, observation, uniforms, temperature, self.num_rows)
+                actions |= zip(numbers, chosen, strict=True)
+        return [actions[number] for number in range(len(rows))]
+
+    def warm_up(self) -> None:
+        """Act once for a black picture: the first call of a model may compile, and takes longer than clients wait."""
+        config = self.policy.config.env
+        images = {
+            name: np.zeros((1, config.image_size, config.image_size, 3), np.uint8) for name in self.policy.cameras
+        }
+        state = np.zeros((1, self.state_dim), np.float32) if self.state_dim else None
+        self.act([Row(Observation(images, state, ["stand still"]), None, 1.0)])
+
+
+def serve(config: RunConfig, settings: ServeConfig) -> None:
+    """Serve ``config.checkpoint`` until SIGTERM or Ctrl-C; what was asked before is answered.
+
+    Raises:
+        ConfigError: The address cannot be had, is open to others without a key, or the names of the observation do not fit.
+        CheckpointError: The folder is not a checkpoint or is damaged.
+        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    """
+    api_key = _api_key(settings)
+    env, cameras = config.env, settings.cameras or config.env.cameras
+    if settings.cameras is not None and (settings.keys in ROBOTS or len(cameras) != len(env.cameras)):
+        found = f"cameras={override_text(cameras)} with keys={settings.keys}"
+        refuse(found, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
+    layout = layout_of(settings.keys, cameras)
+    check_layout(settings.keys, layout, env.cameras, ENVS.get(env.name).state_width(env), "The policy", "keys=rlinf")
+    with contextlib.closing(_bound(settings)) as bound:
+        set_num_threads(config.cluster.num_threads, 1)
+        seed_everything(config.seed)
+        opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
+        model = opened.policy.to(resolve_device(config.cluster.device, 1)).eval()
+        rows = PolicyRows(Policy(model, config), settings)
+        rows.warm_up()
+        limits = Limits(
+            settings.max_batch,
+            settings.batch_wait_ms / 1000,
+            settings.max_message_mib * 2**20,
+            settings.max_clients,
+            settings.infer_timeout_s,
+        )
+        chunk = model.action_chunks_len
+        hello = Hello(
+            f"rlinf {config.model.model_type} {opened.manifest.digest[:12]}",
+            model.action_dim,
+            rows.reads_state,
+            len(rows.policy.cameras),
+            min(settings.execute or chunk, chunk),
+        )
+        server = PolicyServer(rows.read, rows.act, metadata_of(opened, rows, settings), limits, hello, api_key)
+        asyncio.run(_until_signal(server, bound, partial(_announce, bound, opened, config, settings)))
+    print("served until a signal came; everything that was asked is answered", flush=True)
+
+
+async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening: Callable[[], None]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await server.run(bound, on_listening, stop)
+
+
+def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
+    """Return what a client is told first: plain values, under one key, because openpi's clients look for their own."""
+    policy = rows.policy
+    return {
+        "rlinf": {
+            "protocol": PROTOCOL,
+            "manifest": opened.manifest.text(),
+            "digest": opened.manifest.digest,
+            "model_type": policy.config.model.model_type,
+            "policy_version": opened.manifest.policy_version,
+            "action_dim": policy.action_dim,
+            "action_chunks_len": policy.action_chunks_len,
+            "num_uniforms": policy.model.num_uniforms,
+            "keys": settings.keys,
+            "cameras": list(policy.cameras),
+            "client_cameras": list(settings.cameras or policy.cameras),
+            "image_size": policy.config.env.image_size,
+            "state_dim": rows.state_dim if rows.reads_state else 0,
+            "max_batch": settings.max_batch,
+            "batch_key": BATCH,
+        }
+    }
+
+
+def _api_key(settings: ServeConfig) -> str | None:
+    """Return the key that clients must send, which an address that others reach needs."""
+    name = settings.api_key_env
+    if name is None:
+        if settings.host not in LOOPBACK:
+            found = f"host={settings.host}, which other machines may reach, without a key"
+            refuse(found, "a key", "api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1 and a tunnel")
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"api_key_env={name}, and this variable is not set. Set export {name}=<a long random word>")
+    return key
+
+
+def _bound(settings: ServeConfig) -> socket.socket:
+    """Take the address before a policy loads for minutes; nobody is listened to yet."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((settings.host, settings.port))
+    except OSError as error:
+        bound.close()
+        found = f"host={settings.host} port={settings.port} cannot be used ({error.strerror or error})"
+        raise ConfigError(f"{found}. Set port=0, which takes a free one, or host=127.0.0.1") from error
+    return bound
+
+
+def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings: ServeConfig) -> None:
+    """Say where the policy is, and how it is evaluated from there."""
+    host, port = bound.getsockname()[:2]
+    at = f"[{host}]" if ":" in host else host
+    print(f"serving {opened.folder}, {config.model.model_type}, manifest {opened.manifest.digest[:12]}")
+    print(
+        f"openpi's protocol at ws://{at}:{port}, vla-eval's at ws://{at}:{port}{PATH}, health at http://{at}:{port}/healthz"
+    )
+    shown = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "<this machine>"}.get(host, at)
+    print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{shown}:{port} {env_overrides(config)}", flush=True)
+
+
+def env_overrides(config: RunConfig) -> str:
+    """Return the overrides that give another command the env of a policy."""
+    defaults = to_mapping(type(config.env)())
+    changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
+    changed["cameras"] = list(config.env.cameras)
+    words = [f"env.{name}={override_text(value)}" for name, value in changed.items() if name != "name"]
+    return " ".join([f"env={config.env.name}", *(f"'{word}'" if "[" in word else word for word in words)])

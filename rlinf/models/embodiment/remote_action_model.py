@@ -1,0 +1,247 @@
+"""A policy that acts elsewhere, behind openpi's protocol: ours (``rlinf serve``) or one of another project."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from rlinf.errors import ConfigError, PolicyServerError
+from rlinf.manifest import Manifest
+from rlinf.models.config import ModelConfig
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.serving import require_packages
+from rlinf.serving.layouts import Layout, check_layout, layout_of
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
+
+OWN = "rlinf"
+"""Key of what our servers say of their policy."""
+PROTOCOL = 1
+
+
+class RemoteConfig(PreTrainedConfig):
+    """Where the policy is.
+
+    Args:
+        url: Address of the server.
+        keys: Names of the parts of an observation, as another project's server reads them; None: as ours says.
+        timeout_s, connect_timeout_s: Longest wait for a reply, and for the server.
+        api_key_env: Environment variable that holds the server's key.
+        norm_stats: Not used: the server returns actions in env units.
+    """
+
+    model_type = "remote"
+
+    url: str | None = None
+    keys: str | None = None
+    timeout_s: float = 60.0
+    connect_timeout_s: float = 300.0
+    api_key_env: str | None = None
+    norm_stats: dict[str, Any] | None = None
+
+    @classmethod
+    def from_section(cls, section: ModelConfig) -> RemoteConfig:
+        """Return the settings of the model section."""
+        require_packages(f"model.url={section.url}")
+        names = ("url", "keys", "timeout_s", "connect_timeout_s", "api_key_env")
+        return cls(**{name: getattr(section, name) for name in names})
+
+
+class RemotePolicy(ActionModel, nn.Module):
+    """Asks a server for actions, and refuses answers that do not fit.
+
+    It acts and does nothing else: it has no weights, no log-probabilities and no gradients here.
+
+    Args:
+        config: Where it is.
+        action_dim, action_chunks_len: Of another project's server; ours says them. Of longer chunks the first actions count.
+
+    Attributes:
+        manifest: Conditions under which the policy was made; None: the server has not told.
+    """
+
+    config_class = RemoteConfig
+    main_input_name = "observation"
+    predicts_values: ClassVar[bool] = False
+    fills_calls: ClassVar[bool] = False
+    float32_modules: ClassVar[tuple[str, ...]] = ()
+    value_head = None
+    detach_value = True
+    manifest: Manifest | None = None
+
+    @classmethod
+    def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
+        """Refuse an env whose cameras or state the server's keys have no place for."""
+        if config.keys is not None:
+            layout = layout_of(config.keys, env.cameras)
+            check_layout(
+                config.keys,
+                layout,
+                env.cameras,
+                env.state_dim,
+                f"env={env.name}",
+                "model.keys=<another>, or env.cameras",
+            )
+
+    @classmethod
+    def check_rl(cls, config: RemoteConfig) -> None:
+        """Refuse training."""
+        raise ConfigError(
+            f"model.url={config.url} acts elsewhere and has no weights here; required: a policy to train. Set model.url=null model=openvla_tiny"
+        )
+
+    @classmethod
+    def _from_config(cls, config: RemoteConfig, **arguments: Any) -> RemotePolicy:
+        """Connect; only the sizes of an action are read of ``arguments``."""
+        return cls(config, arguments["action_dim"], arguments["action_chunks_len"])
+
+    def __init__(self, config: RemoteConfig, action_dim: int, action_chunks_len: int) -> None:
+        from rlinf.serving.client import PolicyClient  # imports websockets, which is optional
+
+        nn.Module.__init__(self)
+        self.config = config
+        self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, _api_key(config))
+        own = self.client.metadata.get(OWN)
+        self.is_ours = isinstance(own, Mapping)
+        self.action_dim, self.action_chunks_len, self._num_uniforms, self._batch_key = (
+            action_dim,
+            action_chunks_len,
+            0,
+            None,
+        )
+        self.layout: Layout | None = None
+        if self.is_ours:
+            self._take(own)
+        elif config.keys is None:
+            raise ConfigError(
+                f"{config.url} does not say how it reads observations, so it is not `rlinf serve`; required: model.keys and the sizes of "
+                "its actions. Set e.g. model.keys=libero model.action_token_len=7 model.action_chunks_len=5"
+            )
+
+    def _take(self, own: Mapping[str, Any]) -> None:
+        """Take over what our server says."""
+        if own.get("protocol") != PROTOCOL:
+            found = f"{self.config.url} speaks version {own.get('protocol')} of our protocol"
+            raise PolicyServerError(f"{found}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
+        try:
+            self.manifest = Manifest.from_text(own["manifest"], f"The manifest of {self.config.url}")
+            self.action_dim, self.action_chunks_len = int(own["action_dim"]), int(own["action_chunks_len"])
+            self._num_uniforms, self._batch_key = int(own["num_uniforms"]), str(own["batch_key"])
+            self.layout = layout_of(own["keys"], [str(name) for name in own["client_cameras"]])
+        except (KeyError, TypeError, ValueError) as error:
+            found = f"{self.config.url} has not told all about its policy ({type(error).__name__}: {error})"
+            raise PolicyServerError(f"{found}. Install the same version of rlinf on both sides") from error
+
+    @property
+    def num_uniforms(self) -> int:
+        return self._num_uniforms
+
+    @property
+    def device(self) -> torch.device:
+        """Actions arrive on the CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the actions."""
+        return torch.float32
+
+    def preprocess(self, observation: Observation) -> dict[str, Any]:
+        """The server does it."""
+        return {"observation": observation}
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """The server groups rows by their prompts."""
+        return [0] * len(observation)
+
+    def predict_action_batch(
+        self,
+        *,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+        observation: Observation,
+    ) -> ActionPrediction:
+        """Ask the server; see ``ActionModel.predict_action_batch``.
+
+        Raises:
+            ConfigError: Samples are wanted of another project's server, whose draws are its own.
+            PolicyServerError: The server does not answer, or its actions do not fit.
+        """
+        layout = self.layout or layout_of(self.config.keys, list(observation.images))
+        requests = [layout.request(observation, row) for row in range(len(observation))]
+        if do_sample:
+            self._add_draws(requests, temperature, uniforms)
+        if self._batch_key is None:
+            replies = [
+                self._actions(self.client.ask(request), (self.action_chunks_len, self.action_dim))
+                for request in requests
+            ]
+            actions = np.stack(replies)
+        else:
+            shape = (len(requests), self.action_chunks_len, self.action_dim)
+            actions = self._actions(self.client.ask({self._batch_key: requests}), shape)
+        empty = torch.zeros(len(actions), 0)
+        return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
+
+    def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
+        if not self.is_ours:
+            found = f"{self.config.url} draws its actions itself"
+            raise ConfigError(f"{found}; required: no sampling from here. Set evaluation.greedy=true")
+        if uniforms is None:
+            uniforms = torch.rand(len(requests), self.num_uniforms).clamp_min(torch.finfo(torch.float32).tiny)
+        for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
+            request |= {"uniforms": draws, "temperature": float(temperature)}
+
+    def _actions(self, reply: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray:
+        """Return the actions of a reply, float32 of ``shape``; the chunk may be longer."""
+        found = reply.get("actions")
+        if not isinstance(found, np.ndarray):
+            has = ", ".join(map(str, reply)) or "nothing"
+            raise PolicyServerError(f"{self.config.url} has sent no actions, but {has}")
+        if found.ndim != len(shape) or found.shape[-1] != self.action_dim or found.shape[:-2] != shape[:-2]:
+            raise PolicyServerError(
+                f"{self.config.url} has sent actions {list(found.shape)}; required: {list(shape)}, {self.action_dim} numbers for each "
+                f"action. Set model.action_token_len={found.shape[-1] if found.ndim else 0} and an env with such actions"
+            )
+        if found.shape[-2] < self.action_chunks_len:
+            raise PolicyServerError(
+                f"{self.config.url} has sent chunks of {found.shape[-2]} actions; required: {self.action_chunks_len} "
+                f"(model.action_chunks_len). Set model.action_chunks_len={found.shape[-2]}"
+            )
+        actions = np.ascontiguousarray(found[..., : self.action_chunks_len, :], dtype=np.float32)
+        if not np.isfinite(actions).all():
+            number = int((~np.isfinite(actions)).sum())
+            raise PolicyServerError(
+                f"{self.config.url} has sent {number} numbers that are NaN or infinite. Look at the server's log, or set model.url=<another>"
+            )
+        return actions
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
+
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
+        raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
+
+
+def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
+    """The server has it."""
+
+
+def _api_key(config: RemoteConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        name = config.api_key_env
+        raise ConfigError(
+            f"model.api_key_env={name}, and this variable is not set. Set export {name}=<the server's key>"
+        )
+    return key

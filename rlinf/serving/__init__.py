@@ -1,0 +1,16 @@
+"""A policy on the network: messages, a server of them, and a client.
+
+Nothing here knows a model. Nothing that arrives is run or unpickled: messages are maps of numbers, text and checked arrays.
+"""
+
+from importlib.util import find_spec
+
+from rlinf.errors import MissingDependencyError
+
+
+def require_packages(wanted_by: str) -> None:
+    """Raise MissingDependencyError, with the install command, if what this package imports is not installed."""
+    if find_spec("websockets") is None or find_spec("msgpack") is None:
+        raise MissingDependencyError(
+            f"{wanted_by} needs the packages websockets and msgpack. Run pip install 'rlinf[serve]'"
+        )

@@ -1,0 +1,127 @@
+"""Requests of all connections, answered together by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_WAITING = 16
+"""Batches of rows that may wait. More are refused: they would be answered later and later."""
+
+
+class BusyError(RuntimeError):
+    """Too many rows wait already."""
+
+
+@dataclass
+class _Ask:
+    rows: Sequence[Any]
+    answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Batcher:
+    """Collects rows and lets one thread answer them.
+
+    A batch begins as soon as it is full, or every client has asked, or ``wait_s`` have passed since its first row. A client
+    waits for its answer before it asks again, so one that is alone never waits for others.
+
+    Args:
+        act: ``rows -> one answer for each``, called in the thread. It must not let a row's answer depend on the others.
+        max_rows: Rows of a batch; a single request may have more.
+        wait_s: Longest wait for rows of other clients.
+        num_clients: Says how many clients there are.
+    """
+
+    def __init__(
+        self,
+        act: Callable[[list[Any]], Sequence[Any]],
+        max_rows: int,
+        wait_s: float,
+        num_clients: Callable[[], int],
+    ) -> None:
+        self.act, self.max_rows, self.wait_s, self.num_clients = act, max_rows, wait_s, num_clients
+        self._waiting: deque[_Ask] = deque()
+        self._came = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inference")
+        self._task = asyncio.create_task(self._run())
+
+    async def ask(self, rows: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Return the answers to rows.
+
+        Raises:
+            BusyError: Too many rows wait.
+            TimeoutError: There was no answer in time. Rows that still wait are dropped.
+        """
+        if sum(len(ask.rows) for ask in self._waiting) >= MAX_WAITING * self.max_rows:
+            raise BusyError(f"more than {MAX_WAITING * self.max_rows} observations wait already")
+        ask = _Ask(rows)
+        self._waiting.append(ask)
+        self._came.set()
+        return await asyncio.wait_for(ask.answer, timeout_s)
+
+    async def close(self) -> None:
+        """End the thread after the batch that it works on."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._next()
+            deadline = loop.time() + self.wait_s
+            while not self._is_full() and (left := deadline - loop.time()) > 0:
+                try:
+                    await asyncio.wait_for(self._next(), left)
+                except TimeoutError:
+                    break
+            await self._answer(self._taken())
+
+    async def _next(self) -> None:
+        """Wait until a request comes that has not been seen yet."""
+        await self._came.wait()
+        self._came.clear()
+
+    def _is_full(self) -> bool:
+        num_rows = sum(len(ask.rows) for ask in self._waiting)
+        return num_rows >= self.max_rows or len(self._waiting) >= self.num_clients()
+
+    def _taken(self) -> list[_Ask]:
+        """Take the oldest requests, as many as fit into a batch, at least one."""
+        taken: list[_Ask] = []
+        while self._waiting:
+            ask = self._waiting[0]
+            if ask.answer.done():  # nobody waits for it any more
+                self._waiting.popleft()
+                continue
+            if taken and sum(len(one.rows) for one in taken) + len(ask.rows) > self.max_rows:
+                break
+            taken.append(self._waiting.popleft())
+        if self._waiting:
+            self._came.set()
+        return taken
+
+    async def _answer(self, asks: Sequence[_Ask]) -> None:
+        """Answer requests together; if that fails, each alone, so that one cannot spoil the others."""
+        rows = [row for ask in asks for row in ask.rows]
+        if not rows:
+            return
+        try:
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.act, rows)
+        except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
+            if len(asks) == 1:
+                if not asks[0].answer.done():
+                    asks[0].answer.set_exception(error)
+                return
+            for ask in asks:
+                await self._answer([ask])
+            return
+        first = 0
+        for ask in asks:
+            if not ask.answer.done():
+                ask.answer.set_result(list(answers[first : first + len(ask.rows)]))
+            first += len(ask.rows)

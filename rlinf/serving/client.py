@@ -1,0 +1,179 @@
+"""A client of openpi's protocol that waits for its server, comes back to it, and knows if it is another one by then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from rlinf.errors import ConfigError, PolicyServerError
+from rlinf.serving.codec import MessageError, decode, encode
+
+logger = logging.getLogger("rlinf")
+
+OPEN_TIMEOUT_S, PING_INTERVAL_S = 10, 20
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
+MESSAGE_TOO_BIG = 1009
+MAX_REPLY = 256 * 2**20
+COME_BACK = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses of a server, or of a proxy before it, that is not ready yet."""
+
+
+class PolicyClient:
+    """One connection to a policy. A request holds everything that its reply depends on, so it may be asked again.
+
+    Args:
+        url: ``ws://host:port``, perhaps with a path.
+        timeout_s: Longest wait for a reply, and for what the server says first.
+        connect_timeout_s: Longest time without a server: at the start, and whenever the connection is lost.
+        api_key: Sent as ``Authorization: Api-Key <key>``; None: nothing.
+
+    Attributes:
+        metadata: What the server has said first.
+
+    Raises:
+        ConfigError: The URL is none, or the server refuses the key.
+        PolicyServerError: There is no server, or it speaks another protocol.
+    """
+
+    def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:
+        self.url, self.timeout_s, self.connect_timeout_s = url, timeout_s, connect_timeout_s
+        self._headers = {} if api_key is None else {"Authorization": f"Api-Key {api_key}"}
+        self._connection: ClientConnection | None = None
+        self.metadata: dict[str, Any] | None = None
+        self._connect(time.monotonic() + connect_timeout_s)
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request, from another connection if the first one is lost.
+
+        Raises:
+            PolicyServerError: The server refuses the request, answers too late or not at all, or is another one by now.
+        """
+        data, deadline = encode(dict(request)), None
+        while True:
+            try:
+                if self._connection is None:
+                    self._connect(deadline)
+                self._connection.send(data)
+                return self._read(self._connection.recv(timeout=self.timeout_s))
+            except TimeoutError:
+                self.close()  # a reply that comes later must not be taken for the next one
+                raise PolicyServerError(
+                    f"{self.url} has not answered within {self.timeout_s:g} s (model.timeout_s). "
+                    f"Set model.timeout_s={10 * self.timeout_s:g}, or look at the server's log"
+                ) from None
+            except (ConnectionClosed, OSError) as error:
+                self.close()
+                if (
+                    isinstance(error, ConnectionClosed)
+                    and error.rcvd is not None
+                    and error.rcvd.code == MESSAGE_TOO_BIG
+                ):
+                    found = f"{self.url} takes no message of {len(data) / 2**20:.1f} MiB"
+                    raise PolicyServerError(
+                        f"{found}. Serve with a larger max_message_mib, or set evaluation.num_envs=1"
+                    ) from error
+                logger.warning("The connection to %s is lost (%s); waiting for it to come back", self.url, error)
+                deadline = deadline or time.monotonic() + self.connect_timeout_s
+                self._wait(deadline, FIRST_WAIT_S, error)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.close_timeout = 1
+            connection.close()
+
+    def _read(self, message: str | bytes) -> dict[str, Any]:
+        if isinstance(message, str):  # the protocol's way to say that something is wrong, before it closes
+            self.close()
+            raise PolicyServerError(f"{self.url} answers: {message.strip()}")
+        try:
+            reply = decode(message)
+        except MessageError as error:
+            raise PolicyServerError(f"{self.url} has sent what cannot be read: {error}") from error
+        if not isinstance(reply, dict):
+            raise PolicyServerError(
+                f"{self.url} has sent a {type(reply).__name__}; required: a map, as openpi's servers send it"
+            )
+        return reply
+
+    def _connect(self, deadline: float) -> None:
+        """Connect before a moment of the monotonic clock, and compare the server with that of before."""
+        wait = FIRST_WAIT_S
+        while True:
+            try:
+                metadata = self._open()
+                break
+            except InvalidURI as error:
+                raise ConfigError(
+                    f"model.url='{self.url}' is no address. Set e.g. model.url=ws://127.0.0.1:8000"
+                ) from error
+            except InvalidStatus as error:
+                status = error.response.status_code
+                if status in (401, 403):
+                    raise ConfigError(
+                        f"{self.url} refuses the key (status {status}). Set model.api_key_env=<variable with the server's key>"
+                    ) from error
+                if status not in COME_BACK:
+                    found = f"{self.url} answers with status {status}"
+                    raise ConfigError(
+                        f"{found}; required: a policy. Set model.url=<address and path of a server>"
+                    ) from error
+                failure: Exception = error
+            except (OSError, WebSocketException) as error:
+                failure = error
+            self._wait(deadline, wait, failure)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+        if self.metadata is not None and metadata != self.metadata:
+            self.close()
+            before, now = (_name(each) for each in (self.metadata, metadata))
+            raise PolicyServerError(
+                f"{self.url} serves another policy than before: {now} instead of {before}; half of the episodes with each is no "
+                "result. Serve the first one again, or evaluate anew with output_dir=<another folder>"
+            )
+        self.metadata = metadata
+
+    def _open(self) -> dict[str, Any]:
+        """Connect once, and return what the server says first."""
+        self._connection = connect(
+            self.url,
+            additional_headers=self._headers,
+            compression=None,
+            max_size=MAX_REPLY,
+            proxy=None,  # of pages on the web; requests to a policy go straight to it
+            open_timeout=OPEN_TIMEOUT_S,
+            ping_interval=PING_INTERVAL_S,
+            ping_timeout=self.timeout_s,  # some servers answer nothing while they compute
+        )
+        try:
+            return self._read(self._connection.recv(timeout=self.timeout_s))
+        except TimeoutError:
+            self.close()
+            raise PolicyServerError(
+                f"{self.url} has accepted the connection and said nothing within {self.timeout_s:g} s (model.timeout_s); required: "
+                "openpi's protocol, in which the server speaks first. Set model.url=<another address>"
+            ) from None
+        except ConnectionClosed:
+            self.close()
+            raise
+
+    def _wait(self, deadline: float, seconds: float, error: Exception) -> None:
+        """Sleep, or say that there is no server."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise PolicyServerError(
+                f"There is no policy at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
+                "rlinf serve checkpoint=<folder>, or set model.url=<its address>"
+            ) from error
+        time.sleep(min(seconds, left))
+
+
+def _name(metadata: Mapping[str, Any]) -> str:
+    """Return what tells a served policy from another one."""
+    own = metadata.get("rlinf")
+    return f"manifest {own['digest']}" if isinstance(own, dict) and "digest" in own else str(dict(metadata))[:200]

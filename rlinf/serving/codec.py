@@ -1,0 +1,168 @@
+"""Messages as bytes: msgpack with arrays in the layouts of openpi and of vla-eval, both read, each checked before it is built.
+
+openpi writes an array as a map with keys of type bin, vla-eval as one with keys of type str. vla-eval also sends pictures as
+PNG or JPEG. Object arrays, text arrays and anything else whose bytes are not plain little-endian numbers are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+from PIL import Image
+
+DTYPE = re.compile(r"[<|=]?(b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
+"""Number formats of arrays, in the notations of NumPy."""
+
+MAX_AXES = 8
+MAX_DEPTH = 8
+"""Maps and lists inside each other, of which a message of either protocol has three."""
+MAX_ITEMS = 4096
+"""Entries of a map or of a list; arrays count as one."""
+MAX_PIXELS = 4096 * 4096
+"""Of a compressed picture: a small file can hold one that fills the memory."""
+
+FORMATS = {"png": "PNG", "jpeg": "JPEG"}
+
+
+class MessageError(ValueError):
+    """A message that breaks the protocol; its text goes to who sent it."""
+
+
+def encode(value: Any) -> bytes:
+    """Return a message in the layout of openpi; arrays keep their type and shape."""
+    return msgpack.packb(value, default=_openpi)
+
+
+def encode_named(value: Any) -> bytes:
+    """Return a message in the layout of vla-eval, with arrays under keys of type str."""
+    return msgpack.packb(value, default=_vla_eval)
+
+
+def decode(data: Any) -> Any:
+    """Read a message of either layout; arrays are copies, which can be written.
+
+    Raises:
+        MessageError: It is text, is cut off, or holds something else than maps, lists, plain values and arrays of numbers.
+    """
+    if not isinstance(data, bytes | bytearray):
+        raise MessageError("The message is text; required: a binary frame of msgpack")
+    try:
+        value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise MessageError(f"The message cannot be read as msgpack ({type(error).__name__}: {error})") from error
+    return _decoded(value, 0)
+
+
+def _openpi(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        _check_kind(value.dtype)
+        return {
+            b"__ndarray__": True,
+            b"data": value.tobytes(),
+            b"dtype": value.dtype.str,
+            b"shape": value.shape,
+        }
+    if isinstance(value, np.generic):
+        _check_kind(value.dtype)
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    raise TypeError(
+        f"a {type(value).__name__} cannot be sent; required: numbers, text, lists, maps and arrays of numbers"
+    )
+
+
+def _vla_eval(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        _check_kind(value.dtype)
+        return {"__ndarray__": True, "data": value.tobytes(), "dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.generic):
+        return value.item()
+    return _openpi(value)
+
+
+def _check_kind(dtype: np.dtype) -> None:
+    if not DTYPE.fullmatch(dtype.str):
+        raise TypeError(f"an array of {dtype} cannot be sent; required: little-endian numbers")
+
+
+def _decoded(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise MessageError(f"The message has more than {MAX_DEPTH} maps and lists inside each other")
+    if isinstance(value, list):
+        return [_decoded(item, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
+    if "__ndarray__" in named:
+        return _array(named)
+    if "__npgeneric__" in named:
+        return _scalar(named)
+    if "__image__" in named:
+        return _image(named)
+    if not all(isinstance(key, str) for key in value):
+        raise MessageError("A map has keys that are not text")
+    return {key: _decoded(item, depth + 1) for key, item in value.items()}
+
+
+def _array(parts: Mapping[str, Any]) -> np.ndarray:
+    dtype, shape, data = _dtype(parts.get("dtype")), _shape(parts.get("shape")), parts.get("data")
+    if not isinstance(data, bytes):
+        raise MessageError(f"The data of an array is a {type(data).__name__}; required: bytes")
+    wanted = math.prod(shape) * dtype.itemsize
+    if len(data) != wanted:
+        raise MessageError(f"An array of {dtype} {list(shape)} has {len(data)} bytes; required: {wanted}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _scalar(parts: Mapping[str, Any]) -> np.generic:
+    dtype, number = _dtype(parts.get("dtype")), parts.get("data")
+    if not isinstance(number, bool | int | float):
+        raise MessageError(f"A number of type {dtype} is a {type(number).__name__}")
+    try:
+        return dtype.type(number)
+    except (OverflowError, ValueError) as error:
+        raise MessageError(f"{number} is no {dtype}") from error
+
+
+def _image(parts: Mapping[str, Any]) -> np.ndarray:
+    """Decode a picture uint8 ``[H, W, C]``; its size is checked before its pixels exist."""
+    shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
+    if len(shape) != 3 or shape[2] not in (1, 3, 4) or shape[0] * shape[1] > MAX_PIXELS:
+        raise MessageError(
+            f"A picture has the shape {list(shape)}; required: [H, W, 1, 3 or 4], {MAX_PIXELS} pixels at most"
+        )
+    if kind == "raw":
+        return _array({"dtype": "uint8", **parts})
+    if kind not in FORMATS or not isinstance(data, bytes):
+        raise MessageError(f"A picture has the format {kind!r}; required: bytes of png, jpeg or raw")
+    try:
+        with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as picture:
+            if picture.size != (shape[1], shape[0]):
+                raise MessageError(
+                    f"A picture of {picture.size[1]} x {picture.size[0]} says that it has the shape {list(shape)}"
+                )
+            pixels = np.array(picture)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MessageError(f"A picture cannot be read as {kind} ({type(error).__name__})") from error
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    if pixels.shape != shape or pixels.dtype != np.uint8:
+        raise MessageError(f"A picture of {pixels.dtype} {list(pixels.shape)} says that it is uint8 {list(shape)}")
+    return pixels
+
+
+def _dtype(text: Any) -> np.dtype:
+    if not isinstance(text, str) or not DTYPE.fullmatch(text):
+        raise MessageError(f"An array has the type {text!r}; required: little-endian numbers of kind b, i, u or f")
+    return np.dtype(text)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    fits = isinstance(shape, list) and len(shape) <= MAX_AXES
+    if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
+        raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
+    return tuple(shape)

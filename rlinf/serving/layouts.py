@@ -1,0 +1,168 @@
+"""Where the parts of an observation are in a request, for each robot that openpi's protocol knows, and for ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlinf.errors import ConfigError
+from rlinf.options import override_text
+from rlinf.serving.codec import MessageError
+from rlinf.types import Observation
+
+Path = tuple[str, ...]
+"""Keys from the request down to a value: ``("images", "front")`` is ``request["images"]["front"]``."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of the parts of an observation.
+
+    Attributes:
+        images: One for each picture, in the order of the policy's cameras.
+        states: The numbers of the state, one array after the other, with their widths; None: any width.
+        prompt: The instruction.
+        channels_first: Pictures are ``[3, H, W]``.
+    """
+
+    images: tuple[Path, ...]
+    states: tuple[tuple[Path, int | None], ...] = ((("state",), None),)
+    prompt: Path = ("prompt",)
+    channels_first: bool = False
+
+    @property
+    def state_width(self) -> int | None:
+        """Width of the whole state; None: any."""
+        widths = [width for _, width in self.states]
+        return None if None in widths else sum(widths)
+
+    def read(self, request: Mapping[str, Any], cameras: Sequence[str], reads_state: bool) -> dict[str, Any]:
+        """Return ``images``, ``state`` and ``instruction`` of a request.
+
+        Args:
+            request: The decoded message.
+            cameras: Names that the policy has for ``images``; more pictures than that are ignored.
+            reads_state: The policy has a state.
+
+        Raises:
+            MessageError: A part is missing, or is none.
+        """
+        images = {name: self._picture(request, place) for name, place in zip(cameras, self.images, strict=False)}
+        prompt = _at(request, self.prompt)
+        if isinstance(prompt, bytes):
+            prompt = prompt.decode("utf-8", "replace")
+        parts = [_numbers(request, place) for place, _ in self.states if reads_state]
+        return {"images": images, "state": np.concatenate(parts) if parts else None, "instruction": prompt}
+
+    def _picture(self, request: Mapping[str, Any], place: Path) -> np.ndarray:
+        picture = _at(request, place)
+        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+            shape = list(getattr(picture, "shape", ())) or type(picture).__name__
+            raise MessageError(f"{_text(place)} is {shape}; required: a picture with three axes")
+        if self.channels_first and picture.shape[0] == 3:
+            picture = picture.transpose(1, 2, 0)
+        if picture.dtype.kind == "f":  # openpi's clients may send 0 to 1
+            if not np.isfinite(picture).all() or picture.min(initial=0) < 0 or picture.max(initial=0) > 1:
+                raise MessageError(
+                    f"{_text(place)} is {picture.dtype} outside 0 to 1; required: uint8, or floats of 0 to 1"
+                )
+            picture = np.round(picture * 255).astype(np.uint8)
+        return np.ascontiguousarray(picture)
+
+    def request(self, observation: Observation, row: int) -> dict[str, Any]:
+        """Return the request for one row of an observation, whose cameras fill ``images`` in their order."""
+        request: dict[str, Any] = {}
+        for place, pictures in zip(self.images, observation.images.values(), strict=False):
+            picture = pictures[row]
+            _put(request, place, np.ascontiguousarray(picture.transpose(2, 0, 1)) if self.channels_first else picture)
+        first = 0
+        for place, width in self.states if observation.state is not None else ():
+            after = observation.state.shape[1] if width is None else first + width
+            _put(request, place, observation.state[row, first:after])
+            first = after
+        _put(request, self.prompt, observation.instruction[row])
+        return request
+
+
+ROBOTS = {
+    "libero": Layout((("observation/image",), ("observation/wrist_image",)), ((("observation/state",), 8),)),
+    "aloha": Layout(
+        tuple(("images", name) for name in ("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist")),
+        ((("state",), 14),),
+        channels_first=True,
+    ),
+    "droid": Layout(
+        (("observation/exterior_image_1_left",), ("observation/wrist_image_left",)),
+        ((("observation/joint_position",), 7), (("observation/gripper_position",), 1)),
+    ),
+}
+"""Observations of openpi's robots."""
+
+KEYS = ("rlinf", *ROBOTS)
+
+
+def layout_of(keys: str, cameras: Sequence[str]) -> Layout:
+    """Return the layout that ``keys`` names: one of ``ROBOTS``, or ``rlinf``, where pictures have the names ``cameras``.
+
+    Raises:
+        ConfigError: There is no such layout.
+    """
+    if keys not in KEYS:
+        raise ConfigError(f"keys is '{keys}'; required: one of {', '.join(KEYS)}.", keys=KEYS[0])
+    return ROBOTS[keys] if keys in ROBOTS else Layout(tuple(("images", name) for name in cameras))
+
+
+def check_layout(
+    keys: str, layout: Layout, cameras: Sequence[str], state_dim: int | None, owner: str, fix: str
+) -> None:
+    """Refuse a layout that has no place for what a policy or an env has.
+
+    Args:
+        keys: Name of the layout.
+        layout: The layout.
+        cameras, state_dim: Names of the pictures, and the width of the state: 0: there is none; None: not known.
+        owner: What has them, for the message.
+        fix: Override that changes the layout.
+
+    Raises:
+        ConfigError: There are more cameras than places, or the state has another width.
+    """
+    if len(cameras) > len(layout.images):
+        found = f"{owner} has the cameras {override_text(list(cameras))}"
+        raise ConfigError(f"{found}; required: at most {len(layout.images)}, which {keys} has keys for. Set {fix}")
+    width = layout.state_width
+    if width is not None and state_dim not in (None, 0, width):
+        raise ConfigError(
+            f"{owner} has a state of width {state_dim}; required: {width} with the keys of {keys}. Set {fix}"
+        )
+
+
+def _at(request: Mapping[str, Any], place: Path) -> Any:
+    value: Any = request
+    for key in place:
+        if not isinstance(value, Mapping) or key not in value:
+            has = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise MessageError(f"The observation has no {_text(place)}; there is {has or 'nothing'}")
+        value = value[key]
+    return value
+
+
+def _numbers(request: Mapping[str, Any], place: Path) -> np.ndarray:
+    value = _at(request, place)
+    try:
+        return np.asarray(value, dtype=np.float32).ravel()
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers") from error
+
+
+def _put(request: dict[str, Any], place: Path, value: Any) -> None:
+    for key in place[:-1]:
+        request = request.setdefault(key, {})
+    request[place[-1]] = value
+
+
+def _text(place: Path) -> str:
+    return "".join([place[0], *(f"['{key}']" for key in place[1:])])

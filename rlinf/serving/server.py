@@ -1,0 +1,211 @@
+"""A policy behind a WebSocket: openpi's protocol at ``/``, vla-eval's at ``/vla-eval``, health at ``/healthz``."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import http
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from rlinf.errors import RLinfError
+from rlinf.serving import vla_eval
+from rlinf.serving.batcher import Batcher, BusyError
+from rlinf.serving.codec import MessageError, decode, encode
+
+logger = logging.getLogger("rlinf")
+
+HEALTH = ("/healthz", "/health")
+BATCH = "rlinf/batch"
+"""Key of a request that holds a list of requests; the reply has an axis of them before the others."""
+
+PING_INTERVAL_S, PONG_TIMEOUT_S = 20, 120
+"""A client that computes for a while answers no ping, so the limit is long."""
+TRY_AGAIN_LATER = 1013
+INTERNAL_ERROR = 1011
+
+
+@dataclass
+class Limits:
+    """What a client may ask for, see ``ServeConfig``."""
+
+    max_batch: int
+    batch_wait_s: float
+    max_message: int
+    max_clients: int
+    infer_timeout_s: float
+
+
+@dataclass
+class PolicyServer:
+    """Answers requests of any number of clients.
+
+    Args:
+        read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``.
+        act: Rows -> float32 ``[C, D]`` for each. Runs in a thread of its own, so that a long call delays nothing but actions.
+        metadata: What a client is told first: plain values.
+        limits: See there.
+        chunks: How ``/vla-eval`` reads requests, and what it is told first.
+        api_key: What clients must send as ``Authorization: Api-Key <key>``; None: nothing.
+    """
+
+    read: Callable[[Mapping[str, Any]], Any]
+    act: Callable[[list[Any]], Sequence[np.ndarray]]
+    metadata: Mapping[str, Any]
+    limits: Limits
+    chunks: vla_eval.Hello
+    api_key: str | None = None
+    _busy: dict[ServerConnection, bool] = field(default_factory=dict)
+    _closing: bool = False
+
+    async def run(self, bound: socket.socket, on_listening: Callable[[], None], stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set; then answer what has been asked, and return.
+
+        Args:
+            bound: A socket with its address, which nobody listens to yet, so that clients wait while a policy loads.
+            on_listening: Called when clients can connect.
+            stop: Set in the running loop.
+        """
+        self.batcher = Batcher(
+            self.act, self.limits.max_batch, self.limits.batch_wait_s, num_clients=lambda: max(1, len(self._busy))
+        )
+        async with serve(
+            self._connection,
+            sock=bound,
+            process_request=self._accepted,
+            compression=None,
+            max_size=self.limits.max_message,
+            max_queue=2,
+            ping_interval=PING_INTERVAL_S,
+            ping_timeout=PONG_TIMEOUT_S,
+            server_header=None,
+        ) as server:
+            on_listening()
+            await stop.wait()
+            await self._drain(server)
+        await self.batcher.close()
+
+    async def _drain(self, server: Server) -> None:
+        """Accept nobody else, let those who wait have their answers, and say goodbye."""
+        self._closing = True
+        server.close(close_connections=False)
+        idle = [connection for connection, busy in self._busy.items() if not busy]
+        await asyncio.gather(*(connection.close(1001) for connection in idle))
+        await server.wait_closed()
+
+    def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer what is no WebSocket of a client that may ask; None: go on."""
+        path = request.path.partition("?")[0]
+        if path in HEALTH:
+            text = "OK\n" if path == HEALTH[0] else json.dumps({"status": "ok"})
+            return connection.respond(http.HTTPStatus.OK, text)
+        if path not in ("/", vla_eval.PATH):
+            places = f"/ (openpi), {vla_eval.PATH}, {HEALTH[0]}"
+            return connection.respond(http.HTTPStatus.NOT_FOUND, f"there is no {path}; there are {places}\n")
+        if "Origin" in request.headers:
+            return connection.respond(http.HTTPStatus.FORBIDDEN, "pages of a browser may not ask\n")
+        if self.api_key is not None:
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Api-Key {self.api_key}".encode()):
+                return connection.respond(http.HTTPStatus.UNAUTHORIZED, "required: Authorization: Api-Key <key>\n")
+        if len(self._busy) >= self.limits.max_clients:
+            text = f"{self.limits.max_clients} clients are connected (max_clients)\n"
+            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, text)
+        return None
+
+    async def _connection(self, connection: ServerConnection) -> None:
+        self._busy[connection] = False
+        try:
+            if connection.request.path.partition("?")[0] == vla_eval.PATH:
+                await self._speak_vla_eval(connection)
+            else:
+                await self._speak_openpi(connection)
+        except ConnectionClosed:
+            pass
+        finally:
+            del self._busy[connection]
+
+    async def _speak_openpi(self, connection: ServerConnection) -> None:
+        """Send the metadata, then one reply for each request; an error is a text, after which the connection ends."""
+        await connection.send(encode(dict(self.metadata)))
+        previous_s = None
+        async for message in connection:
+            self._busy[connection], start = True, time.monotonic()
+            try:
+                reply = await self._reply(message)
+            except BusyError as error:
+                await connection.send(f"The server is busy: {error}")
+                await connection.close(TRY_AGAIN_LATER)
+                return
+            except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
+                await connection.send(self._told(error))
+                await connection.close(INTERNAL_ERROR)
+                return
+            if previous_s is not None:
+                reply["server_timing"]["prev_total_ms"] = 1000 * previous_s
+            await connection.send(encode(reply))
+            previous_s = time.monotonic() - start
+            self._busy[connection] = False
+            if self._closing:
+                await connection.close(1001)
+                return
+
+    async def _reply(self, message: Any) -> dict[str, Any]:
+        request = await asyncio.to_thread(decode, message)
+        if not isinstance(request, dict):
+            raise MessageError(f"The request is a {type(request).__name__}; required: a map")
+        requests = request[BATCH] if BATCH in request else [request]
+        if not isinstance(requests, list) or not requests or not all(isinstance(one, dict) for one in requests):
+            raise MessageError(f"{BATCH} is not a list of requests")
+        actions, seconds = await self._act([self.read(one) for one in requests])
+        timing = {"infer_ms": 1000 * seconds}
+        answer = np.stack(actions) if BATCH in request else actions[0]
+        return {"actions": answer, "server_timing": dict(timing), "policy_timing": timing}
+
+    async def _act(self, rows: Sequence[Any]) -> tuple[list[np.ndarray], float]:
+        """Return a chunk for each row, and the seconds from the question to the answer."""
+        start = time.monotonic()
+        try:
+            actions = await self.batcher.ask(rows, self.limits.infer_timeout_s)
+        except TimeoutError:
+            limit = f"infer_timeout_s={self.limits.infer_timeout_s:g}"
+            raise TimeoutError(f"there was no action in time ({limit} of the server)") from None
+        return actions, time.monotonic() - start
+
+    async def _speak_vla_eval(self, connection: ServerConnection) -> None:
+        """Answer each observation with one action of a chunk; an error leaves the connection open."""
+        session = vla_eval.Session(self.chunks)
+        async for message in connection:
+            self._busy[connection] = True
+            try:
+                seq, request = session.read(await asyncio.to_thread(decode, message))
+                if request is not None:
+                    actions, _ = await self._act([self.read(request)])
+                    session.take(actions[0])
+                reply = session.reply(seq)
+            except MessageError as error:
+                reply = session.failed(error)
+            except Exception as error:  # noqa: BLE001 whatever a policy raises goes to who asked
+                reply = session.failed(self._told(error))
+            if reply is not None:
+                await connection.send(reply)
+            self._busy[connection] = False
+            if self._closing:
+                await connection.close(1001)
+                return
+
+    def _told(self, error: Exception) -> str:
+        """Return what a client is told of an error; the traceback of what nobody expected is logged here."""
+        if not isinstance(error, MessageError | RLinfError | TimeoutError):
+            logger.error("A request failed", exc_info=error)
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,247 @@
+"""Messages of the policy server: the bytes of other projects, and what is refused before it becomes an array."""
+
+import ast
+import io
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from PIL import Image
+
+import rlinf.serving
+from rlinf.serving.codec import MAX_DEPTH, MAX_ITEMS, MessageError, decode, encode, encode_named
+from rlinf.serving.layouts import ROBOTS, layout_of
+from rlinf.types import Observation
+
+GOLDEN = bytes.fromhex(
+    "84c40b5f5f6e6461727261795f5fc3c40464617461c4080000803f00000040c4056474797065a33c6634c40573686170659102"
+)
+"""What openpi-client 0.1.2 writes for float32 [1, 2]."""
+ARRAYS = [
+    np.float32([1, 2]), np.zeros((2, 3, 3), np.uint8), np.arange(6, dtype=np.int64).reshape(2, 3), np.array(True),
+    np.float64([np.nan, np.inf]), np.zeros((0, 4), np.float32), np.float16([0.5]), np.array([[True], [False]]),
+]  # fmt: skip
+
+
+def array_of(**changes) -> dict:
+    return {b"__ndarray__": True, b"data": b"\0" * 8, b"dtype": "<f4", b"shape": [2]} | {
+        name.encode(): value for name, value in changes.items()
+    }
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG that says it has this size, with the pixels of a single row."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"\0" * (3 * 9 + 1))), (b"IEND", b"")]  # fmt: skip
+    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def picture_of(**changes) -> dict:
+    return {"__image__": True, "format": "png", "data": png(9, 1), "shape": [1, 9, 3], **changes}
+
+
+def test_an_array_is_the_bytes_of_openpi_both_ways():
+    assert encode(np.float32([1, 2])) == GOLDEN
+    assert encode({}) == b"\x80", "the metadata of a server without any"
+    found = decode(GOLDEN)
+    assert found.dtype == np.float32 and found.tolist() == [1, 2] and found.flags.writeable
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
+def test_arrays_come_back_in_either_layout(array):
+    for message in (encode({"a": [array]}), encode_named({"a": [array]})):
+        found = decode(message)["a"][0]
+        assert found.dtype == array.dtype and found.shape == array.shape and found.tobytes() == array.tobytes()
+
+
+def test_scalars_lists_and_text_come_back():
+    value = {"a": np.int32(3), "b": np.float64(0.5), "c": (1, "x", None, True), "d": {"e": b"raw"}}
+    found = decode(encode(value))
+    assert found == {"a": 3, "b": 0.5, "c": [1, "x", None, True], "d": {"e": b"raw"}} and found["a"].dtype == np.int32
+    assert decode(encode_named(value))["a"] == 3
+
+
+def test_openpis_own_reader_and_writer_agree_with_ours():
+    theirs = pytest.importorskip("openpi_client.msgpack_numpy", reason="pip install --no-deps openpi-client==0.1.2")
+    value = {"actions": ARRAYS[2], "infer_ms": np.float32(1.5), "names": ["a", "b"]}
+    assert encode(value) == theirs.packb(value)
+    for array in ARRAYS:
+        assert theirs.unpackb(encode(array)).tobytes() == array.tobytes()
+        assert decode(theirs.packb(array)).tobytes() == array.tobytes()
+
+
+def test_vla_evals_own_reader_and_writer_agree_with_ours():
+    theirs = pytest.importorskip("vla_eval.protocol.messages", reason="pip install vla-eval==0.8.0")
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 5, 3), dtype=np.uint8)
+    message = theirs.Message(theirs.MessageType.OBSERVATION, {"images": {"a": pixels}, "states": np.ones(3)}, 4)
+    found = decode(theirs.pack_message(message))
+    assert found["seq"] == 4 and np.array_equal(found["payload"]["images"]["a"], pixels)
+    assert np.array_equal(found["payload"]["states"], np.ones(3))
+    ours = {"type": "action", "payload": {"actions": np.float32([1, 2])}, "seq": 5, "timestamp": 0.5}
+    assert theirs.unpack_message(encode_named(ours)).payload["actions"].tolist() == [1, 2]
+
+
+def test_pictures_are_read_as_png_jpeg_and_raw():
+    pixels = np.tile(np.arange(0, 240, 10, dtype=np.uint8)[:, None, None], (1, 16, 3))
+    for kind, tolerance in (("png", 0), ("jpeg", 8), ("raw", 0)):
+        data = io.BytesIO()
+        if kind == "raw":
+            data.write(pixels.tobytes())
+        else:
+            Image.fromarray(pixels).save(data, kind)
+        found = decode(msgpack.packb(picture_of(format=kind, data=data.getvalue(), shape=list(pixels.shape))))
+        assert found.shape == pixels.shape and np.abs(found.astype(int) - pixels).max() <= tolerance
+
+
+def nested(depth: int):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+BROKEN = {
+    "object array": array_of(dtype="|O"), "void": array_of(dtype="|V8", shape=[1]), "bytes": array_of(dtype="|S8", shape=[1]),
+    "text": array_of(dtype="<U2", shape=[1]), "complex": array_of(dtype="<c8", shape=[1]), "date": array_of(dtype="<M8[s]", shape=[1]),
+    "big endian": array_of(dtype=">f4"), "a structure": array_of(dtype="f4,f4", shape=[1]), "type as a list": array_of(dtype=["<f4"]),
+    "too few bytes": array_of(data=b"\0" * 7), "too many bytes": array_of(data=b"\0" * 9), "text as bytes": array_of(data="0" * 8),
+    "negative size": array_of(shape=[-1]), "huge size": array_of(shape=[2**40]), "overflow": array_of(shape=[2**31 - 1] * 3),
+    "size of 2.0": array_of(shape=[2.0]), "size of true": array_of(shape=[True, 2]), "nine axes": array_of(shape=[1] * 8 + [2]),
+    "no shape": {b"__ndarray__": True}, "number that is none": {b"__npgeneric__": True, b"data": "x", b"dtype": "<f4"},
+    "number out of range": {b"__npgeneric__": True, b"data": 2**40, b"dtype": "<i4"},
+    "integer keys": {1: 2}, "bytes as keys": {b"a": 2}, "deep maps": nested(MAX_DEPTH + 1), "deeper maps": nested(400), "deepest": nested(2000),
+    "long list": [0] * (MAX_ITEMS + 1), "an extension": msgpack.ExtType(5, b"x"),
+    "picture of another size": picture_of(shape=[2, 9, 3]), "gif": picture_of(format="gif"), "jpeg that is a png": picture_of(format="jpeg"),
+    "no picture": picture_of(data=b"xx"), "cut picture": picture_of(data=png(9, 1)[:40]), "two channels": picture_of(shape=[1, 9, 2]),
+    "huge picture": picture_of(data=png(50_000, 50_000), shape=[50_000, 50_000, 3]),
+    "picture that is larger than it says": picture_of(data=png(50_000, 50_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_message_is_refused_without_memory(what):
+    message = packed(BROKEN[what])
+    tracemalloc.start()
+    try:
+        with pytest.raises(MessageError):
+            decode(message)
+        assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def packed(value) -> bytes:
+    """``msgpack.packb``, which itself refuses maps deeper than 511."""
+    depth = 0
+    while isinstance(value, dict) and set(value) == {"a"}:
+        value, depth = value["a"], depth + 1
+    return b"\x81\xa1a" * depth + msgpack.packb(value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", GOLDEN[:-1], GOLDEN + b"\0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xffx", b"\xc1", "text"],
+    ids=["empty", "cut off", "more than one", "list of 4 G", "map of 4 G", "4 G of bytes", "no code", "text"],
+)  # fmt: skip
+def test_bytes_that_are_no_message_are_refused(message):
+    with pytest.raises(MessageError):
+        decode(message)
+
+
+def test_a_message_at_the_limits_is_read():
+    assert decode(packed(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
+    assert decode(msgpack.packb([0] * MAX_ITEMS)) == [0] * MAX_ITEMS
+
+
+def test_random_bytes_give_a_value_or_a_message_error():
+    generator = np.random.default_rng(0)
+    whole = encode({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "state": np.zeros(3), "prompt": "go"})
+    outcomes = set()
+    for _ in range(3000):
+        data = bytearray(whole)
+        for position in generator.integers(0, len(whole), generator.integers(1, 6)):
+            data[position] = generator.integers(256)
+        try:
+            decode(bytes(data))
+            outcomes.add("read")
+        except MessageError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize("value", [np.array(["x"]), np.array([None]), np.array([1j]), np.zeros(2, ">f4"), object()])
+def test_what_nobody_could_read_is_not_written(value):
+    for write in (encode, encode_named):
+        with pytest.raises(TypeError):
+            write({"a": value})
+
+
+def test_no_module_imports_pickle():
+    files = list(Path(rlinf.serving.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    for file in files:
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in [*node.names, ast.alias(getattr(node, "module", None) or "")]
+        }
+        assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve", "msgpack_numpy"} & names
+
+
+# -- observations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [*ROBOTS, "rlinf"])
+def test_an_observation_comes_back_from_each_robots_keys(keys):
+    generator = np.random.default_rng(0)
+    cameras = ["front", "hand"]
+    layout = layout_of(keys, cameras)
+    width = layout.state_width or 5
+    images = {name: generator.integers(0, 256, (2, 6, 6, 3), dtype=np.uint8) for name in cameras}
+    observation = Observation(images, generator.random((2, width), dtype=np.float32), ["go", "stop"])
+    for row, sentence in enumerate(observation.instruction):
+        found = layout.read(decode(encode(layout.request(observation, row))), cameras, reads_state=True)
+        assert found["instruction"] == sentence and np.array_equal(found["state"], observation.state[row])
+        assert all(np.array_equal(found["images"][name], images[name][row]) for name in cameras)
+
+
+def test_the_keys_are_those_of_openpis_examples():
+    observation = Observation({"a": np.zeros((1, 8, 8, 3), np.uint8)}, np.arange(8, dtype=np.float32)[None], ["go"])
+    droid = ROBOTS["droid"].request(observation, 0)
+    assert droid["observation/joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert droid["observation/gripper_position"].tolist() == [7] and droid["prompt"] == "go"
+    assert ROBOTS["libero"].request(observation, 0)["observation/image"].shape == (8, 8, 3)
+    assert ROBOTS["aloha"].request(observation, 0)["images"]["cam_high"].shape == (3, 8, 8)
+
+
+def test_pictures_of_floats_are_those_of_bytes():
+    layout = layout_of("rlinf", ["front"])
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    found = layout.read({"images": {"front": pixels / np.float32(255)}, "prompt": b"go"}, ["front"], False)
+    assert np.array_equal(found["images"]["front"], pixels) and found["instruction"] == "go" and found["state"] is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"prompt": "x"}, "no images['front']; there is prompt"),
+        ({"images": {"side": 1}, "prompt": "x"}, "no images['front']; there is side"),
+        ({"images": 3, "prompt": "x"}, "no images['front']; there is a int"),
+        ({"images": {"front": "x"}, "prompt": "x"}, "required: a picture"),
+        ({"images": {"front": np.zeros((4, 4))}, "prompt": "x"}, "[4, 4]; required: a picture"),
+        ({"images": {"front": np.full((4, 4, 3), 2.0)}, "prompt": "x"}, "outside 0 to 1"),
+        ({"images": {"front": np.full((4, 4, 3), np.nan)}, "prompt": "x"}, "outside 0 to 1"),
+        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}}, "no prompt"),
+        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x"}, "no state"),
+        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": "far"}, "state is"),
+        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": [[1], [2, 3]]}, "state is"),
+    ],
+)  # fmt: skip
+def test_an_observation_that_does_not_fit_is_refused_by_name(request_, said):
+    with pytest.raises(MessageError, match=said.replace("[", r"\[").replace("]", r"\]")):
+        layout_of("rlinf", ["front"]).read(request_, ["front"], reads_state=True)

@@ -9,6 +9,7 @@ from run_results import run_config
 from safetensors.torch import load_file
 
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.cli import main
 from rlinf.config.schema import RunConfig
 from rlinf.preflight.validation import validate
 
@@ -37,3 +38,11 @@ def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         | load_file(checkpoint / "model" / "model.safetensors")
         | load_file(checkpoint / "model" / "head.safetensors")
     )
+
+
+def collected(folder: Path, *overrides: str) -> Path:
+    """Return a dataset of eight episodes of the scripted expert in the env of these runs, some of them cut."""
+    words = [each for each in SMALL if each.startswith(("env", "cluster", "tracking"))]
+    more = [f"dataset={folder}", "collect.num_episodes=8", "collect.only_success=false", "sft.expert.jitter=0.5"]
+    assert main(["collect", *words, *more, "env.max_episode_steps=4", *overrides]) == 0
+    return folder

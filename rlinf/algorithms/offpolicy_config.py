@@ -73,6 +73,28 @@ class OffPolicyConfig(AnyAlgorithmConfig):
     replay_capacity: int = option(
         100_000, "Observations that the buffer holds over all envs; the oldest are replaced.", minimum=1
     )
+    replay_from: str | None = option(
+        None,
+        "Checkpoint or run folder whose replay buffer this run begins with. The frozen policy, what it is asked for and the env must be "
+        "the same.",
+    )
+    offline_dataset: str | None = option(
+        None, "Folder of demonstrations with rewards or successes, in a format that `sft.dataset` takes; null: none."
+    )
+    offline_share: float = option(
+        0.0, "Share of each batch that is drawn from `algorithm.offline_dataset`.", minimum=0, maximum=1
+    )
+    offline_episodes: str = option(
+        "all",
+        "all: also those that failed; successes: only those that succeeded; assumed: all, each as if it succeeded in its last row, for "
+        "demonstrations that do not say so.",
+        choices=("all", "successes", "assumed"),
+    )
+
+    @property
+    def num_offline_rows(self) -> int:
+        """Transitions of each batch that are drawn from demonstrations."""
+        return round(self.offline_share * self.batch_size) if self.offline_dataset is not None else 0
 
 
 @dataclass

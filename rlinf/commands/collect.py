@@ -93,6 +93,7 @@ def collect(config: RunConfig) -> Path:
             action_dim=env.action_dim,
             video=settings.video,
             robot_type=env.suite,
+            has_executed=policy is None and config.sft.expert.jitter > 0,
         )
         with _sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
@@ -197,6 +198,8 @@ def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> Non
         seen[0].instruction[row],
         rewards=played.rewards[times, row],
         success=played.success[times, row],
+        truncated=bool(played.truncated[row]),
+        executed=played.executed[times, row],
     )
 
 

@@ -189,7 +189,11 @@ def _rl_trainer(session: Session, env: VectorEnv, players: Players | None) -> RL
     algorithm = ALGORITHMS.get(config.algorithm.name)
     if isinstance(config.algorithm, OffPolicyConfig):
         env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
-        return OffPolicyTrainer(session, env, episode_sampler(config, env), algorithm, worker.autocast)
+        demonstrations = None
+        if config.algorithm.offline_dataset is not None:
+            demonstrations = open_dataset(config.sft, env, config.algorithm.offline_dataset, outcomes=True)
+        sampler = episode_sampler(config, env)
+        return OffPolicyTrainer(session, env, sampler, algorithm, worker.autocast, demonstrations)
     collector = make_collector(config, env, session.sync.rollout_model, worker.autocast, players)
     return RLTrainer(session, collector, algorithm(config.algorithm))
 

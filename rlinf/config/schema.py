@@ -84,6 +84,8 @@ SOURCES = (
     "model.model_path",
     "model.lora_path",
     "sft.dataset",
+    "algorithm.replay_from",
+    "algorithm.offline_dataset",
     "evaluation.compare",
 )
 """Keys that name what is read: a ``latest`` in them is settled before a new run becomes the latest one."""
@@ -192,7 +194,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     for dotted in SOURCES:
         *sections, key = dotted.split(".")
         owner = reduce(getattr, sections, config)
-        path = getattr(owner, key)
+        path = getattr(owner, key, None)  # not every algorithm has all of them
         if path is not None and LATEST in Path(path).parts:
             setattr(owner, key, str(follow_latest(Path(path).expanduser())))
     return config

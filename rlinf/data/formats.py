@@ -20,18 +20,21 @@ READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: 
 """File that identifies a format, to the module with its ``describe`` and ``open_dataset``."""
 
 
-def describe_dataset(folder: str | os.PathLike) -> DatasetInfo:
-    """Read the description of a dataset, but no rows; raise ConfigError if the folder holds no dataset."""
-    return _reader(folder).describe(Path(folder).expanduser())
+def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> DatasetInfo:
+    """Read the description of a dataset, but no rows; raise ConfigError, with the ``key`` that names it, if there is none."""
+    return _reader(folder, key).describe(Path(folder).expanduser())
 
 
-def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
-    """Open ``sft.dataset`` for a policy of ``env``, with cameras under the env's names.
+def open_dataset(
+    sft: SFTConfig, env: VectorEnv, folder: str | None = None, outcomes: bool = False
+) -> StoredDemonstrations:
+    """Open ``sft.dataset``, or another ``folder``, for a policy of ``env``, with cameras under the env's names.
 
-    The state is read if the dataset has one of the env's width. The dataset must be whole, and have the cameras, and
+    With ``outcomes``, what came of the actions is read, too. The state is read if the dataset has one of the env's width. The dataset must be whole, and have the cameras, and
     actions of the same width and meaning.
     """
-    info = describe_dataset(sft.dataset)
+    folder = sft.dataset if folder is None else folder
+    info = describe_dataset(folder)
     if info.action_dim != env.action_dim:
         raise ConfigError(
             f"The actions of {info.folder} have {info.action_dim} numbers, but those of env.name={env.config.name} have "
@@ -41,7 +44,7 @@ def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
     columns = dict(zip(cameras, image_columns(info, cameras, sft.cameras), strict=True))
     state = state_column(info, sft.state_key)
     has_state = env.state_dim > 0 and state is not None and info.state_dims[state] == env.state_dim
-    dataset = _reader(sft.dataset).open_dataset(info.folder, columns, state if has_state else None)
+    dataset = _reader(folder).open_dataset(info.folder, columns, state if has_state else None, outcomes)
     env.check_statistics(env.config, dataset.statistics())
     dataset.rows(np.zeros(1, dtype=np.int64))  # unreadable images are reported before the weights load
     return dataset
@@ -79,14 +82,14 @@ def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
     return state_key
 
 
-def _reader(folder: str | os.PathLike) -> ModuleType:
+def _reader(folder: str | os.PathLike, key: str = "sft.dataset") -> ModuleType:
     path = Path(folder).expanduser()
     for marker, reader in READERS.items():
         if (path / marker).is_file():
             return reader
     inside = sorted(child for child in path.glob("*") if any((child / marker).is_file() for marker in READERS))
     wanted = " or ".join(READERS)
-    cure = f"Set sft.dataset={inside[0] if inside else f'<folder with {wanted}>'}"
+    cure = f"Set {key}={inside[0] if inside else f'<folder with {wanted}>'}"
     missing = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
     what = f"which is not a dataset{missing}" if path.is_dir() else "which is not a folder"
-    raise ConfigError(f"sft.dataset is '{folder}', {what}. {cure}")
+    raise ConfigError(f"{key} is '{folder}', {what}. {cure}")

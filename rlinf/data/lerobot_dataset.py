@@ -14,11 +14,14 @@ import numpy as np
 from rlinf.data import lerobot_format as layout
 from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
-from rlinf.data.stored import DatasetInfo, StoredDemonstrations
+from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError
 
 OWN_FILE = "rlinf.json"
 """File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
+
+OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS)
+"""Columns of what was done and what came of it."""
 
 
 def describe(folder: Path) -> DatasetInfo:
@@ -36,22 +39,28 @@ def describe(folder: Path) -> DatasetInfo:
         format="LeRobotDataset v3.0",
         num_episodes=info["total_episodes"],
         image_shapes={name: _height_width(shape, features[name].get("names")) for name, shape in shapes.items()},
-        state_dims={name: width for name, width in vectors.items() if name != layout.ACTION},
+        state_dims={name: width for name, width in vectors.items() if name not in (layout.ACTION, layout.EXECUTED)},
         state_key=layout.STATE,
         action_dim=vectors.get(layout.ACTION, 0),
         packages=("pyarrow", "av") if "video" in (feature["dtype"] for feature in features.values()) else ("pyarrow",),
         env=_recorded_env(folder / "meta" / OWN_FILE),
+        num_rows=info["total_frames"],
+        has_rewards=layout.REWARD in features,
+        says_success=layout.SUCCESS in features,
     )
 
 
-def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
+def open_dataset(
+    folder: Path, cameras: Mapping[str, str], state_key: str | None, outcomes: bool = False
+) -> StoredDemonstrations:
     """Read the numbers of all rows, and locate the frames of ``cameras`` (name in the env to column).
 
-    Images inside parquet files are copied into a temporary file, because parquet cannot read single rows.
+    With ``outcomes``, also what came of the actions, as far as the dataset tells. Images inside parquet files are copied into a temporary file, because parquet cannot read single rows.
     """
     pa = layout.import_pyarrow(f"Reading {folder}")
     info = layout.read_info(folder)
     names = [name for name in (layout.ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
+    names += [name for name in OUTCOMES if outcomes and name in info["features"]]
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
     parts: list[dict[str, np.ndarray]] = []
     try:
@@ -102,7 +111,23 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     }
     state, actions = numbers.get(state_key), numbers[layout.ACTION]
     episode_ids = columns["episode_index"]
-    return StoredDemonstrations(description, frames, state, actions, columns["task_index"], tasks, episode_ids)
+    found = _outcomes(columns, actions) if outcomes else None
+    return StoredDemonstrations(
+        description, frames, state, actions, columns["task_index"], tasks, episode_ids, outcomes=found
+    )
+
+
+def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
+    """Return what the columns tell; an episode without a word about its end was cut."""
+    flags = {name: columns[name].astype(bool).reshape(-1) for name in OUTCOMES[2:] if name in columns}
+    done, cut = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
+    rewards = columns.get(layout.REWARD)
+    return Outcomes(
+        executed=columns.get(layout.EXECUTED, actions).astype(np.float32).reshape(len(actions), -1),
+        rewards=None if rewards is None else rewards.astype(np.float32).reshape(-1),
+        success=flags.get(layout.SUCCESS),
+        terminated=np.zeros(len(actions), dtype=bool) if done is None or cut is None else done & ~cut,
+    )
 
 
 class _ImageSpool:

@@ -21,6 +21,10 @@ FILES_PER_CHUNK = 1000
 
 ACTION = "action"
 STATE = "observation.state"
+EXECUTED = "executed_action"
+"""What was done, where a demonstrator's noise makes it differ from ``action``."""
+REWARD, DONE, TRUNCATED, SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
+"""What came of the action of a row; datasets of others may lack any of them."""
 IMAGES = "observation.images."
 """Prefix of camera columns."""
 

@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError
 from rlinf.files import write_text
 
 MIB = 2**20
-EXTRAS = {"next.reward": "float32", "next.done": "bool", "next.success": "bool"}
+EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool", layout.SUCCESS: "bool"}
 """Columns besides observation and action: the consequences of the row's action."""
 
 
@@ -35,6 +35,7 @@ class LeRobotWriter:
         action_dim: ``D``.
         video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
         robot_type: Recorded in ``meta/info.json``.
+        has_executed: Executed actions differ from the stored ones, and have a column of their own.
         data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
 
     Attributes:
@@ -55,6 +56,7 @@ class LeRobotWriter:
         action_dim: int,
         video: bool,
         robot_type: str | None = None,
+        has_executed: bool = False,
         data_file_mib: int = 100,
         video_file_mib: int = 200,
     ) -> None:
@@ -71,6 +73,7 @@ class LeRobotWriter:
         self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
         self.image_shapes = {f"{layout.IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
         self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
+        self.widths |= {layout.EXECUTED: action_dim} if has_executed else {}
         self.info: dict[str, Any] = {
             "codebase_version": layout.VERSION,
             "robot_type": robot_type,
@@ -117,6 +120,8 @@ class LeRobotWriter:
         *,
         rewards: np.ndarray,
         success: np.ndarray,
+        truncated: bool = False,
+        executed: np.ndarray | None = None,
     ) -> None:
         """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``.
 
@@ -127,17 +132,20 @@ class LeRobotWriter:
             task: The instruction.
             rewards: float32 ``[T]``, one per action.
             success: bool ``[T]``: the goal is reached after the action.
+            truncated: The time limit ended the episode, and not its own rules.
+            executed: float32 ``[T, D]``, what was done where it is not ``actions``; with ``has_executed`` alone.
         """
         length, first = len(actions), self.info["total_frames"]
-        done = np.zeros(length, dtype=bool)
-        done[-1] = True
+        done, cut = np.zeros((2, length), dtype=bool)
+        done[-1], cut[-1] = True, truncated
         episode_index = self.info["total_episodes"]
         task_index = self._tasks.setdefault(task, len(self._tasks))
         columns: dict[str, np.ndarray] = {
             layout.ACTION: np.asarray(actions, np.float32),
-            "next.reward": np.asarray(rewards, np.float32),
-            "next.done": done,
-            "next.success": np.asarray(success, bool),
+            layout.REWARD: np.asarray(rewards, np.float32),
+            layout.DONE: done,
+            layout.TRUNCATED: cut,
+            layout.SUCCESS: np.asarray(success, bool),
             "timestamp": (np.arange(length) / self.fps).astype(np.float32),
             "frame_index": np.arange(length),
             "episode_index": np.full(length, episode_index),
@@ -146,6 +154,8 @@ class LeRobotWriter:
         }
         if layout.STATE in self.widths:
             columns[layout.STATE] = np.asarray(state, np.float32)
+        if layout.EXECUTED in self.widths:
+            columns[layout.EXECUTED] = np.asarray(actions if executed is None else executed, np.float32)
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames
-from rlinf.data.stored import DatasetInfo, StoredDemonstrations
+from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.data.tfrecord import Blobs, parse_example, records
 from rlinf.errors import ConfigError
 
@@ -26,6 +26,7 @@ FEATURES = "features.json"
 SPLIT = "train"
 OBSERVATION = "steps/observation/"
 ACTION = "steps/action"
+REWARD, TERMINAL = "steps/reward", "steps/is_terminal"
 INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_instruction")
 
 
@@ -54,16 +55,23 @@ def describe(folder: Path) -> DatasetInfo:
         state_dims=_observed(vectors),
         state_key="state",
         action_dim=vectors[ACTION],
+        has_rewards=REWARD in vectors,
     )
 
 
-def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
-    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data)."""
+def open_dataset(
+    folder: Path, cameras: Mapping[str, str], state_key: str | None, outcomes: bool = False
+) -> StoredDemonstrations:
+    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data).
+
+    With ``outcomes``, also rewards and whether an episode ended by its own rules, as far as the dataset tells.
+    """
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
     files: list[BinaryIO] = [open(path, "rb") for path in paths]
     actions, states, tasks, task_ids = [], [], {}, []
+    told: dict[str, list[np.ndarray]] = {REWARD: [], TERMINAL: []} if outcomes else {}
     episode_ids: list[np.ndarray] = []
     file_ids: list[np.ndarray] = []
     images: dict[str, list[Blobs]] = {camera: [] for camera in cameras}
@@ -78,6 +86,9 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
                     length = len(actions[-1])
                     if state_key is not None:
                         states.append(np.asarray(found[OBSERVATION + state_key], np.float32).reshape(length, -1))
+                    for key, parts in told.items():
+                        if key in found:
+                            parts.append(np.asarray(found[key], np.float32).reshape(length))
                     for camera, key in cameras.items():
                         images[camera].append(_one_per_step(found[OBSERVATION + key], length, key))
                     offsets, lengths = _one_per_step(found[instruction], length, instruction)
@@ -94,8 +105,19 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
         frames[camera] = EncodedFrames(files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths)
     rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
+    came = None
+    if outcomes:
+        rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
+        came = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
     return StoredDemonstrations(
-        info, frames, np.concatenate(states) if states else None, rows, task_ids, list(tasks), episode_ids
+        info,
+        frames,
+        np.concatenate(states) if states else None,
+        rows,
+        task_ids,
+        list(tasks),
+        episode_ids,
+        outcomes=came,
     )
 
 

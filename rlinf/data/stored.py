@@ -37,6 +37,8 @@ class DatasetInfo:
         action_dim: ``D``; 0 without actions.
         packages: Python packages needed to read it.
         env: The env section of the configuration it was collected with; empty if unknown.
+        num_rows: Rows; None: unknown before it is opened.
+        has_rewards, says_success: It tells the reward of each row, or whether the goal was reached.
     """
 
     folder: Path
@@ -48,6 +50,26 @@ class DatasetInfo:
     action_dim: int
     packages: tuple[str, ...] = ()
     env: Mapping[str, Any] = field(default_factory=dict)
+    num_rows: int | None = None
+    has_rewards: bool = False
+    says_success: bool = False
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What was done in the ``N`` rows of a dataset, and what came of it.
+
+    Attributes:
+        executed: float32 ``[N, D]``, which is not the row's action where a demonstrator's noise came on top.
+        rewards: float32 ``[N]``; None: the dataset has none.
+        success: bool ``[N]``, the goal was reached after the action; None: the dataset does not say.
+        terminated: bool ``[N]``: the episode ended there by its own rules.
+    """
+
+    executed: np.ndarray
+    rewards: np.ndarray | None
+    success: np.ndarray | None
+    terminated: np.ndarray
 
 
 @dataclass
@@ -63,6 +85,8 @@ class StoredDemonstrations:
         tasks: Instructions.
         episode_ids: int64 ``[N]``, ascending: the rows of an episode are consecutive.
         chunk_len: ``C``.
+        last_rows: int64 ``[N]``, the last row of the episode of each row.
+        outcomes: What came of the actions; None: it was not read.
 
     Raises:
         ConfigError: There are no rows, a number is not finite, or the rows of an episode are not consecutive.
@@ -76,17 +100,19 @@ class StoredDemonstrations:
     tasks: list[str]
     episode_ids: np.ndarray
     chunk_len: int = 1
+    outcomes: Outcomes | None = None
 
     def __post_init__(self) -> None:
         if not len(self.actions):
             raise damaged(self.info.folder, "it holds no rows")
-        for name, values in (("action", self.actions), ("state", self.state)):
+        rewards = None if self.outcomes is None or self.outcomes.rewards is None else self.outcomes.rewards[:, None]
+        for name, values in (("action", self.actions), ("state", self.state), ("reward", rewards)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
                 place = f"row {row} (episode {self.episode_ids[row]})"
                 raise damaged(self.info.folder, f"the {name} of {place} is not finite: {values[row].tolist()}")
         ends = np.flatnonzero(np.append(np.diff(self.episode_ids) != 0, True))
-        self._last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
+        self.last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
         self.num_episodes = len(ends)
         if len(np.unique(self.episode_ids)) != len(ends):
             raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
@@ -119,5 +145,5 @@ class StoredDemonstrations:
             state=None if self.state is None else self.state[index],
             instruction=[self.tasks[task] for task in self.task_ids[index]],
         )
-        following = following_rows(index, self._last_rows[index], self.chunk_len)
+        following = following_rows(index, self.last_rows[index], self.chunk_len)
         return observation, torch.from_numpy(self.actions[following])

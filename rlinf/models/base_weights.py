@@ -6,8 +6,11 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from rlinf.files import sha256_of
 from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse_mismatches
@@ -60,6 +63,15 @@ def weights_digest(model_path: str | None) -> str | None:
     paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
     found = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return one SHA-256 of names, number formats, shapes and bits of the tensors of a policy, wherever they lie."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 @functools.cache

@@ -82,8 +82,12 @@ class OffPolicyLearner(ABC):
         """Return the mean value ``[B]`` of actions ``[B, A]``."""
         return self.critics(features, base[:, 0], actions).mean(0)
 
-    def update(self, batch: Batch) -> dict[str, Tensor]:
+    def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
         """Train critics and head on a batch; return metrics.
+
+        Args:
+            batch: Transitions.
+            num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
 
         Raises:
             NonFiniteError: A loss is NaN or infinite; the step was not taken.
@@ -94,6 +98,9 @@ class OffPolicyLearner(ABC):
         loss = (values - target).square().mean(1).sum()
         self._step("critics", loss)
         metrics = {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "target_mean": target.mean()}
+        if 0 < num_offline < len(target):
+            online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
+            metrics |= {"q_mean_online": online.mean(), "q_mean_offline": offline.mean()}
         if self.head_is_trained():
             self.critics.requires_grad_(False)
             loss, more = self.head_loss(batch)

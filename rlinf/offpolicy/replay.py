@@ -30,6 +30,11 @@ class Batch:
     next_features: Tensor
     next_base: Tensor
 
+    @staticmethod
+    def concatenate(parts: Sequence[Batch]) -> Batch:
+        """Join batches along ``B``."""
+        return Batch(*(torch.cat(column) for column in zip(*(vars(part).values() for part in parts), strict=True)))
+
 
 class ReplayBuffer:
     """A ring of observations for each env, in the order in which they were made.
@@ -178,6 +183,25 @@ class ReplayBuffer:
         return held | {
             "counts": self.counts, "num_slots": torch.tensor(self.num_slots), "generator": self.generator.get_state()
         }  # fmt: skip
+
+    def take_over(self, state: dict[str, Tensor]) -> None:
+        """Append the observations of another buffer's ``state_dict``, whatever its size: of each env those that fit, the newest.
+
+        The ring of env ``e`` there goes into that of env ``e % num_envs`` here.
+        """
+        num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
+        for env in range(num_envs):
+            count, here = int(state["counts"][env]), env % self.num_envs
+            source = torch.arange(max(0, count - min(num_slots, self.num_slots)), count) % num_slots
+            if not len(source):
+                continue
+            slots = (self.counts[here] + torch.arange(len(source))) % self.num_slots
+            for name, tensor in self.tensors.items():
+                tensor[slots, here] = state[name][source, env]
+            # What follows here is another episode, so an action whose outcome is not known yet teaches nothing.
+            self.has_action[slots[-1], here] &= self.terminated[slots[-1], here]
+            self.counts[here] += len(source)
+        self._transitions = None
 
     def room_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return where a tensor of ``state_dict`` can be read before ``load_state_dict``: the buffer itself if it fits there."""

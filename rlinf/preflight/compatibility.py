@@ -14,6 +14,7 @@ import torch
 from rlinf import models
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset, image_columns, state_column
+from rlinf.data.stored import DatasetInfo
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
@@ -124,13 +125,23 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
         raise ConfigError(f"{key}={wanted.num_episodes}, but {split}. Set {key}={available}")
 
 
-def check_dataset(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """A dataset must be whole as far as its description tells, and have what model and env have."""
+def check_dataset(
+    config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
+) -> DatasetInfo:
+    """Check that a dataset is whole as far as its description tells, and has what model and env have; return that description.
+
+    Args:
+        config: Of the run.
+        policy: Class and own configuration of the policy; None: unknown.
+        folder: The dataset; None: ``sft.dataset``.
+        key: Setting that names it.
+    """
     sft, env = config.sft, config.env
-    info = describe_dataset(sft.dataset)
-    instead = "sft.dataset=<another folder>"
+    folder = sft.dataset if folder is None else folder
+    info = describe_dataset(folder, key)
+    instead = f"{key}=<another folder>"
     for package in info.packages:
-        require_package(package, f"sft.dataset={sft.dataset} ({info.format})", package, "sft.dataset=null")
+        require_package(package, f"{key}={folder} ({info.format})", package, f"{key}=null")
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
         found = f"{info.folder} was collected with env.name={made_for}"
@@ -156,6 +167,7 @@ def check_dataset(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         same = [name for name, width in info.state_dims.items() if width == wanted]
         found = f"The state of {info.folder} ({column or info.state_key}) has width {given}"
         refuse(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
+    return info
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
@@ -175,7 +187,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
         return " ".join(f"env.{name}={text[name]}" for name in differing)
 
     found = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
-    anyway = f"sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
+    anyway = f"sft.allow_mismatch={override_text([*allowed, *differing])} to use it all the same"
     raise ConfigError(f"{found}. Set {overrides(recorded)}, or {anyway}")
 
 

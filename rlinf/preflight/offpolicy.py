@@ -7,17 +7,25 @@ from decimal import ROUND_DOWN, Context
 from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.checkpoint import has_policy, policy_folder, read_loop_state, resolve_checkpoint
+from rlinf.algorithms.offpolicy_config import HeadConfig, OffPolicyConfig
+from rlinf.checkpoints.checkpoint import (
+    has_policy,
+    is_checkpoint,
+    policy_folder,
+    read_loop_state,
+    resolve_checkpoint,
+)
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
+from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
 from rlinf.models.embodiment.headed import check_steered, has_head, head_settings
 from rlinf.models.heads import HEADS
-from rlinf.options import closest, override_of, override_text
+from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
+from rlinf.preflight.compatibility import check_dataset
 from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
 from rlinf.preflight.refuse import refuse
 
@@ -25,6 +33,9 @@ UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Seconds of an update on one core, and of it for each row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
+
+OF_REWARDS = ("reward_mode", "success_bonus")
+"""Settings of an env that change its rewards, and no episode."""
 
 LARGEST_SHARE = 0.8
 """Of the main memory, for the replay buffer and a policy that lies there; simulators and libraries need the rest."""
@@ -51,6 +62,8 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
     _check_run(config, name)
     _check_saved(config, algorithm)
     _check_learns(config, algorithm)
+    _check_demonstrations(config, algorithm, policy)
+    _check_replay_from(config, algorithm)
     if policy is None:  # a hub id: its sizes are known when it is here
         return
     model = policy_on_meta_device(config)
@@ -180,6 +193,91 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
             "has one action for an observation, so that all are equal",
             "one candidate",
             "algorithm.head.num_candidates=1, or algorithm.head.name=residual",
+        )
+
+
+def _check_demonstrations(
+    config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None
+) -> DatasetInfo | None:
+    """Check that demonstrations and their share are both there or both not, and that they tell what the critics learn."""
+    folder, share, env = algorithm.offline_dataset, algorithm.offline_share, config.env
+    if folder is None:
+        if share > 0:
+            fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_share=0"
+            refuse(f"algorithm.offline_share={share:g} without algorithm.offline_dataset", "demonstrations", fix)
+        return None
+    if not algorithm.num_offline_rows:
+        found = f"algorithm.offline_dataset={folder} with algorithm.offline_share={share:g} of algorithm.batch_size={algorithm.batch_size}"
+        refuse(
+            found, "one transition of a batch or more", "algorithm.offline_share=0.5, or algorithm.offline_dataset=null"
+        )
+    head = HEADS.get(algorithm.head.name)
+    if head.steers:
+        found = f"algorithm.offline_dataset={folder} with algorithm.head.name={algorithm.head.name}"
+        required = "a head whose actions the env executes, because the critics of this one value noise"
+        refuse(found, required, "algorithm.head.name=residual, or algorithm.offline_dataset=null")
+    info = check_dataset(config, policy, folder, key="algorithm.offline_dataset")
+    if algorithm.offline_episodes == "assumed":
+        if env.reward_mode != "sparse":
+            found = f"algorithm.offline_episodes=assumed with env.reward_mode={env.reward_mode}"
+            refuse(found, "a reward for success alone", "env.reward_mode=sparse")
+        return info
+    if not (info.has_rewards or info.says_success):
+        refuse(
+            f"{info.folder} tells neither rewards nor successes",
+            "rewards (next.reward, steps/reward) or successes (next.success)",
+            "algorithm.offline_episodes=assumed env.reward_mode=sparse if each of its episodes ends in success, or "
+            "algorithm.offline_dataset=null",
+        )
+    if env.reward_mode != "sparse":
+        made = {name: info.env.get(name, getattr(env, name)) for name in OF_REWARDS}
+        if not info.has_rewards or any(value != getattr(env, name) for name, value in made.items()):
+            with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in made.items())
+            refuse(
+                f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, and {info.folder} "
+                + (f"was collected with {with_rewards}" if info.has_rewards else "has no rewards"),
+                "rewards of the present env",
+                "env.reward_mode=sparse, for which successes are enough"
+                + (f", or {with_rewards}" if info.has_rewards else ""),
+            )
+    return info
+
+
+def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+    """Check that the run whose buffer is taken over asked the same frozen policy for the same, in the same env."""
+    if algorithm.replay_from is None or config.resume is not None:  # a resumed run has its own
+        return
+    instead = "algorithm.replay_from=null"
+    folder = resolve_checkpoint(algorithm.replay_from)
+    if not (has_policy(folder) and has_head(policy_folder(folder)) and is_checkpoint(folder)):
+        found = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which holds no replay buffer"
+        refuse(found, "a checkpoint of an off-policy run", f"algorithm.replay_from=<another run>, or {instead}")
+    if config.sft.max_steps > 0:
+        found = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which makes another policy"
+        refuse(found, "the frozen policy of that run", f"sft.max_steps=0 init_from={folder}, or {instead}")
+    saved, head = read_saved_config(folder), head_settings(policy_folder(folder))["head"]
+    free = set(ENVS.get(config.env.name).free_settings) - set(OF_REWARDS)
+    pairs = {
+        f"env.{name}": (saved["env"].get(name), value)
+        for name, value in to_mapping(config.env).items()
+        if name not in free
+    }
+    for name in ("precision", "features", "action_chunks_len", "action_token_len"):
+        pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
+    there, here = from_mapping(HeadConfig, head, "head"), algorithm.head
+    classes = HEADS.get(there.name), HEADS.get(here.name)
+    if len({one.num_candidates_of(each) for one, each in zip(classes, (there, here), strict=True)}) > 1:
+        pairs["algorithm.head.num_candidates"] = (there.num_candidates, here.num_candidates)
+        pairs["algorithm.head.name"] = (there.name, here.name)
+    if any(one.steers for one in classes):
+        pairs["algorithm.head.name"] = (there.name, here.name)
+    differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        was, now = (" ".join(override_of(key, pair[k]) for key, pair in differing.items()) for k in (0, 1))
+        refuse(
+            f"The replay buffer of {folder} was filled with {was}, and this run has {now}",
+            "the same",
+            f"{was}, or {instead}",
         )
 
 

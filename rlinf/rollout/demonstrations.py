@@ -96,6 +96,8 @@ class EpisodeBatch:
         labels: float32 ``[T, B, D]``.
         rewards: float32 ``[T, B]``, paid for the executed action.
         success: bool ``[T, B]``: the goal is reached after the action.
+        executed: float32 ``[T, B, D]``: what was done.
+        truncated: bool ``[B]``: the time limit ended the episode.
         alive: bool ``[T, B]``: the row belongs to the env's episode; all false for an idle env.
         results: One per episode.
     """
@@ -104,6 +106,8 @@ class EpisodeBatch:
     labels: np.ndarray
     rewards: np.ndarray
     success: np.ndarray
+    executed: np.ndarray
+    truncated: np.ndarray
     alive: np.ndarray
     results: list[EpisodeResult]
 
@@ -117,12 +121,14 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
     """Play episodes side by side, one action at a time, in an env without auto-reset; other envs stay idle."""
     observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
     running = np.arange(env.num_envs) < len(specs)
-    seen, labels, rewards, success, alive = [], [], [], [], []
+    seen, labels, rewards, success, done, alive = [], [], [], [], [], []
+    truncated = np.zeros(env.num_envs, dtype=bool)
     results: list[EpisodeResult | None] = [None] * len(specs)
     while running.any():
         wanted, executed = demonstrator.act(observation, running)
         seen.append(observation)
         labels.append(wanted)
+        done.append(executed)
         alive.append(running.copy())
         step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
         rewards.append(step.rewards[:, 0])
@@ -133,10 +139,11 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
                 earlier[row] = False
         for row, result in zip(step.final_env_ids, step.episodes, strict=True):
             results[row] = result
+        truncated |= step.truncated & running
         running &= ~(step.terminated | step.truncated)
         observation = step.observation
-    wanted = np.stack(labels).astype(np.float32)
-    return EpisodeBatch(seen, wanted, np.stack(rewards), np.stack(success), np.stack(alive), results)
+    wanted, did = np.stack(labels).astype(np.float32), np.stack(done).astype(np.float32)
+    return EpisodeBatch(seen, wanted, np.stack(rewards), np.stack(success), did, truncated, np.stack(alive), results)
 
 
 def collect_demonstrations(

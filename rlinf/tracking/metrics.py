@@ -70,6 +70,13 @@ METRICS: dict[str, Metric] = {
         "1",
     ),
     "rollout/base_chosen": Metric("Share of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
+    "rollout/success_rate_offline": Metric(
+        "Share of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"
+    ),
+    "rollout/base_calls_offline": Metric(
+        "Observations of demonstrations about which the frozen policy was asked; 0 where its answers were on disk.",
+        "observations",
+    ),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be drawn.", "transitions"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
@@ -95,6 +102,8 @@ METRICS: dict[str, Metric] = {
     "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
     "train/critic_loss": Metric("Squared error of the critics, summed over them, mean over the updates.", "reward^2"),
     "train/q_mean": Metric("Mean value that the critics give to drawn transitions.", "reward"),
+    "train/q_mean_online": Metric("The same of the transitions that this run has played.", "reward"),
+    "train/q_mean_offline": Metric("The same of the transitions of demonstrations.", "reward"),
     "train/target_mean": Metric("Mean target of the critics.", "reward"),
     "train/alpha": Metric("Weight of the entropy (SAC).", "reward/nat"),
     "train/at_bound": Metric(

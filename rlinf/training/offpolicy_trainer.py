@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
+from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, resolve_checkpoint
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, RLinfError
+from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
 from rlinf.models.heads.direct import DirectHead
@@ -33,12 +35,13 @@ from rlinf.training.controls import evaluate_controls, note_warmup
 from rlinf.training.corrections import Corrections
 from rlinf.training.envs_of_ranks import Outcome, Said, joined
 from rlinf.training.iterations import Clock, iterate
+from rlinf.training.offline import Offline, take_over_replay
 from rlinf.training.session import Session
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
 
 logger = logging.getLogger("rlinf")
 
-LEARNER, REPLAY, LOOP = "learner.", "replay.", "loop."
+LEARNER, REPLAY, LOOP, OFFLINE = "learner.", "replay.", "loop.", "offline."
 """Beginnings of the names of what a checkpoint keeps."""
 
 
@@ -58,6 +61,7 @@ class OffPolicyTrainer:
         sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
+        demonstrations: Dataset of which a share of each batch is drawn; None: there is none.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class OffPolicyTrainer:
         sampler: EpisodeSampler,
         make_learner: type[OffPolicyLearner],
         autocast: Callable[[], AbstractContextManager],
+        demonstrations: StoredDemonstrations | None = None,
     ) -> None:
         self.session, self.env, self.sampler, self.autocast = session, env, sampler, autocast
         self._bounds = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
         check_bounds(*self._bounds)  # now, not after the hours of cloning
-        self.make_learner = make_learner
+        self.make_learner, self.demonstrations = make_learner, demonstrations
+        self.offline: Offline | None = None
         self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
@@ -144,8 +150,26 @@ class OffPolicyTrainer:
             chunk_len=self.policy.action_chunks_len,
             seed=derive_seed(seed, "replay"),
         )
+        if self.policy.base_sha256 is None:
+            self.policy.base_sha256 = tensors_digest(self.policy.base.state_dict())
+        if self.demonstrations is not None:
+            self._take(self.demonstrations)
         if self.session.state.step > 0:
             self._load()
+        elif config.replay_from is not None:
+            folder = resolve_checkpoint(config.replay_from)
+            more = take_over_replay(folder, self.replay, self.policy, REPLAY, [f"{LOOP}largest_return"])
+            self.largest_return = max(self.largest_return, float(more[f"{LOOP}largest_return"]))
+            self.session.progress.note(f"the buffer begins with {self.replay.num_transitions} transitions of {folder}")
+
+    def _take(self, dataset: StoredDemonstrations) -> None:
+        """Ask the frozen policy about demonstrations, unless its answers are on disk."""
+        self.offline = Offline(self.session.config, dataset, self.policy, self.autocast)
+        self.demonstrations = None  # of which only its images would still be held
+        self.session.progress.note(str(self.offline.data))
+        for one in self.offline.data.episodes:
+            largest = largest_value(one.rewards.tolist(), self.config.gamma, is_cut=not one.terminated)
+            self.largest_return = max(self.largest_return, largest)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps besides the policy."""
@@ -155,6 +179,7 @@ class OffPolicyTrainer:
             "largest_return": torch.tensor(self.largest_return, dtype=torch.float64),
         }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
+        parts |= {} if self.offline is None else {OFFLINE: self.offline.state_dict()}
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
     def _load(self) -> None:
@@ -164,13 +189,15 @@ class OffPolicyTrainer:
         for name, entry in read_entries(folder).items():
             if name.startswith(REPLAY):  # into the buffer itself: twice it might not fit into memory
                 held[name] = self.replay.room_for(name.removeprefix(REPLAY), entry.size, entry.properties.dtype)
-            elif name.startswith((LEARNER, LOOP)):
+            elif name.startswith((LEARNER, LOOP, OFFLINE)):
                 held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         read_tensors(folder, held)
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
 
+        if self.offline is not None:
+            self.offline.load_state_dict(part(OFFLINE), folder.parent)
         try:
             self.replay.load_state_dict(part(REPLAY))
             self.learner.load_state_dict(part(LEARNER))
@@ -228,6 +255,7 @@ class OffPolicyTrainer:
             "train/updates_total": self.learner.num_updates,
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
+        metrics |= {} if self.offline is None else self.offline.metrics()
         if rank() == 0:
             self._corrections.write(self.session.folder, step)
             self._warn(metrics)
@@ -244,7 +272,9 @@ class OffPolicyTrainer:
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Say once what is wrong with the critics or the scale of the head."""
-        expected, possible = metrics.get("train/q_mean", 0.0), largest_return(self.replay, self.config.gamma)
+        buffers = [self.replay] if self.offline is None else [self.replay, self.offline.data.replay]
+        expected = metrics.get("train/q_mean", 0.0)
+        possible = max(largest_return(buffer, self.config.gamma) for buffer in buffers)
         possible = min(possible, self.largest_return or math.inf)  # a reward that is paid once allows much less
         if abs(expected) > 2 * possible > 0:
             self._warn_once(
@@ -393,9 +423,12 @@ class OffPolicyTrainer:
 
     def _update(self, updates: _Means) -> None:
         """Make the updates that are owed."""
+        num_offline = self.config.num_offline_rows
         while self.owed >= 1.0:
-            batch = self.replay.sample(self.config.batch_size, self.config.gamma, self.config.n_step)
-            updates.add(self.learner.update(batch))
+            batch = self.replay.sample(self.config.batch_size - num_offline, self.config.gamma, self.config.n_step)
+            if self.offline is not None:
+                batch = self.offline.join(batch)
+            updates.add(self.learner.update(batch, num_offline))
             self.owed -= 1.0
             self.session.state.policy_version += 1
 

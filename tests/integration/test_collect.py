@@ -54,8 +54,8 @@ def expert(tmp_path_factory) -> Path:
     )  # fmt: skip
 
 
-def open_all(folder: Path, chunk_len: int = 1):
-    dataset = lerobot_dataset.open_dataset(folder, {"front": COLUMN}, "observation.state")
+def open_all(folder: Path, chunk_len: int = 1, outcomes: bool = False):
+    dataset = lerobot_dataset.open_dataset(folder, {"front": COLUMN}, "observation.state", outcomes)
     dataset.chunk_len = chunk_len
     return dataset
 
@@ -68,8 +68,10 @@ def recorded(folder: Path) -> dict:
 
 
 def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
-    about, dataset = recorded(expert), open_all(expert)
+    about, dataset = recorded(expert), open_all(expert, outcomes=True)
     observation, actions = dataset.rows(np.arange(len(dataset)))
+    noise = dataset.outcomes.executed - dataset.actions
+    assert 0.1 < np.abs(noise).mean() < 0.5, "the label is without the noise that was executed"
     config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
     env = make_env(config.env, 1, auto_reset=False)
     for number, episode in enumerate(about["episodes"]):
@@ -84,6 +86,13 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
         np.testing.assert_array_equal(observation.state[rows], np.concatenate([v.state for v in batch.seen]))
         assert {observation.instruction[row] for row in rows} == {batch.seen[0].instruction[0]}
         assert episode["success"] == batch.results[0].success and episode["num_env_steps"] == len(rows)
+        came = dataset.outcomes
+        np.testing.assert_array_equal(came.executed[rows], batch.executed[:, 0])
+        np.testing.assert_array_equal(came.rewards[rows], batch.rewards[:, 0])
+        np.testing.assert_array_equal(came.success[rows], batch.success[:, 0])
+        assert came.terminated[rows].tolist() == [False] * (len(rows) - 1) + [episode["success"]], (
+            "a limit is not an end"
+        )
     env.close()
     specs = [tuple(episode["spec"].values()) for episode in about["episodes"]]
     assert len(set(specs)) == len(specs) == 10, "each episode has an initial state of its own"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from offpolicy_runs import SMALL, all_tensors, config_of
+from offpolicy_runs import SMALL, all_tensors, collected, config_of
 from run_results import metrics_of, run_config, untimed_metrics
 from safetensors.torch import load_file
 
@@ -31,15 +33,33 @@ from rlinf.training.offpolicy_trainer import _Episodes, largest_value
 from rlinf.types import Proposal
 
 
-@pytest.mark.parametrize(("kind", "head"), [("sac", "residual"), ("td3", "residual"), ("sac", "edit")])
-def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(tmp_path, kind, head):
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory) -> Path:
+    """Eight episodes of the scripted expert, some of them cut."""
+    return collected(tmp_path_factory.mktemp("demonstrations") / "data")
+
+
+@pytest.fixture(autouse=True)
+def answers_of_frozen_policies_are_kept_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "share"), [("sac", "residual", 0.5), ("td3", "residual", 0), ("sac", "edit", 0)]
+)
+def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(
+    tmp_path, demonstrations, kind, head, share
+):
     more = [f"algorithm={kind}", f"algorithm.head.name={head}", "trainer.save_every=2", "trainer.max_keep=-1"]
+    more += [f"algorithm.offline_dataset={demonstrations}", f"algorithm.offline_share={share}"] if share else []
     train(config_of(tmp_path / "whole", *more))
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # of what the frozen policy says of demonstrations
     train(config_of(tmp_path / "halves", *more, "trainer.max_steps=2"))
     train(config_of(tmp_path / "halves", *more, f"resume={tmp_path / 'halves'}"))
     whole, halves = (all_tensors(tmp_path / name / "checkpoints" / "rl_000004") for name in ("whole", "halves"))
     assert whole.keys() == halves.keys()
     assert {"replay.features", "replay.generator", "learner.generator", "learner.critics.first.weight"} <= whole.keys()
+    assert ("offline.generator" in whole) == (share > 0)
     for name, tensor in whole.items():
         assert torch.equal(tensor, halves[name]), name
     lines = [

@@ -38,6 +38,16 @@ def test_a_dataset_of_tensorflow_datasets_is_read():
     assert difference.max() <= 6, "decoders of JPEG round differently"
     assert np.abs(observation.images["front"].astype(int) - np.roll(truth("image"), 1, axis=0)).max() > 6
     assert len(set(dataset.episode_ids)) == dataset.num_episodes == describe_dataset(FIXTURE).num_episodes
+
+
+def test_rewards_and_ends_are_read_on_request():
+    dataset = rlds_dataset.open_dataset(FIXTURE, CAMERAS, "state", outcomes=True)
+    last = dataset.last_rows == np.arange(len(dataset))
+    assert describe_dataset(FIXTURE).has_rewards and not describe_dataset(FIXTURE).says_success
+    np.testing.assert_array_equal(dataset.outcomes.rewards, last)
+    np.testing.assert_array_equal(dataset.outcomes.terminated, last)
+    np.testing.assert_array_equal(dataset.outcomes.executed, dataset.actions)
+    assert rlds_dataset.open_dataset(FIXTURE, CAMERAS, "state").outcomes is None
     joints = rlds_dataset.open_dataset(FIXTURE, {}, "joint_state")
     np.testing.assert_allclose(joints.state, truth("joint"), rtol=1e-6)
 

@@ -29,6 +29,7 @@ rollout/replaced_groups train/preference_accuracy train/preference_chosen train/
 eval/loss eval/reward_mean eval/reward_std eval/completion_length_mean eval/completion_length_max
 eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/preference_rejected eval/preference_margin
 throughput/tokens_per_s throughput/mfu
+rollout/base_calls_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline
 rollout/base_calls_total rollout/base_chosen rollout/correction rollout/transitions train/critic_loss train/q_mean train/target_mean train/alpha train/at_bound
 train/correction train/q_first train/return_first train/updates_total
 """.split()

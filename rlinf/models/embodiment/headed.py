@@ -35,6 +35,9 @@ class HeadedPolicy(ActionModel, nn.Module):
         head: What learns.
         action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
         critics: They choose among the options of a head that has several; None: for other heads.
+
+    Attributes:
+        base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -53,6 +56,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         self.register_buffer("action_high", action_high.float().to(device))
         self.action_dim, self.action_chunks_len = base.action_dim, base.action_chunks_len
         self.detach_value = True
+        self.base_sha256: str | None = None
 
     @property
     def config(self) -> Any:
@@ -199,6 +203,7 @@ class HeadedPolicy(ActionModel, nn.Module):
             "feature_dim": self.head.feature_dim,
             "noise_std": self.head.noise_std,
             "num_critics": 0 if self.critics is None else self.critics.num_critics,
+            "base_sha256": self.base_sha256,
             "head": asdict(self.head.config),
         }
         write_text(folder / HEAD_SETTINGS, json.dumps(settings, indent=1))
@@ -225,6 +230,7 @@ class HeadedPolicy(ActionModel, nn.Module):
             if own != weights.keys():
                 raise ValueError(f"{HEAD_WEIGHTS} holds {sorted(weights)}; required: {sorted(own)}")
             policy.load_state_dict(weights, strict=False)
+            policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"The head in {folder} cannot be loaded: {error}. Use another checkpoint") from error
         return policy.eval()

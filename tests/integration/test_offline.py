@@ -1,0 +1,129 @@
+"""Demonstrations and the buffer of another run as what a head learns from, besides its own episodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from offpolicy_runs import all_tensors, collected, config_of
+from run_results import metrics_of
+
+from rlinf.commands.train import build, train
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory) -> Path:
+    """Eight episodes of the scripted expert, some of them cut."""
+    return collected(tmp_path_factory.mktemp("demonstrations") / "data")
+
+
+@pytest.fixture(autouse=True)
+def answers_of_frozen_policies_are_kept_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def offline(folder: Path, *more: str) -> list[str]:
+    return [f"algorithm.offline_dataset={folder}", "algorithm.offline_share=0.5", "env.reward_mode=sparse", *more]
+
+
+def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrations, monkeypatch, capsys):
+    rows, real = [], MLPForRLActionPrediction._propose
+
+    def counted(self, inputs, uniforms):
+        rows.append(len(inputs["state"]))
+        return real(self, inputs, uniforms)
+
+    monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
+    monkeypatch.setattr("rlinf.training.session.Session.evaluate_once", lambda self, tag: None)
+    for number in range(2):
+        rows.clear()
+        train(config_of(tmp_path / str(number), "trainer.max_steps=2", *offline(demonstrations)))
+        last = metrics_of(tmp_path / str(number))[-1]
+        of_demonstrations = last["rollout/base_calls_offline"]
+        assert sum(rows) == last["rollout/base_calls_total"] + of_demonstrations
+        assert (of_demonstrations > 8) == (number == 0)
+        assert 0 < last["rollout/success_rate_offline"] < 1 and "8 demonstrations, " in capsys.readouterr().err
+        assert last["train/q_mean_offline"] != last["train/q_mean_online"]
+        both = last["train/q_mean_offline"] + last["train/q_mean_online"]
+        assert last["train/q_mean"] == pytest.approx(both / 2, abs=1e-6)
+    one, two = (all_tensors(tmp_path / name / "checkpoints" / "rl_000002") for name in ("0", "1"))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items() if name != "offline.num_calls")
+
+
+def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(tmp_path, demonstrations):
+    train(config_of(tmp_path / "one", "trainer.max_steps=2"))
+    source = f"algorithm.replay_from={tmp_path / 'one'}"
+    same = f"init_from={tmp_path / 'one'}"
+    trainer = build(config_of(tmp_path / "two", source, same, "algorithm.replay_capacity=200", "rollout.num_envs=2")).rl
+    trainer._begin(trainer.session.worker.model)
+    saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
+    assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
+    assert trainer.num_base_calls == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
+    other = build(config_of(tmp_path / "three", source, "seed=1")).rl
+    with pytest.raises(CheckpointError, match="another frozen policy.*Set init_from="):
+        other._begin(other.session.worker.model)
+    for overrides, fragment in (
+        (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has env.reward_mode=sparse"),
+        (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, and this run has env.tolerance_m=0.02"),
+        (["model.features=pooled", same], "model.features=hidden"),
+        (["model.action_chunks_len=2"], "model.action_chunks_len=1"),
+        (["algorithm.head.name=edit"], "algorithm.head.name=residual"),
+        (["sft.max_steps=1", "sft.batch_size=4"], "Set sft.max_steps=0 init_from="),
+    ):
+        with pytest.raises(ConfigError, match=fragment):
+            config_of(tmp_path / "four", source, *overrides)
+    clone = ["sft.max_steps=1", "sft.batch_size=4", "sft.num_demonstrations=4", "trainer.max_steps=0"]
+    train(config_of(tmp_path / "clone", *clone))
+    with pytest.raises(ConfigError, match="holds no replay buffer"):
+        config_of(tmp_path / "four", f"algorithm.replay_from={tmp_path / 'clone'}")
+
+
+def test_a_resumed_run_goes_on_with_its_own_demonstrations(tmp_path, demonstrations):
+    train(config_of(tmp_path, "trainer.max_steps=1", *offline(demonstrations)))
+    more = [f"resume={tmp_path}", "trainer.max_steps=2"]
+    with pytest.raises(CheckpointError, match="not made with the demonstrations of .*=successes. Set both as in"):
+        train(config_of(tmp_path, *more, *offline(demonstrations, "algorithm.offline_episodes=successes")))
+    train(config_of(tmp_path, *more, *offline(demonstrations)))
+
+
+def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations):
+    """With the override of the message the configuration is accepted."""
+    data, share = f"algorithm.offline_dataset={demonstrations}", "algorithm.offline_share=0.5"
+    shaped = "env.reward_mode=shaped"
+    for overrides, fragment, number in (
+        ([share], "without algorithm.offline_dataset", 1),
+        ([data], "offline_share=0 of algorithm.batch_size=16; required: one transition", 0),
+        ([data, "algorithm.offline_share=0.01"], "one transition of a batch or more", 0),
+        ([data, share, "env.success_bonus=2"], "was collected with env.reward_mode=shaped env.success_bonus=1", 0),
+        ([data, share, "env.reward_mode=relative"], "rewards of the present env", 1),
+        ([data, share, shaped, "algorithm.offline_episodes=assumed"], "a reward for success alone", 0),
+    ):
+        with pytest.raises(ConfigError, match=fragment) as error:
+            config_of(tmp_path, *overrides)
+        fix = str(error.value).rpartition("Set ")[2].split(", or ")[number].partition(", for")[0]
+        config_of(tmp_path, *overrides, *fix.split())
+    for overrides, fragment in (
+        (["env.tolerance_m=0.02"], "tolerance_m"),
+        (["model.action_token_len=3"], "The actions of .* have 2 numbers"),
+        (["algorithm.offline_dataset=nowhere"], "algorithm.offline_dataset is 'nowhere', which is not a folder"),
+    ):
+        with pytest.raises(ConfigError, match=fragment):
+            config_of(tmp_path, data, share, *overrides)
+    mute = tmp_path / "mute"
+    shutil.copytree(demonstrations, mute)
+    info = json.loads((mute / "meta" / "info.json").read_text())
+    info["features"] = {name: one for name, one in info["features"].items() if not name.startswith("next.")}
+    (mute / "meta" / "info.json").write_text(json.dumps(info))
+    untold = offline(mute)
+    with pytest.raises(ConfigError, match="tells neither rewards nor successes") as error:
+        config_of(tmp_path, *untold)
+    fix = str(error.value).rpartition("Set ")[2].partition(" if each")[0]
+    assert fix == "algorithm.offline_episodes=assumed env.reward_mode=sparse"
+    run = build(config_of(tmp_path, *untold, *fix.split()))
+    run.rl._begin(run.session.worker.model)
+    assert run.rl.offline.data.success_rate == 1

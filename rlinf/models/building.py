@@ -23,7 +23,7 @@ from rlinf.options import cured_by_settings, from_mapping, override_text, plain_
 
 logger = logging.getLogger("rlinf")
 
-OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
+OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value", "features")
 """Keys of the model section that are passed to a model's constructor only where it names them."""
 
 REPLACED_WHOLE = ("norm_stats",)
@@ -215,7 +215,17 @@ def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
             f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} predicts one action. "
             "Set model.action_chunks_len=1"
         )
+    check_features(model_class, cfg)
     return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
+
+
+def check_features(model_class: type, cfg: ModelConfig) -> None:
+    """Refuse ``model.features=token`` for a policy without states of images and prompt."""
+    if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
+        raise ConfigError(
+            f"model.features=token, but {model_class.__name__} has no states of images and prompt that a token could say again; "
+            "required: a policy with a language model. Set model.features=hidden"
+        )
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:

@@ -68,8 +68,8 @@ class ModelConfig:
     features: str = option(
         "hidden",
         "What an off-policy head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over "
-        "images and prompt.",
-        choices=("hidden", "pooled"),
+        "images and prompt; token, a token from which these can be said again, which cloning trains along (RLT).",
+        choices=("hidden", "pooled", "token"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     gradient_checkpointing: bool = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from decimal import ROUND_DOWN, Context
+from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
@@ -23,6 +24,7 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
 from rlinf.models.embodiment.headed import check_steered, has_head, head_settings
+from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads import HEADS
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset
@@ -61,6 +63,7 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
         refuse(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
     _check_saved(config, algorithm)
+    _check_token(config)
     _check_learns(config, algorithm)
     _check_demonstrations(config, algorithm, policy)
     _check_replay_from(config, algorithm)
@@ -161,6 +164,20 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         fixes = [*([] if name == algorithm.name else [f"algorithm={name}"]), *std, *fixes]
     if found:
         refuse(f"The head in {folder} was made with {'; '.join(found)}", "the head that is there", " ".join(fixes))
+
+
+def _check_token(config: RunConfig) -> None:
+    """Check that the features ``token`` have been trained, or are in this run."""
+    source = config.resume or config.init_from
+    folder = config.model.model_path if source is None else policy_folder(resolve_checkpoint(source))
+    if config.model.features != "token" or config.sft.max_steps > 0:
+        return
+    if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
+        refuse(
+            f"model.features=token, and {folder or 'random weights'} has no token that cloning has trained",
+            "a policy that was cloned with it",
+            "sft.max_steps=1000 to clone in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
+        )
 
 
 def _noise(std: float | None) -> str:

@@ -9,6 +9,9 @@ import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.readout_token import ReadoutToken
+from rlinf.models.lora import apply_lora, is_trained_in_full, save_adapter
 from rlinf.preflight.memory import policy_on_meta_device
 from tests.contracts.test_model_contract import CASES, make_case
 
@@ -33,10 +36,27 @@ def case(request):
     return make_case(request.param, build_config(compose_config([*PROPOSING[request.param], "env=tabletop"])))
 
 
-@pytest.fixture(params=["hidden", "pooled"])
-def policy(case, request, monkeypatch):
-    monkeypatch.setattr(case.policy, "feature_kind", request.param)
-    return case.policy
+WITHOUT_PREFIX = ("mlp", "cnn")
+
+
+@pytest.fixture(params=["hidden", "pooled", "token"])
+def policy(case, request):
+    if request.param == "token":
+        if case.name in WITHOUT_PREFIX:
+            pytest.skip(f"{case.name} has no states of images and prompt, and model.features=token is refused for it")
+        torch.manual_seed(3)
+        case.policy.readout_token = ReadoutToken(prefix_width(case)).eval()
+    case.policy.feature_kind = request.param
+    yield case.policy
+    case.policy.feature_kind = "hidden"
+    if request.param == "token":
+        case.policy.readout_token = None
+
+
+def prefix_width(case):
+    """``H``, width of the states of images and prompt."""
+    config = case.policy.config
+    return config.hidden_size if case.config.model.model_type == "pi0" else config.text_config.hidden_size
 
 
 def uniforms_for(policy, num_rows, seed=0):
@@ -174,7 +194,7 @@ def test_uniforms_of_another_shape_are_refused(case, policy):
 
 
 def test_the_setting_reaches_the_policy_and_its_width_needs_no_weights(case):
-    for kind in ("hidden", "pooled"):
+    for kind in ("hidden", "pooled") if case.name in WITHOUT_PREFIX else ("hidden", "pooled", "token"):
         built = case.build(features=kind)
         empty = policy_on_meta_device(replace(case.config, model=replace(case.config.model, features=kind)))
         assert built.feature_kind == kind and built.feature_dim == empty.feature_dim
@@ -219,7 +239,7 @@ def test_features_see_every_input(case, policy):
             for name, x in policy.preprocess(changed).items()
         )
         # The state token of pi0 is the expert's, behind the prefix.
-        apart = part == "state" and policy.feature_kind == "pooled" and case.config.model.model_type == "pi0"
+        apart = part == "state" and policy.feature_kind != "hidden" and case.config.model.model_type == "pi0"
         difference = (propose(policy, changed).features - before).abs().amax(1)
         assert (difference > 1e-4).all() == (is_read and not apart), part
 
@@ -241,3 +261,48 @@ def test_candidates_of_a_flow_begin_with_the_given_noise():
         expected = policy.action_normalizer.unnormalize(actions).float()
         torch.testing.assert_close(found[:, 1 + index], expected, atol=1e-4, rtol=1e-4)
         assert (found[:, 0] - expected).abs().max() > 1e-2, "control: the greedy one begins elsewhere"
+
+
+@pytest.fixture
+def token_case(case):
+    if case.name in WITHOUT_PREFIX:
+        with pytest.raises(ConfigError, match="no states of images and prompt.*Set model.features=hidden"):
+            case.build(features="token")
+        pytest.skip("it has been refused")
+    return replace(case, config=replace(case.config, model=replace(case.config.model, features="token")))
+
+
+def cloning_losses(policy, case):
+    losses = policy.sft_loss(policy.preprocess(case.observation), case.actions, case.sft_uniforms())
+    policy.zero_grad()
+    losses.sum().backward()
+    return losses.detach(), {name: each.grad for name, each in policy.named_parameters()}
+
+
+def test_cloning_trains_the_token_and_the_token_changes_nothing_else(token_case):
+    plain, plain_grads = cloning_losses(token_case.build(features="hidden"), token_case)
+    losses, grads = cloning_losses(token_case.build(), token_case)
+    assert (losses > plain + 0.1).all()
+    own = {name: grad for name, grad in grads.items() if name.startswith("readout_token.")}
+    assert own and all(grad is not None and bool(grad.abs().sum() > 0) for grad in own.values())
+    assert grads.keys() - own.keys() == plain_grads.keys()
+    for name, grad in plain_grads.items():
+        assert (grads[name] is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_the_token_lies_in_folders_and_beside_adapters(token_case, tmp_path):
+    policy, observation = token_case.build(), token_case.observation
+    policy.save_pretrained(tmp_path / "whole")
+    loaded = token_case.load(tmp_path / "whole")
+    assert torch.equal(propose(loaded, observation).features, propose(policy, observation).features)
+    policy = apply_lora(token_case.build(), token_case.config.model.lora)
+    trained = {name.split(".")[0] for name, each in policy.named_parameters() if each.requires_grad}
+    assert "readout_token" in trained and is_trained_in_full(policy, "readout_token.token")
+    with torch.no_grad():
+        policy.readout_token.token += 1.0
+    save_adapter(policy, tmp_path / "adapter")
+    other = apply_lora(token_case.build(), token_case.config.model.lora, tmp_path / "adapter")
+    assert torch.equal(other.readout_token.token, policy.readout_token.token)
+    assert all(each.dtype == torch.float32 for each in token_case.build(precision="bf16").readout_token.parameters())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
@@ -34,6 +35,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         action_chunks_len: ``C``, actions of one call (``model.action_chunks_len``).
         value_head: Add a value head; without one, values are 0.
         detach_value: Stop gradients at the value head's input.
+        features: ``feature_kind``; a class with states of images and prompt takes it, and adds ``readout_token`` for ``token``.
 
     Attributes:
         fsdp_wrap_modules: Class names of the repeated blocks, which are sharded as units, recomputed and compiled.
@@ -45,7 +47,8 @@ class ActionModel(Module, metaclass=ABCMeta):
         has_logprobs: Actions have log-probabilities, so policy gradients can train it.
         predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
-        feature_kind: Which features ``propose`` returns, ``hidden`` or ``pooled`` (``model.features``).
+        feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled`` or ``token`` (``model.features``).
+        readout_token: What makes the features ``token`` of the states of images and prompt; None: there are none, or others are wanted.
         fills_calls: An evaluation fills its calls up to one number of rows, so that they round alike. False for a policy that acts
             elsewhere, where this is done.
         manifest: Of a policy that acts elsewhere: the conditions under which it was made; None: they are not known here.
@@ -54,16 +57,17 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", NAME)
     lora_exclude_modules: ClassVar[str | None] = None
     has_logprobs: ClassVar[bool] = True
     predicts_values: ClassVar[bool] = True
-    float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
+    float32_modules: ClassVar[tuple[str, ...]] = ("value_head", NAME)
     fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[str | None] = None
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
+    readout_token: ReadoutToken | None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     config: Any
     dtype: torch.dtype
@@ -256,7 +260,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
         The first candidate is that of ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``,
         the features are the states from which that action is read, one after the other; under ``pooled``, the mean over the
-        positions of images and prompt.
+        positions of images and prompt; under ``token``, what ``readout_token`` makes of these.
 
         Args:
             inputs: What ``preprocess`` returned.
@@ -288,8 +292,19 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
+    def _prefix_features(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the features ``pooled`` or ``token`` of the states ``[B, P, H]`` of images and prompt; ``mask`` as in ``masked_mean``."""
+        return masked_mean(states, mask) if self.readout_token is None else self.readout_token(states, mask)
+
+    def _add_readout_token(self, features: str, hidden_size: int) -> None:
+        """Set ``feature_kind``, and add the module that it needs, in the constructor."""
+        self.feature_kind = features
+        self.readout_token = ReadoutToken(hidden_size) if features == "token" else None
+
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
+
+        With features ``token``, that of ``readout_token`` is added; it shares no weights with the other.
 
         Args:
             inputs: What ``preprocess`` returned.

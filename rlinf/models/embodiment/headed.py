@@ -221,6 +221,8 @@ class HeadedPolicy(ActionModel, nn.Module):
             weights = load_file(folder / HEAD_WEIGHTS)
             config = from_mapping(HeadConfig, settings["head"], "head")
             base.feature_kind = settings["feature_kind"]
+            if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
+                raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
             head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
             critics = None
             if settings["num_critics"]:

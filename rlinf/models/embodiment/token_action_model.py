@@ -12,9 +12,14 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.positions import num_positions
 from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
+
+
+PrefixStates = tuple[Tensor, Tensor | None]
+"""States ``[B, P, H]`` of images and prompt, and their bool mask ``[B, P]``; None: nothing is padding."""
 
 
 class TokenActionModel(ActionModel):
@@ -31,9 +36,12 @@ class TokenActionModel(ActionModel):
     action_normalizer: ActionNormalizer
 
     @abstractmethod
-    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
         ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
+        ``prefix``, if given, gets the states of images and prompt, from which ``propose`` makes features.
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
@@ -54,7 +62,9 @@ class TokenActionModel(ActionModel):
 
     @property
     def feature_dim(self) -> int:
-        """``A`` hidden states of the language model one after the other, or the mean of those of the prefix."""
+        """``A`` hidden states of the language model one after the other, or the mean of those of the prefix, or their token."""
+        if self.feature_kind == "token":
+            return TOKEN_WIDTH
         return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)
 
     @torch.no_grad()
@@ -82,8 +92,10 @@ class TokenActionModel(ActionModel):
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
-        logits, _ = self._score(inputs, tokens)
-        return -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
+        prefix: list[PrefixStates] = []
+        logits, _ = self._score(inputs, tokens, prefix if self.readout_token is not None else None)
+        losses = -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
+        return losses if self.readout_token is None else losses + self.readout_token.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""

@@ -22,19 +22,22 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, masked_mean
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
 from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+HEAD_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
+"""Modules besides the VLM, and their files next to those of the VLM."""
 
 
 class ActionRows(nn.Linear):
@@ -68,6 +71,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         action_chunks_len: int = 1,
         value_head: bool = True,
         detach_value: bool = True,
+        features: str = "hidden",
         vlm: PreTrainedModel | None = None,  # None: drawn at random
     ) -> None:
         super().__init__(config)
@@ -80,6 +84,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.vlm = config.vlm_class()(config.vlm_config) if vlm is None else vlm
         self._keep_action_rows()
         self.value_head = ValueHead(width) if value_head else None
+        self._add_readout_token(features, width)
         self.post_init()
         # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
         if vlm is None and config.weight_init == "fan_in":
@@ -117,7 +122,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ValueHead):
+        if isinstance(module, (ValueHead, ReadoutToken)):
             module.reset_parameters()
 
     @torch.no_grad()
@@ -159,8 +164,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
 
-    def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, A, n_bins]`` in one teacher-forced pass, and the hidden state ``[B, H]`` of the value."""
+    def _score(
+        self, inputs: dict[str, Tensor], tokens: Tensor, prefix: list[PrefixStates] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``TokenActionModel._score``; one teacher-forced pass."""
         rest = dict(inputs)
         prompt = rest.pop("input_ids")
         rest = self._start(prompt, rest)
@@ -168,6 +175,8 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             rest = self.vlm._update_model_kwargs_for_generation({}, rest)
         sequence = torch.cat([prompt, tokens[:, :-1]], dim=1)
         logits, hidden_states = self._run(sequence, rest, self.num_logprobs, use_cache=False, is_first_iteration=True)
+        if prefix is not None:
+            prefix.append((hidden_states[:, : prompt.shape[1]], _bool_mask(inputs)))
         return logits, hidden_states[:, prompt.shape[1] - 1]
 
     # -- the contract --------------------------------------------------------------------------------------------
@@ -232,7 +241,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         if self.feature_kind == "hidden":
             features = states.flatten(1).float()
         else:
-            features = masked_mean(prefix, inputs.get("attention_mask"))
+            features = self._prefix_features(prefix, _bool_mask(inputs))
 
         def sample(uniforms: Tensor) -> Tensor:
             times, repeated = uniforms.shape[1], copy.deepcopy(of_prompt)
@@ -275,11 +284,12 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         check_fit(folder, {**info, "unexpected_keys": unused})
         with init.no_init_weights():
             model = cls(config, *args, vlm=vlm, **kwargs)
-        if model.value_head is not None:
-            model.value_head.reset_parameters()
-            file = folder / VALUE_HEAD_FILE
-            if file.is_file():
-                _load_value_head(file, model.value_head)
+        for name, file in HEAD_FILES.items():
+            head = getattr(model, name)
+            if head is not None:
+                head.reset_parameters()
+                if (folder / file).is_file():
+                    _load_head(folder / file, head)
         return model.eval()
 
     def save_pretrained(
@@ -294,10 +304,11 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         with no_progress_bars():
             self.vlm.save_pretrained(folder, state_dict=weights, **kwargs)
         self.config.save_pretrained(folder)
-        if self.value_head is not None:
-            head = _part(state, "value_head.")
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}
-            save_file(tensors, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+        for name, file in HEAD_FILES.items():
+            if getattr(self, name) is not None:
+                head = _part(state, f"{name}.")
+                tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in head.items()}
+                save_file(tensors, folder / file, metadata={"format": "pt"})
         if self.processor is not None:
             self.processor.save_pretrained(folder)
 
@@ -316,9 +327,14 @@ def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str
     config.action_tokens_end  # noqa: B018  (raises)
 
 
-def _load_value_head(file: Path, value_head: ValueHead) -> None:
-    saved, own = load_file(file), value_head.state_dict()
+def _bool_mask(inputs: dict[str, Tensor]) -> Tensor | None:
+    mask = inputs.get("attention_mask")
+    return None if mask is None else mask.bool()
+
+
+def _load_head(file: Path, head: nn.Module) -> None:
+    saved, own = load_file(file), head.state_dict()
     wrong = [name for name in own if name in saved and saved[name].shape != own[name].shape]
     missing, unexpected = set(own) - set(saved), set(saved) - set(own)
     check_fit(file.parent, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": wrong})
-    value_head.load_state_dict(saved)
+    head.load_state_dict(saved)

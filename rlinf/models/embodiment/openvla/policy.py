@@ -17,18 +17,19 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
-from rlinf.models.embodiment.base import check_hidden_size, masked_mean
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.kv_cache import KVCache
 from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_layers
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
-from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.sampling import draw_uniforms, sample_tokens
 from rlinf.types import ActionPrediction, Observation, Proposal
 
@@ -66,6 +67,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         action_chunks_len: int = 1,
         value_head: bool = True,
         detach_value: bool = True,
+        features: str = "hidden",
     ) -> None:
         super().__init__(config)
         self.check_settings(config, hidden_size=hidden_size, unnorm_key=unnorm_key, action_dim=action_dim)
@@ -82,6 +84,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
         self.value_head = ValueHead(text_config.hidden_size) if value_head else None
         self._graphs: CudaGraphs | None = None
+        self._add_readout_token(features, text_config.hidden_size)
         self._add_modules()
         self.post_init()
         self._freeze()
@@ -144,7 +147,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         std = self.config.text_config.initializer_range
-        if isinstance(module, ValueHead):
+        if isinstance(module, (ValueHead, ReadoutToken)):
             module.reset_parameters()
         elif isinstance(module, VisionTower):
             for token in (module.pos_embed, getattr(module, "cls_token", None), getattr(module, "reg_token", None)):
@@ -161,7 +164,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _init_weights_by_fan_in(self) -> None:
         """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear) and not name.startswith("value_head."):
+            if isinstance(module, nn.Linear) and not name.startswith(("value_head.", "readout_token.")):
                 init.normal_(module.weight, std=module.in_features**-0.5)
             elif isinstance(module, nn.Embedding):
                 init.normal_(module.weight, std=1.0)
@@ -243,16 +246,26 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
         return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
-    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are
-        needed for autoregressive models only.
-        """
+    def _score(
+        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``TokenActionModel._score``."""
         embeddings, key_mask = self._embed_prompt(**inputs)
+        seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
-            hidden_states = self._read_out(embeddings, key_mask)
-            return self._bin_logits(hidden_states), hidden_states[:, -1]
-        hidden_states = self._run_behind(embeddings, key_mask, self.get_input_embeddings()(tokens[:, :-1]))
-        return self._bin_logits(hidden_states), hidden_states[:, 0]
+            hidden_states = self._read_out(embeddings, key_mask, last_inputs=seen)
+            value_state = hidden_states[:, -1]
+        else:
+            extra = self.get_input_embeddings()(tokens[:, :-1])
+            hidden_states = self._run_behind(embeddings, key_mask, extra, last_inputs=seen)
+            value_state = hidden_states[:, 0]
+        if prefix is not None:
+            prefix.append((self._prefix_states(seen, embeddings), key_mask))
+        return self._bin_logits(hidden_states), value_state
+
+    def _prefix_states(self, seen: list[Tensor], embeddings: Tensor) -> Tensor:
+        """States ``[B, P, H]`` of images and prompt: what the last layer reads (``seen``), normed."""
+        return self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
 
     def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
         """Return the hidden states from which parallel decoding reads the action tokens, ``[B, A, H]``."""
@@ -353,8 +366,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         if self.feature_kind == "hidden":
             features = states.flatten(1).float()
         else:
-            prefix = self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
-            features = masked_mean(prefix, key_mask)
+            features = self._prefix_features(self._prefix_states(seen, embeddings), key_mask)
 
         def sample(uniforms: Tensor) -> Tensor:
             drawn = draw(uniforms)
@@ -413,7 +425,11 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @classmethod
     def _new_heads(cls, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        return {"value_head": ValueHead(config.text_config.hidden_size) if arguments["value_head"] else None}
+        width = config.text_config.hidden_size
+        return {
+            "value_head": ValueHead(width) if arguments["value_head"] else None,
+            "readout_token": ReadoutToken(width) if arguments["features"] == "token" else None,
+        }
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         return to_public(state_dict, self.config)

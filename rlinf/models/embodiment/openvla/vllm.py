@@ -19,7 +19,7 @@ class OpenVLAVllmAdapter:
     """
 
     model_class = "rlinf.models.embodiment.openvla.vllm_model:OpenVLAForVllm"
-    excluded = ("value_head",)
+    excluded = ("value_head", "readout_token")
 
     @staticmethod
     def check(config: OpenVLAConfig) -> None:

@@ -18,6 +18,7 @@ from rlinf.models.embodiment.openvla.weights import from_public
 from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
+from rlinf.models.embodiment.token_action_model import PrefixStates
 from rlinf.models.loading import field_error, without_logprobs
 from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
@@ -41,7 +42,9 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2|film\.scale|film\.shift)|projector\.fc\d"
         r"|language_model\.model\.layers\..*_proj)"
     )
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "action_head", "proprio_projector", "placeholders")
+    trained_in_full: ClassVar[tuple[str, ...]] = (
+        "value_head", "readout_token", "action_head", "proprio_projector", "placeholders",
+    )  # fmt: skip
 
     def _add_modules(self) -> None:
         config = self.config
@@ -127,9 +130,20 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         hidden_states = run_layers(decoder, sequence, key_mask, num_queries, is_causal=False, **options)
         return hidden_states[:, : self.num_logprobs]
 
-    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        hidden_states = self._read_out(*self._embed_prompt(**inputs))
+    def _score(
+        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        hidden_states = self._read_out_with(inputs, prefix)
         return self._bin_logits(hidden_states), hidden_states[:, 0]
+
+    def _read_out_with(self, inputs: dict[str, Tensor], prefix: list[PrefixStates] | None) -> Tensor:
+        """Return the hidden states of the read-out; ``prefix`` as in ``_score``."""
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        seen: list[Tensor] = []
+        hidden_states = self._read_out(embeddings, key_mask, last_inputs=seen)
+        if prefix is not None:
+            prefix.append((self._prefix_states(seen, embeddings), key_mask))
+        return hidden_states
 
     def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
         """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
@@ -197,7 +211,10 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
         target = self.action_normalizer.normalize(actions).float().to(self.device)
-        return (self.action_head(self._read_out(*self._embed_prompt(**inputs))) - target).abs().mean((1, 2))
+        prefix: list[PrefixStates] = []
+        states = self._read_out_with(inputs, prefix if self.readout_token is not None else None)
+        losses = (self.action_head(states) - target).abs().mean((1, 2))
+        return losses if self.readout_token is None else losses + self.readout_token.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Turn the last ``A`` tokens (l1: normalised numbers) into actions in env units, float32 ``[B, C, D]``."""

@@ -15,6 +15,7 @@ from rlinf.distributed.deferred import Weight
 from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.flow import time_embedding
@@ -55,7 +56,7 @@ class Pi0Network(CheckpointPolicy):
     _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["GemmaActionLayer", "SiglipEncoderLayer"]
 
-    def __init__(self, config: Pi0Config, value_head: bool) -> None:
+    def __init__(self, config: Pi0Config, value_head: bool, features: str = "hidden") -> None:
         super().__init__(config)
         attention, width = config._attn_implementation, config.expert["width"]
         self.vision_tower = SiglipTower(config.vision, attention)
@@ -73,6 +74,7 @@ class Pi0Network(CheckpointPolicy):
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
         for name, head in _heads(config, value_head).items():
             setattr(self, name, head)
+        self._add_readout_token(features, config.hidden_size)
         self.post_init()
         self._init_composites()
         self._freeze()
@@ -111,6 +113,8 @@ class Pi0Network(CheckpointPolicy):
         """What ``_init_weights`` cannot do: transformers calls it for no module of ours without parameters of its own."""
         if self.value_head is not None:
             self.value_head.reset_parameters()
+        if self.readout_token is not None:
+            self.readout_token.reset_parameters()
         for norm in self.modules():
             if isinstance(norm, AdaRMSNorm):
                 init.zeros_(norm.dense.weight)
@@ -183,7 +187,8 @@ class Pi0Network(CheckpointPolicy):
 
     @classmethod
     def _new_heads(cls, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        return _heads(config, arguments["value_head"])
+        readout = ReadoutToken(config.hidden_size) if arguments["features"] == "token" else None
+        return {**_heads(config, arguments["value_head"]), "readout_token": readout}
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         return to_public(state_dict)

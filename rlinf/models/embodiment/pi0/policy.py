@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, masked_mean
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
+from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
 from rlinf.models.embodiment.pi0.flow import (
     denoising_times,
@@ -55,9 +56,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
     lora_target_modules: ClassVar[str] = r"(vision_tower\..*\.(\w_proj|out_proj|fc\d)|(language_model|expert)\..*_proj)"
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head")
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head", "readout_token")
     float32_modules: ClassVar[tuple[str, ...]] = (
-        "value_head", "noise_head", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
+        "value_head", "noise_head", "readout_token", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
         "action_time_mlp_out", "time_mlp_in", "time_mlp_out",
     )  # fmt: skip
 
@@ -70,10 +71,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
         action_chunks_len: int = 1,
         value_head: bool = True,
         detach_value: bool = True,
+        features: str = "hidden",
     ) -> None:
         settings = {"hidden_size": hidden_size, "unnorm_key": unnorm_key, "action_dim": action_dim}
         self.check_settings(config, **settings, action_chunks_len=action_chunks_len)
-        super().__init__(config, value_head)
+        super().__init__(config, value_head, features)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value
         self.unnorm_key = unnorm_key
@@ -162,7 +164,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @property
     def feature_dim(self) -> int:
-        """The expert's outputs for the executed actions one after the other, or a state of the language model."""
+        """The expert's outputs for the executed actions one after the other, a state of the language model, or a token of all of them."""
+        if self.feature_kind == "token":
+            return TOKEN_WIDTH
         hidden = self.action_chunks_len * self.config.expert["width"]
         return hidden if self.feature_kind == "hidden" else self.config.hidden_size
 
@@ -312,7 +316,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if self.feature_kind == "hidden":
             features = output[:, : self.action_chunks_len].flatten(1).float()
         else:
-            features = masked_mean(self.language_model.norm(prefix.states), prefix.mask)
+            features = self._prefix_features(self.language_model.norm(prefix.states), prefix.mask)
 
         def sample(uniforms: Tensor) -> Tensor:
             times, noise = uniforms.shape[1], standard_normal(uniforms.flatten(0, 1)).view(-1, *chain.shape[1:])
@@ -413,12 +417,22 @@ class Pi0ForRLActionPrediction(Pi0Network):
             uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
         uniforms = uniforms.to(self.device)
         noise = standard_normal(uniforms[:, :-1]).view_as(actions)
-        return self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1])).mean((1, 2))
+        prefix = self.encode_prefix(**inputs)
+        losses = self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))
+        if self.readout_token is None:
+            return losses
+        return losses + self.readout_token.loss(self.language_model.norm(prefix.states), prefix.mask)
 
-    def flow_loss(self, inputs: dict[str, Tensor], actions: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
+    def flow_loss(
+        self, inputs: dict[str, Tensor], actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
+    ) -> Tensor:
+        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``.
+
+        ``prefix``: what ``encode_prefix`` returned; None: it is called.
+        """
         x, target = noisy_actions(actions, noise, t[:, None, None])
-        velocity, _ = self.velocity(self.encode_prefix(**inputs), inputs.get("state"), x, t)
+        prefix = self.encode_prefix(**inputs) if prefix is None else prefix
+        velocity, _ = self.velocity(prefix, inputs.get("state"), x, t)
         return (velocity - target).square()
 
     def decode_actions(self, sequences: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""One token that says what the states of a prefix say (RLT, 2604.23073, stage 1)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from rlinf.models.embodiment.modules.float32 import without_autocast
+
+TOKEN_WIDTH = 256
+NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
+"""Attribute of a policy and beginning of the names of its weights; their file, where the policy's own cannot hold them."""
+
+
+class ReadoutToken(nn.Module):
+    """Encode the states of images and prompt into one token, from which a decoder must say each of them again.
+
+    The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position. RLT's
+    decoder reads the states before that position, too, from which much of the next one can be guessed without any token.
+
+    Args:
+        hidden_size: ``H``, width of the states.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(TOKEN_WIDTH))
+        self.read = nn.Linear(hidden_size, TOKEN_WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            TOKEN_WIDTH, 4, 2 * TOKEN_WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(TOKEN_WIDTH), enable_nested_tensor=False)
+        self.decoder = nn.Sequential(
+            nn.Linear(TOKEN_WIDTH, 2 * TOKEN_WIDTH), nn.GELU(), nn.Linear(2 * TOKEN_WIDTH, hidden_size)
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new weights: torch's defaults, and a token of deviation 1."""
+        for module in self.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module._reset_parameters()
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        nn.init.normal_(self.token)
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the token, float32 ``[B, TOKEN_WIDTH]``, of ``states [B, P, H]``.
+
+        ``mask`` is bool ``[B, P]``, false on padding; None: nothing is padding.
+        """
+        with without_autocast(states):
+            standard, positions = self._inputs(states, mask)
+            own = self.token.expand(len(states), 1, -1)
+            sequence = torch.cat([own, self.read(standard) + positions], dim=1)
+            ignored = None if mask is None else nn.functional.pad(~mask, (1, 0), value=False)
+            return self.encoder(sequence, src_key_padding_mask=ignored)[:, 0]
+
+    def loss(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mean squared error with which the states, each of mean 0 and deviation 1, are said again: ``[B]``.
+
+        No gradient reaches the states. 1 is what a decoder reaches that says nothing.
+        """
+        states = states.detach()
+        with without_autocast(states):
+            standard, positions = self._inputs(states, mask)
+            found = self.decoder(self(states, mask).unsqueeze(1) + positions)
+            errors = (found - standard).square().mean(-1)
+            if mask is None:
+                return errors.mean(1)
+            return (errors * mask).sum(1) / mask.sum(1)
+
+    def _inputs(self, states: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return standardised states ``[B, P, H]``, and codes of their positions, which padding does not count: ``[B or 1, P, width]``."""
+        standard = nn.functional.layer_norm(states.float(), states.shape[-1:])
+        numbers = torch.arange(states.shape[1], device=states.device)[None] if mask is None else mask.cumsum(1) - 1
+        scales = torch.exp(
+            torch.arange(TOKEN_WIDTH // 2, device=states.device) * (-math.log(10_000.0) * 2 / TOKEN_WIDTH)
+        )
+        angles = numbers[..., None].float() * scales
+        return standard, torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def holds_readout_token(folder: str | Path) -> bool:
+    """Return whether a folder of a policy, or of its adapters, holds the weights of such a token."""
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):  # noqa: SIM118
+                return True
+    return False

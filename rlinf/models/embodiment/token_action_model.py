@@ -17,7 +17,6 @@ from rlinf.models.positions import num_positions
 from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
 
-
 PrefixStates = tuple[Tensor, Tensor | None]
 """States ``[B, P, H]`` of images and prompt, and their bool mask ``[B, P]``; None: nothing is padding."""
 

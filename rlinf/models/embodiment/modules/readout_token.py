@@ -90,6 +90,6 @@ def holds_readout_token(folder: str | Path) -> bool:
     """Return whether a folder of a policy, or of its adapters, holds the weights of such a token."""
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):  # noqa: SIM118
+            if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):
                 return True
     return False

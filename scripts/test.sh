@@ -12,4 +12,4 @@ bash "$ROOT/scripts/setup.sh" "${SETUP[@]}"
 cd "$ROOT"
 # One thread per process: several test processes share the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
-exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal "$@"
+exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal --durations=40 --durations-min=5 "$@"

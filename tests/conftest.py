@@ -29,6 +29,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("rlinf")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_forked(request):
+    """Instead of spawned, except in files whose subject is the start of ranks."""
+    if request.node.get_closest_marker("spawned_ranks"):
+        yield
+        return
+    from forked_ranks import forked_ranks
+
+    with forked_ranks():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def random_numbers_do_not_depend_on_other_tests():
     """Which tests come before one in its process depends on the number of test processes, and on their speed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +30,19 @@ def patience() -> Iterator[None]:
 
 
 @contextmanager
+def one_machine(num_cpus: int, **settings: Any) -> Iterator[None]:
+    """Start Ray on this machine, and connect this process to it."""
+    with patience():
+        import ray  # reads some of the variables
+
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=100 << 20, **settings)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
 def two_machines() -> Iterator[Any]:
     """Start two of Ray's daemons on this machine, of two CPUs each, and connect this process to the first."""
     with patience():
@@ -46,15 +58,3 @@ def two_machines() -> Iterator[Any]:
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-def processes_of(mark: str) -> set[int]:
-    """Return the processes whose environment holds ``mark``."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.add(int(folder.name))
-        except OSError:
-            continue
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.evaluation.result import EvaluationResult
 from rlinf.training.rl_trainer import RLTrainer
 
 
@@ -34,6 +36,28 @@ def untimed_metrics(folder: Path) -> list[dict]:
 def weights_of(folder: Path, checkpoint: str) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of a run."""
     return load_file(folder / "checkpoints" / checkpoint / "model" / "model.safetensors")
+
+
+def check_equal_runs(folder: Path, other: Path, checkpoint: str, evaluations: Sequence[str], episodes: int) -> None:
+    """Compare two runs bit for bit: metrics, the weights of a checkpoint, the results of evaluations."""
+    lines, others = untimed_metrics(folder), untimed_metrics(other)
+    assert len(lines) > 3 and lines == others
+    weights, other_weights = weights_of(folder, checkpoint), weights_of(other, checkpoint)
+    assert weights.keys() == other_weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, other_weights[name]), name
+    for tag in evaluations:
+        one, two = (EvaluationResult.from_json(each / "eval" / tag / "result.json") for each in (folder, other))
+        assert len(one.results) == episodes and one.results == two.results
+
+
+def result_content(folder: Path) -> dict:
+    """Return a result file without its time; returns are rounded, because products of other rows may round otherwise."""
+    found = json.loads((folder / "result.json").read_text())
+    del found["wall_s"]
+    for row in found["results"]:
+        row["episode_return"] = round(row["episode_return"], 3)
+    return found
 
 
 def note_trained(monkeypatch) -> list[tuple[int, int, set[int], list[tuple[int, bytes]]]]:

@@ -6,6 +6,8 @@ import copy
 import json
 import signal
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,30 +89,40 @@ def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(t
     assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
 
 
+class Whole(NamedTuple):
+    """A run without an interruption: its folder, its checkpoint of step 3, and what ``note_trained`` has noted of it."""
+
+    folder: Path
+    first: Path
+    trained: list
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """``whole(staleness)`` trains once."""
+    made = {}
+
+    def run(staleness):
+        if staleness not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            overrides = ahead(staleness, *PPO, "trainer.save_every=3", "trainer.max_keep=-1")
+            with pytest.MonkeyPatch.context() as patch:
+                trained = note_trained(patch)
+                finish(build(run_config(folder, *overrides)))
+            made[staleness] = Whole(folder, folder / "checkpoints" / "rl_000003", trained)
+        return made[staleness]
+
+    return run
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_the_age_of_each_sample_is_the_limit_and_none_is_lost(tmp_path, monkeypatch, staleness):
-    trained = note_trained(monkeypatch)
-    finish(build(run_config(tmp_path, *ahead(staleness, *PPO))))
+def test_the_age_of_each_sample_is_the_limit_and_none_is_lost(whole, staleness):
+    trained = whole(staleness).trained
     check_staleness(trained, staleness)
     with pytest.raises(AssertionError):
         check_staleness(trained, staleness + 1)
     with pytest.raises(AssertionError):
         check_staleness([*trained[:2], *trained[1:]], staleness)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """``whole(staleness)`` trains once without an interruption; returns the run folder and its checkpoint of step 3."""
-    folders = {}
-
-    def run(staleness):
-        if staleness not in folders:
-            folders[staleness] = tmp_path_factory.mktemp("whole")
-            overrides = ahead(staleness, *PPO, "trainer.save_every=3", "trainer.max_keep=-1")
-            finish(build(run_config(folders[staleness], *overrides)))
-        return folders[staleness], folders[staleness] / "checkpoints" / "rl_000003"
-
-    return run
 
 
 def stopped_at_once(folder, *overrides):
@@ -125,7 +137,7 @@ def stopped_at_once(folder, *overrides):
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_resumed_run_plays_what_was_under_way_with_the_weights_of_then(tmp_path, whole, staleness):
     """Bit for bit as the run that was not interrupted; also if it was stopped right at its start and resumed again."""
-    folder, first = whole(staleness)
+    folder, first, _ = whole(staleness)
     state = json.loads((first / "state.json").read_text())["loop_state"]
     under_way = [(each["step"], each["issued_at"]) for each in state["rollouts_ahead"]]
     assert under_way == [(3, 2)] * (staleness == 1) + [(3, 1), (4, 2)] * (staleness == 2)
@@ -140,7 +152,7 @@ def test_a_resumed_run_plays_what_was_under_way_with_the_weights_of_then(tmp_pat
 
 def test_a_run_resumed_with_a_smaller_limit_plays_with_the_weights_of_the_checkpoint(tmp_path, whole):
     """No rollout may be as old as those under way are. A checkpoint that it saves does not have them."""
-    folder, first = whole(2)
+    folder, first, _ = whole(2)
     second = stopped_at_once(tmp_path, *ahead(1, *PPO, f"resume={first}"))
     other = finish(build(run_config(tmp_path, *ahead(2, *PPO, f"resume={second}"))))
     assert [line["rollout/staleness_iterations"] for line in lines_of(tmp_path)] == [0, 1]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import is_running
 
 from rlinf.distributed.child_process import SharedMemory
 from rlinf.envs.process.worker_handle import Worker
@@ -54,14 +55,6 @@ class Killer(threading.Thread):
             if begun and process.pid not in self.killed:
                 process.kill()
                 self.killed.append(process.pid)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended (one that nobody has waited for counts)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_an_evaluation_counts_every_episode_once_while_workers_are_killed():
@@ -187,14 +180,14 @@ def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
     assert len(pids) == 2
     if signal_sent is not None:
         time.sleep(0.5)
-        assert not any(is_gone(pid) for pid in pids)
+        assert all(map(is_running, pids))
         os.killpg(process.pid, signal_sent) if to_group else process.send_signal(signal_sent)
     messages = process.communicate(timeout=280)[1]
     # Where C code holds Python's lock, the deadlines of 8 s have to pass first; the sleeps last for 1000 s.
     deadline = time.monotonic() + 60.0
-    while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert all(is_gone(pid) for pid in pids)
+    assert not any(map(is_running, pids))
     for word in ("leaked", "resource_tracker", "Exception ignored", "BrokenPipe"):
         assert word not in messages
     if signal_sent == signal.SIGINT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -14,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_clusters import SURROUNDINGS, patience, processes_of
-from run_results import run_config
+from processes import processes_of
+from ray_clusters import SURROUNDINGS, one_machine
+from run_results import result_content, run_config
 
 from rlinf.cluster.players import Players
 from rlinf.commands.evaluate import evaluate
@@ -45,38 +45,23 @@ def players(number: int) -> list[str]:
     return ["cluster.start=ray", f"cluster.num_players={number}"]
 
 
-def content(folder: Path) -> dict:
-    """A result file without its time; returns rounded, because products of other rows may round otherwise."""
-    found = json.loads((folder / "result.json").read_text())
-    del found["wall_s"]
-    for row in found["results"]:
-        row["episode_return"] = round(row["episode_return"], 3)
-    return found
-
-
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("one")
     evaluate(configured(folder, "evaluation.num_videos_per_task=2"))
-    return content(folder)
+    return result_content(folder)
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine; this process is connected to it."""
-    with patience():
-        import ray
-
-        ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with one_machine(num_cpus=3):
+        yield
 
 
 def test_three_players_write_the_file_of_one_process(cluster, of_one, tmp_path):
     evaluate(configured(tmp_path, *players(3), "evaluation.num_videos_per_task=2"))
-    assert content(tmp_path) == of_one and len(of_one["results"]) == NUM_EPISODES
+    assert result_content(tmp_path) == of_one and len(of_one["results"]) == NUM_EPISODES
     videos = of_one["videos"]
     assert videos and all((tmp_path / video["path"]).stat().st_size for video in videos)
     assert not partial_files(tmp_path)
@@ -84,7 +69,7 @@ def test_three_players_write_the_file_of_one_process(cluster, of_one, tmp_path):
 
 def test_control_other_actions_write_another_file(of_one, tmp_path):
     evaluate(configured(tmp_path, "seed=1", "evaluation.greedy=false"))
-    assert content(tmp_path)["results"] != of_one["results"]
+    assert result_content(tmp_path)["results"] != of_one["results"]
 
 
 def kill_a_player(made: list[Players], folder: Path, number: int, killed: list[int]) -> None:
@@ -110,7 +95,7 @@ def test_a_player_that_is_killed_changes_nothing(cluster, of_one, tmp_path, monk
     evaluate(configured(tmp_path, *players(2), "env.sleep_s=0.02"))
     assert len(killed) == 1 == caplog.text.count("was lost: The actor died")
     expected = {**of_one, "videos": []}
-    assert content(tmp_path) == expected and not partial_files(tmp_path)
+    assert result_content(tmp_path) == expected and not partial_files(tmp_path)
 
 
 def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_path, monkeypatch, capsys):
@@ -133,7 +118,7 @@ def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_pa
     assert 8 <= kept < NUM_EPISODES and f"{kept} results are kept in {tmp_path};" in capsys.readouterr().err
     evaluate(configured(tmp_path))
     assert f"{kept} of {NUM_EPISODES} episodes are known" in capsys.readouterr().err
-    assert content(tmp_path) == {**of_one, "videos": []}
+    assert result_content(tmp_path) == {**of_one, "videos": []}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from run_results import result_content
 
 from rlinf.commands import evaluate as command
 from rlinf.commands.evaluate import evaluate
@@ -49,32 +49,23 @@ def configured(output: Path, *overrides: str) -> RunConfig:
     return build_config(compose_config(words))
 
 
-def content(folder: Path) -> dict:
-    """A result file without its times; returns rounded, because products of other rows may round otherwise."""
-    found = json.loads((folder / "result.json").read_text())
-    del found["wall_s"]
-    for row in found["results"]:
-        row["episode_return"] = round(row["episode_return"], 3)
-    return found
-
-
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("one")
     evaluate(configured(folder))
-    return content(folder)
+    return result_content(folder)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_write_the_file_of_one(of_one, tmp_path, num_ranks):
     result = evaluate(configured(tmp_path, f"cluster.num_processes={num_ranks}"))
-    assert content(tmp_path) == of_one and result == EvaluationResult.from_json(tmp_path / "result.json")
+    assert result_content(tmp_path) == of_one and result == EvaluationResult.from_json(tmp_path / "result.json")
     assert len(result.results) == NUM_EPISODES and not partial_files(tmp_path)
 
 
 def test_control_other_actions_write_another_file(of_one, tmp_path):
     evaluate(configured(tmp_path, "seed=1", "evaluation.greedy=false"))
-    assert content(tmp_path) != of_one
+    assert result_content(tmp_path) != of_one
 
 
 def kill_a_rank_after(folder: Path, numbers: list[int], killed: list[int]) -> None:
@@ -96,7 +87,7 @@ def test_the_death_of_ranks_changes_nothing(of_one, tmp_path, caplog):
     thread.start()
     evaluate(configured(tmp_path, "cluster.num_processes=2", "env.sleep_s=0.01"))
     assert len(killed) == len(numbers) == caplog.text.count("was killed by SIGKILL")
-    assert content(tmp_path) == of_one and not partial_files(tmp_path)
+    assert result_content(tmp_path) == of_one and not partial_files(tmp_path)
 
 
 def test_ranks_that_die_without_a_result_are_not_started_for_ever(tmp_path, monkeypatch, capsys):

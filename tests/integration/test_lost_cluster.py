@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import processes_of
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
@@ -34,18 +35,6 @@ MARK = "RUN_OF_THIS_TEST"
 HEAD = r"RankError: The head of the Ray cluster at \S+ has not answered for 10 s. .*RAY_gcs_rpc_server_reconnect_timeout_s=40"
 
 
-def processes_of(mark: str) -> dict[int, str]:
-    """Return the processes whose environment holds ``mark``, each with its command."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-    return found
-
-
 def saved_steps(run: Path) -> list[int]:
     """Return the iterations after which a run has saved."""
     return [int(folder.name.removeprefix("rl_")) for folder in (run / "checkpoints").glob("rl_*")]
@@ -65,11 +54,13 @@ def saved_steps(run: Path) -> list[int]:
     ids=["rank killed", "rank stopped", "head killed", "head stopped", "daemon killed"],
 )  # fmt: skip
 def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path, victim, number, ranks, message):
-    run, mark = tmp_path / "run", str(tmp_path)
+    run, mark = tmp_path / "run", f"{MARK}={tmp_path}"
     short = [f"cluster.deadlines.{name}=10" for name in ("update", "save", "push")] if number == signal.SIGSTOP else []
     words = [*STATE, f"cluster.num_processes={ranks}", "trainer.max_steps=2000", "cluster.deadlines.rollout=20"]
     words += ["cluster.max_restarts=0"] if ranks > 1 else []  # else lost ranks start again
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | RAY | {MARK: mark}
+    kept = (
+        {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | RAY | {MARK: str(tmp_path)}
+    )
     with (
         open(tmp_path / "log", "w+", encoding="utf-8") as log,
         subprocess.Popen(

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from engine_processes import alive, engines_of, wait_until
+from processes import engines_of, is_running, wait_until
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.player import Player
@@ -62,7 +62,7 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
         split = train(run_config(tmp_path / "split", *SHORT, *SPLIT))
     assert counts == [0, 1, 0, 1], "the player is asked again without Players.call"
     assert caplog.text.count("was lost: The actor died") == 1
-    assert wait_until(lambda: not any(map(alive, engines.values())), 60) and len(engines) == 2
+    assert wait_until(lambda: not any(map(is_running, engines.values())), 60) and len(engines) == 2
     colocated = train(run_config(tmp_path / "colocated", *SHORT))
     check_equal(split, colocated)
     gaps = [line["rollout/logprob_gap_max"] for line in untimed_metrics(split) if "rollout/logprob_gap_max" in line]
@@ -103,7 +103,7 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
         os.kill(engine, signal.SIGKILL)
         again, _ = play()
         assert torch.equal(again.rollout_logprobs, first.rollout_logprobs)
-        assert player.engine.engine.num_starts == 2 and not alive(engine)
+        assert player.engine.engine.num_starts == 2 and not is_running(engine)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.05)

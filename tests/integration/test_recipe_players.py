@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray_clusters import patience
+from ray_clusters import one_machine
+from recipe_sums import ROWS, Sums, add_tokenizer
 from run_results import untimed_metrics
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rlinf.cluster.players import Players
 from rlinf.cluster.reservation import reserved_places
@@ -28,14 +27,11 @@ from rlinf.recipes.load import load_recipe
 from rlinf.recipes.plan import SPLIT, make_plan
 from rlinf.recipes.players import PlayerPlaces, place_players
 from rlinf.recipes.run import run
-from rlinf.recipes.samples import Prompt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import make_shapes_vqa
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
-LETTERS = ["<pad>", "<s>", "</s>", *"0123456789+= "]
-ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(5)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,37 +39,17 @@ def cluster():
     """A cluster of this machine with three CPUs, to which this process is connected."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with patience():
-        import ray  # reads some of the variables
-
-        ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20)
-        try:
+    try:
+        with one_machine(num_cpus=3):
             yield
-        finally:
-            ray.shutdown()
-            torch.set_num_threads(threads)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def model(tiny_lm) -> str:
     """A tiny language model with a tokenizer of single letters."""
-    folder = tiny_lm()
-    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
-
-
-class Sums:
-    """Packs sums of two digits."""
-
-    def setup(self, config, processor):
-        self.tokenizer = processor
-
-    def prompt(self, row):
-        return Prompt(self.tokenizer(row["question"])["input_ids"], {}, row["answer"], row)
+    return add_tokenizer(tiny_lm())
 
 
 def begins_with_a_digit(completion, reference, **row):
@@ -162,7 +138,7 @@ def test_a_run_with_players_is_bit_for_bit_the_run_of_one_process(model, alone, 
 
 
 def test_control_another_seed_is_another_run(model, alone, tmp_path):
-    other = start(config_of(model, tmp_path, players=1, train={"seed": 1}))
+    other = start(config_of(model, tmp_path, train={"seed": 1}))
     with pytest.raises(AssertionError):
         check_equal(other, alone)
 

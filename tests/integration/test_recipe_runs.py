@@ -15,9 +15,9 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from recipe_sums import ROWS, Sums, add_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlinf.checkpoints import checkpoint_manager
 from rlinf.checkpoints.hf_folder import HFFolder
@@ -26,41 +26,9 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
-from rlinf.recipes.samples import BadRowError, Prompt, Sample
+from rlinf.recipes.samples import BadRowError
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.tracking.tracker import read_metrics
-
-LETTERS = ["<pad>", "<s>", "</s>", *"0123456789+= "]
-
-
-def add_tokenizer(folder: str) -> str:
-    """A tokenizer of single letters for a tiny model."""
-    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
-
-
-class Sums:
-    """Packs sums of two digits."""
-
-    def setup(self, config, processor):
-        self.tokenizer = processor
-
-    def sample(self, row, answer="answer"):
-        question, answer = (self.tokenizer(row[key])["input_ids"] for key in ("question", answer))
-        return Sample(question + answer + [2], [False] * len(question) + [True] * (len(answer) + 1))
-
-    def pair(self, row):
-        return self.sample(row), self.sample(row, "wrong")
-
-    def prompt(self, row):
-        return Prompt(self.tokenizer(row["question"])["input_ids"], {}, row["answer"], row)
-
-
-ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b), "wrong": str(a * b)} for a in range(8) for b in range(5)]
 
 
 def digits(completion, reference, **row):

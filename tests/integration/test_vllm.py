@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_processes import alive, engines_of, wait_until
+from processes import engines_of, is_running, wait_until
 from transformers import Qwen3MoeConfig
 from vllm_models import (
     NUM_ROWS,
@@ -246,7 +246,7 @@ def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp
         (tmp_path / "fail").touch()
         first = engine.pid
         policy.update_weights(7)
-        assert (engine.num_starts, engine.version) == (2, 7) and engine.pid != first and not alive(first)
+        assert (engine.num_starts, engine.version) == (2, 7) and engine.pid != first and not is_running(first)
         prediction = act(policy, inputs)
         assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
         os.kill(engine.pid, signal.SIGKILL)
@@ -260,7 +260,7 @@ def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp
             patch.setattr(vllm_engine, "time", clock)
             act(policy, inputs)
         assert "did not answer 'generate' within 200 s" in str(error.value) and "embed_multimodal" in str(error.value)
-        assert "rollout.vllm.timeout_s=400" in str(error.value) and not alive(second)
+        assert "rollout.vllm.timeout_s=400" in str(error.value) and not is_running(second)
     finally:
         policy.close()
 
@@ -352,7 +352,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
     finally:
         generation.finish_generation()
     generation.finish_generation()
-    assert not alive(pid)
+    assert not is_running(pid)
     with pytest.raises(EngineError, match="weights of version 4 and has lost them"):
         generation.generate(data, greedy=True)
     assert generation.worker.engine.pid is None
@@ -458,10 +458,10 @@ def test_no_engine_outlives_its_parent(tmp_path, number, ready):
         if ready:
             assert parent.stdout.readline() == b"ready\n"
         engines = wait_until(lambda: engines_of(parent.pid), 280)
-        assert len(engines) == 1 and alive(engines[0]) and any(temporary.iterdir())
+        assert len(engines) == 1 and is_running(engines[0]) and any(temporary.iterdir())
         parent.send_signal(number)
         parent.wait(280)
-        assert wait_until(lambda: not alive(engines[0]), 60) and not any(temporary.iterdir())
+        assert wait_until(lambda: not is_running(engines[0]), 60) and not any(temporary.iterdir())
     finally:
         parent.kill()
         parent.wait()

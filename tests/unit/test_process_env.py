@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from processes import is_running
 
 from rlinf.checks.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
@@ -63,14 +64,6 @@ def make(tmp_path):
 
 def pids(env):
     return [process.pid for process in env.worker_processes()]
-
-
-def is_gone(pid):
-    """Whether a process has ended (one that nobody has waited for counts)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def zeros(env, chunk_len=1):
@@ -415,7 +408,7 @@ def test_offloading_ends_the_workers_until_the_next_reset(make, num_processes):
     known = pids(env)
     assert len(known) == num_processes
     env.offload()
-    assert all(is_gone(pid) for pid in known) and not pids(env)
+    assert not any(map(is_running, known)) and not pids(env)
     for call in (lambda: env.chunk_step(zeros(env)), env.expert_actions, lambda: env.poses([0])):
         with pytest.raises(ConfigError, match="call reset"):
             call()
@@ -515,7 +508,7 @@ def test_closing_ends_every_process(make, fault):
         env._workers[0].send(("step_chunk", ([0], zeros(env)[:1], np.array([5]))), 1.0)
     start = time.monotonic()
     env.close()
-    assert time.monotonic() - start < PATIENCE_S and all(is_gone(pid) for pid in known)
+    assert time.monotonic() - start < PATIENCE_S and not any(map(is_running, known))
 
 
 def test_nothing_is_left_open_by_workers_that_were_replaced(make):
@@ -567,7 +560,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
         thread.start()
         env.chunk_step(zeros(env, 8) + 1)
     thread.join()
-    assert all(is_gone(pid) for pid in known)
+    assert not any(map(is_running, known))
     again, _ = env.reset(options={"episodes": specs})
     assert equal_rows(again, first)
     step = env.chunk_step(actions_of(specs, 0))

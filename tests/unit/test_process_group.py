@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from rlinf.distributed import launch, process_group
 
+pytestmark = pytest.mark.spawned_ranks
+
 
 def fail_on_the_second_rank(_argument) -> None:
     if process_group.rank() == 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import is_running
 
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineError, VllmEngine
@@ -233,14 +234,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def alive(pid):
-    """A process that has not ended (a zombie has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_process_that_is_orphaned_while_it_imports_ends_and_removes_its_folder(tmp_path):
     """The import of vLLM takes half a minute on a busy machine; here it takes for ever."""
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")
@@ -253,10 +246,10 @@ def test_a_process_that_is_orphaned_while_it_imports_ends_and_removes_its_folder
     assert parent.wait() == -signal.SIGKILL
     try:
         deadline = time.monotonic() + 60
-        while alive(pid) and time.monotonic() < deadline:
+        while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not alive(pid) and not folder.exists()
+        assert not is_running(pid) and not folder.exists()
     finally:
-        if alive(pid):
+        if is_running(pid):
             os.kill(pid, signal.SIGKILL)
         parent.stdout.close()

@@ -1,0 +1,51 @@
+"""Processes of this machine, as tests look for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended (one that nobody has waited for has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Return the processes whose environment holds ``mark``, each with its command."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+def engines_of(parent: int) -> list[int]:
+    """Return the processes of vLLM engines that a process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(state[1]) == parent and b"vllm_process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], Any], seconds: float) -> Any:
+    """Return the first true value of ``condition()``, or its last value after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    return condition()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running, wait_until
 from run_results import result_content
 
 from rlinf.commands import evaluate as command
@@ -73,11 +74,10 @@ def kill_a_rank_after(folder: Path, numbers: list[int], killed: list[int]) -> No
     for number in numbers:
         while num_kept(folder) < number:
             time.sleep(0.01)
-        ranks = [process for process in multiprocessing.active_children() if process.is_alive()]
-        victim = random.choice(ranks)
-        os.kill(victim.pid, signal.SIGKILL)
-        killed.append(victim.pid)
-        victim.join()
+        ranks = [process.pid for process in multiprocessing.active_children() if is_running(process.pid)]
+        killed.append(random.choice(ranks))
+        os.kill(killed[-1], signal.SIGKILL)
+        assert wait_until(lambda: not is_running(killed[-1]), 60)  # its status is for the thread that has started it
 
 
 def test_the_death_of_ranks_changes_nothing(of_one, tmp_path, caplog):

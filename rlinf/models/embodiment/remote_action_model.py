@@ -68,6 +68,7 @@ class RemotePolicy(ActionModel, nn.Module):
     config_class = RemoteConfig
     main_input_name = "observation"
     predicts_values: ClassVar[bool] = False
+    has_logprobs: ClassVar[bool] = False
     fills_calls: ClassVar[bool] = False
     float32_modules: ClassVar[tuple[str, ...]] = ()
     value_head = None

@@ -1,0 +1,399 @@
+"""``rlinf serve`` and ``model=remote``: a policy over the network acts as it does here, or is refused in one sentence."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from websockets.sync.server import serve as serve_websocket
+
+from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.cli import main
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.open_checkpoint import open_checkpoint
+from rlinf.commands.serve import PolicyRows, ServeConfig, _bound, metadata_of
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs import make_env
+from rlinf.errors import ConfigError, ManifestMismatchError, PolicyServerError
+from rlinf.evaluation.compare_folders import compare_folders
+from rlinf.evaluation.evaluator import act_for_rows
+from rlinf.models import build_policy
+from rlinf.options import to_mapping
+from rlinf.policy import Policy
+from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.validation import validate
+from rlinf.serving.client import PolicyClient
+from rlinf.serving.codec import encode
+from rlinf.serving.server import Limits, PolicyServer
+from rlinf.serving.vla_eval import Hello
+from rlinf.types import Observation
+
+ENV = ["env=tabletop", "env.tasks=[reach,push]", "env.cameras=[front]", "env.max_episode_steps=12"]
+EVALUATION = [
+    "evaluation.num_episodes=6", "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "cluster.num_threads=1", "tracking.progress=false",
+    "evaluation.greedy=false",
+]  # fmt: skip
+
+
+def make_checkpoint(folder: Path, seed: int) -> Path:
+    config = build_config(
+        compose_config(["model=openvla_tiny", "model.action_chunks_len=2", *ENV, *EVALUATION, "output_dir=unused"])
+    )
+    env = make_env(config.env, 1, auto_reset=False)
+    torch.manual_seed(seed)
+    model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
+    env.close()
+    manifest = build_manifest(config, model, policy_version=seed)
+    save_checkpoint(
+        folder, model=model, optimizer=None, loop_state={"step": seed}, run_config=to_mapping(config), manifest=manifest
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two policies of other weights."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    return [make_checkpoint(folder / f"rl_00000{seed}", seed) for seed in (1, 2)]
+
+
+def rows_of(checkpoint) -> tuple[PolicyRows, dict]:
+    """What ``rlinf serve`` makes of a checkpoint."""
+    config = evaluation_of(checkpoint, "unused")
+    opened = open_checkpoint(checkpoint, config, [])
+    rows = PolicyRows(Policy(opened.policy.eval(), config), ServeConfig())
+    return rows, metadata_of(opened, rows, ServeConfig())
+
+
+def evaluation_of(checkpoint, output, *overrides):
+    config = build_config(
+        compose_config(
+            ["model=openvla_tiny", "model.action_chunks_len=2", *ENV, *EVALUATION, f"output_dir={output}", *overrides]
+        )
+    )
+    return replace(config, checkpoint=str(checkpoint))
+
+
+def remote(url, output="unused", *overrides, env=ENV):
+    given = [f"model.url={url}", "model.timeout_s=20", "model.connect_timeout_s=60", f"output_dir={output}"]
+    return build_config(compose_config(["model=remote", *env, *EVALUATION, *given, *overrides]))
+
+
+@contextmanager
+def serving(rows, metadata, port=0):
+    """Serve in a thread; yield the URL."""
+    bound = socket.create_server(("127.0.0.1", port))
+    limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_clients=40, infer_timeout_s=60)
+    server = PolicyServer(rows.read, rows.act, metadata, limits, Hello("p", 2, False, 1, 1))
+    ready, handles = threading.Event(), {}
+
+    async def run():
+        handles["loop"], handles["stop"] = asyncio.get_running_loop(), asyncio.Event()
+        await server.run(bound, ready.set, handles["stop"])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield f"ws://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        handles["loop"].call_soon_threadsafe(handles["stop"].set)
+        thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def served(checkpoints):
+    rows, metadata = rows_of(checkpoints[0])
+    with serving(rows, metadata) as url:
+        yield url, rows
+
+
+def result_of(folder) -> dict:
+    result = json.loads((Path(folder) / "result.json").read_text())
+    assert result.pop("wall_s") > 0
+    return result
+
+
+@pytest.fixture(scope="module")
+def local(checkpoints, tmp_path_factory):
+    """The evaluation of the first checkpoint in this process."""
+    folder = tmp_path_factory.mktemp("local") / "result"
+    evaluate(evaluation_of(checkpoints[0], folder))
+    return folder
+
+
+# -- acting ------------------------------------------------------------------------------------------------------
+
+
+def test_replies_do_not_depend_on_who_else_asks_and_are_those_of_an_evaluation(served):
+    url, rows = served
+    generator, model = np.random.default_rng(0), rows.policy.model
+    prompts = ["reach the red block", "push it", "push the blue block to the left"]
+    seen = Observation(
+        {"front": generator.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8)},
+        None,
+        [prompts[row % 3] for row in range(16)],
+    )
+    uniforms = generator.uniform(0.01, 0.99, (16, model.num_uniforms)).astype(np.float32)
+    requests = [{"images": {"front": seen.images["front"][row]}, "prompt": seen.instruction[row]} for row in range(16)]
+    for row in range(8):  # half are greedy
+        requests[row] |= {"uniforms": uniforms[row], "temperature": 1.5}
+    clients = [PolicyClient(url, 20, 20) for _ in requests]
+    alone = [client.ask(request)["actions"] for client, request in zip(clients, requests, strict=True)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda pair: pair[0].ask(pair[1])["actions"], zip(clients, requests, strict=True)))
+    for client in clients:
+        client.close()
+    assert np.array_equal(np.stack(alone), np.stack(together))
+    with torch.no_grad():
+        sampled = act_for_rows(model, seen.select(range(8)), uniforms[:8], 1.5)
+        greedy = act_for_rows(model, seen.select(range(8, 16)), None, 1.0)
+    assert np.array_equal(np.stack(alone), np.concatenate([sampled, greedy]))
+    assert len(np.unique(np.stack(alone), axis=0)) > 8, "a control: observations differ"
+
+
+def test_the_result_of_a_remote_evaluation_is_that_of_the_local_one(served, local, tmp_path):
+    evaluate(remote(served[0], tmp_path / "remote"))
+    assert result_of(tmp_path / "remote") == result_of(local)
+    assert compare_folders(local, tmp_path / "remote").total.difference == 0
+    evaluate(remote(served[0], tmp_path / "other", "seed=5"))
+    assert result_of(tmp_path / "other") != result_of(local), "a control"
+    manifest = json.loads((tmp_path / "remote" / "manifest.json").read_text())
+    assert manifest["model"]["class"] == "OpenVLAForRLActionPrediction" and manifest["policy_version"] == 1
+
+
+def start_command(checkpoint, port):
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf",
+        "serve",
+        f"checkpoint={checkpoint}",
+        f"port={port}",
+        "cluster.num_threads=1",
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_that_is_killed_and_comes_back_changes_nothing_and_sigterm_ends_it(
+    checkpoints, local, tmp_path, caplog
+):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    servers = [start_command(checkpoints[0], port)]
+
+    def kill_once(results=tmp_path / "remote" / "result.partial.jsonl"):
+        while not results.exists() or results.read_text().count("\n") < 2:
+            if done.wait(0.01):
+                return
+        servers[0].kill()
+        servers.append(start_command(checkpoints[0], port))
+
+    done = threading.Event()
+    killer = threading.Thread(target=kill_once)
+    killer.start()
+    try:
+        evaluate(remote(f"ws://127.0.0.1:{port}", tmp_path / "remote", "evaluation.num_envs=2"))
+        done.set()
+        killer.join(60)
+        assert (
+            len(servers) == 2
+            and servers[0].wait(60) == -signal.SIGKILL
+            and "waiting for it to come back" in caplog.text
+        )
+        assert result_of(tmp_path / "remote") == result_of(local)
+        servers[1].send_signal(signal.SIGTERM)
+        printed, _ = servers[1].communicate(timeout=60)
+        assert servers[1].returncode == 0
+        line = next(line for line in printed.splitlines() if line.startswith("evaluate it: rlinf evaluate "))
+        words = [word for word in line.split()[4:]]
+        assert f"model.url=ws://127.0.0.1:{port}" in words and "env.max_episode_steps=12" in words
+    finally:
+        done.set()
+        for server in servers:
+            server.kill()
+            server.wait(60)
+
+
+def test_another_checkpoint_after_a_restart_ends_the_evaluation_with_both_digests(checkpoints):
+    rows, metadata = rows_of(checkpoints[0])
+    with serving(rows, metadata) as url:
+        client = PolicyClient(url, 20, 20)
+    other_rows, other = rows_of(checkpoints[1])
+    with serving(other_rows, other, port=int(url.rpartition(":")[2])):
+        with pytest.raises(PolicyServerError, match="another policy") as error:
+            client.ask({"images": {"front": np.zeros((64, 64, 3), np.uint8)}, "prompt": "go"})
+        digests = [each["rlinf"]["digest"] for each in (metadata, other)]
+        assert digests[0] != digests[1] and all(digest in str(error.value) for digest in digests)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [("env.max_episode_steps=13", "max_episode_steps"), ("env.image_size=32", "env.image_size"), ("env.cameras=[wrist]", "preprocessing.cameras")],
+)  # fmt: skip
+def test_an_env_that_the_policy_was_not_made_for_is_refused_as_with_its_checkpoint(served, changed, field, tmp_path):
+    with pytest.raises(ManifestMismatchError, match=field) as error:
+        evaluate(remote(served[0], tmp_path / "out", changed))
+    assert "evaluation.allow_mismatch=[" in str(error.value)
+
+
+@contextmanager
+def foreign(reply, metadata=None):
+    """A server of another project; ``reply`` is what it answers, or None for no answer."""
+
+    def handle(connection):
+        if metadata != "silent":
+            connection.send(encode(metadata or {}))
+        for _ in connection:
+            if reply is not None:
+                connection.send(encode(reply) if isinstance(reply, dict) else reply)
+
+    with serve_websocket(handle, "127.0.0.1", 0, compression=None) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+FOREIGN = [
+    "model.keys=libero",
+    "model.action_token_len=2",
+    "model.action_chunks_len=3",
+    "evaluation.greedy=true",
+    "env.state=none",
+]
+
+
+def test_a_server_of_another_project_is_evaluated_and_the_result_says_what_is_not_known(tmp_path):
+    with foreign({"actions": np.zeros((5, 2))}) as url:
+        result = evaluate(remote(url, tmp_path / "out", *FOREIGN))
+    assert result.episodes == 6 and all(row.num_env_steps == 12 for row in result.results)
+    assert any(f"{url} tells nothing of its policy" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ({"actions": np.zeros((5, 7))}, r"\[5, 7\]; required: \[3, 2\].* Set model.action_token_len=7"),
+        ({"actions": np.full((5, 2), np.nan)}, "6 numbers that are NaN"),
+        ({"actions": np.zeros((2, 2))}, "chunks of 2 actions.* Set model.action_chunks_len=2"),
+        ({"actions": np.zeros(2)}, r"\[2\]; required: \[3, 2\]"),
+        ({"actions": [[0.0, 0.0]] * 3}, "no actions, but actions"),
+        ({"state": np.zeros(2)}, "no actions, but state"),
+        ("ValueError: no such key", "answers: ValueError: no such key"),
+        (b"\xc1", "cannot be read"),
+        (None, r"within 0.5 s \(model.timeout_s\)"),
+    ],
+)  # fmt: skip
+def test_answers_that_do_not_fit_are_refused_by_server_and_key(reply, said, tmp_path):
+    with foreign(reply) as url:
+        with pytest.raises(PolicyServerError, match=said) as error:
+            evaluate(remote(url, tmp_path / "out", *FOREIGN, "model.timeout_s=0.5"))
+        assert url in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.keys=null"], "not `rlinf serve`; required: model.keys"),
+        (["model.action_token_len=7"], "7 numbers; required: 2.* Set model.action_token_len=2"),
+        (["evaluation.greedy=false"], "Set evaluation.greedy=true"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_a_server_of_another_project_are_refused(changes, said, tmp_path):
+    with foreign({"actions": np.zeros((5, 2))}) as url:
+        with pytest.raises(ConfigError, match=said):
+            evaluate(remote(url, tmp_path / "out", *FOREIGN, *changes))
+
+
+def test_servers_that_cannot_be_reached_or_say_nothing_are_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"ws://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(PolicyServerError, match=r"model.connect_timeout_s") as error:
+        PolicyClient(url, 1, 0.3)
+    assert url in str(error.value) and "rlinf serve" in str(error.value)
+    with foreign({}, metadata="silent") as url, pytest.raises(PolicyServerError, match="the server speaks first"):
+        PolicyClient(url, 0.3, 1)
+    with pytest.raises(ConfigError, match="Set e.g. model.url=ws://"):
+        PolicyClient("here:8000", 1, 1)
+
+
+def test_only_commands_that_act_take_a_policy_elsewhere(tmp_path):
+    config = replace(remote("ws://127.0.0.1:1"), dataset=str(tmp_path / "demonstrations"))
+    for command in ("evaluate", "collect", "diagnose"):
+        validate(replace(config, output_dir=None), command)
+    for command in ("train", "sft", "serve"):
+        with pytest.raises(ConfigError, match=r"only acts.* Set model=openvla_tiny model.url=null"):
+            validate(replace(config, output_dir=None), command)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model=remote"], "model.url=null.* Set model.url=ws://"),
+        (["model=openvla_tiny", "model.url=ws://a:1"], "Set model=remote"),
+        (["model=remote", "model.url=ws://a:1", "model.is_lora=true"], "model.is_lora=true"),
+        (["model=remote", "model.url=ws://a:1", "cluster.num_players=2"], "cluster.num_players=null"),
+        (["model=remote", "model.url=ws://a:1", "model.keys=droid", "env.state=full"], "a state of width .*; required: 8"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(overrides, said):
+    config = build_config(compose_config([*overrides, *ENV]))
+    with pytest.raises(ConfigError, match=said):
+        validate(replace(config, output_dir=None), "evaluate")
+
+
+def test_the_command_refuses_open_addresses_taken_ports_and_names_that_do_not_fit(checkpoints, capsys, monkeypatch):
+    monkeypatch.delenv("RLINF_TEST_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for words, said in (
+            (["host=0.0.0.0"], "Set api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1"),
+            (["host=0.0.0.0", "api_key_env=RLINF_TEST_KEY"], "Set export RLINF_TEST_KEY="),
+            ([f"port={taken.getsockname()[1]}"], "cannot be used (Address already in use). Set port=0"),
+            (["cameras=[a,b]"], "a name for each of [front], and keys=rlinf"),
+            (["keys=cup"], "one of rlinf, libero, aloha, droid"),
+            (["max_batch=0"], "max_batch is 0; required: at least 1"),
+        ):
+            assert main(["serve", f"checkpoint={checkpoints[0]}", *words]) == 2
+            assert said in capsys.readouterr().err
+    assert main(["serve"]) == 2 and "needs a checkpoint" in capsys.readouterr().err
+    with closing(_bound(ServeConfig(port=0))) as bound:
+        assert bound.getsockname()[0] == "127.0.0.1", "unless an address is typed, only this machine can connect"
+
+
+def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
+    url, rows = served
+    picture = np.zeros((64, 64, 3), np.uint8)
+    for request, said in (
+        ({"images": {"front": picture[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
+        ({"images": {"front": picture.astype(np.int64)}, "prompt": "go"}, "is int64; required: uint8"),
+        ({"images": {"wrist": picture}, "prompt": "go"}, "no images['front']; there is wrist"),
+        ({"images": {"front": picture}, "prompt": 3}, "The prompt is a int"),
+        ({"images": {"front": picture}, "prompt": " "}, "required: a sentence"),
+        ({"images": {"front": picture}, "prompt": "go", "uniforms": np.zeros(3)}, "uniforms have the shape [3]"),
+        ({"images": {"front": picture}, "prompt": "go", "temperature": 0}, "temperature is 0"),
+    ):
+        client = PolicyClient(url, 20, 20)
+        with pytest.raises(PolicyServerError) as error:
+            client.ask(request)
+        assert said in str(error.value)
+    names = PolicyRows(rows.policy, ServeConfig(cameras=["agentview"]))
+    row = names.read({"images": {"agentview": picture}, "prompt": "go"})
+    assert list(row.observation.images) == ["front"]

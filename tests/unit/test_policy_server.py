@@ -1,0 +1,383 @@
+"""The policy server with a policy of a few lines: protocols, batches, limits, and clients that break the rules."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from rlinf.serving.codec import MessageError, decode, encode, encode_named
+from rlinf.serving.server import BATCH, Limits, PolicyServer
+from rlinf.serving.vla_eval import PATH, Hello
+
+CHUNK = np.arange(6, dtype=np.float32).reshape(3, 2)
+SLOW = threading.Event()
+"""Set: a request that says ``wait`` gets its answer."""
+
+
+class Numbers:
+    """Acts with the request's number plus ``CHUNK``, and remembers the batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.num_read = 0
+
+    def read(self, request):
+        if "prompt" not in request or request["prompt"] is None:
+            raise MessageError("The observation has no prompt")
+        self.num_read += 1
+        return request
+
+    def act(self, rows):
+        self.batches.append([float(np.sum(row.get("state", 0))) for row in rows])
+        for row in rows:
+            if row["prompt"] == "wait":
+                assert SLOW.wait(60)
+            if row["prompt"] == "break":
+                raise ZeroDivisionError("a fault of the policy")
+        return [CHUNK + number for number in self.batches[-1]]
+
+
+@contextmanager
+def serving(policy=None, api_key=None, host="127.0.0.1", execute=2, **limits):
+    """Serve in a thread; yield the port, the policy and a function that stops the server."""
+    policy = policy or Numbers()
+    limits = {
+        "max_batch": 4,
+        "batch_wait_s": 0.2,
+        "max_message": 2**20,
+        "max_clients": 20,
+        "infer_timeout_s": 30,
+    } | limits
+    hello = Hello("numbers", 2, reads_state=True, num_cameras=1, execute=execute)
+    server = PolicyServer(policy.read, policy.act, {"rlinf": {"digest": "abc"}}, Limits(**limits), hello, api_key)
+    bound = socket.create_server((host, 0))
+    ready, handles = threading.Event(), {}
+
+    async def run():
+        handles["loop"], handles["stop"] = asyncio.get_running_loop(), asyncio.Event()
+        await server.run(bound, ready.set, handles["stop"])
+
+    def stop():
+        handles["loop"].call_soon_threadsafe(handles["stop"].set)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield bound.getsockname()[1], policy, stop
+    finally:
+        SLOW.set()
+        if thread.is_alive():
+            stop()
+        thread.join(30)
+        assert not thread.is_alive()
+        SLOW.clear()
+
+
+def until(condition) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_client(port, path="/", **arguments):
+    return connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, proxy=None, **arguments)
+
+
+def ask(port, request):
+    """The reply to a request over a connection of its own."""
+    with open_client(port) as client:
+        client.recv(timeout=30)
+        client.send(encode(request))
+        return decode(client.recv(timeout=30))
+
+
+def health(port, path="/healthz"):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        return answer.status, answer.read().decode()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A server for the tests that leave nothing behind."""
+    with serving() as (port, policy, _):
+        yield port, policy
+
+
+# -- openpi ------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_come_first_then_a_reply_for_each_request(shared):
+    with open_client(shared[0]) as client:
+        assert decode(client.recv(timeout=30)) == {"rlinf": {"digest": "abc"}}
+        for number in (1, 2):
+            client.send(encode({"prompt": "go", "state": np.float32([number])}))
+            reply = decode(client.recv(timeout=30))
+            assert np.array_equal(reply["actions"], CHUNK + number) and reply["actions"].dtype == np.float32
+            assert set(reply) == {"actions", "server_timing", "policy_timing"}
+            assert set(reply["server_timing"]) == ({"infer_ms"} if number == 1 else {"infer_ms", "prev_total_ms"})
+
+
+def test_openpis_client_acts_and_its_broker_hands_out_a_whole_chunk(shared):
+    clients = pytest.importorskip(
+        "openpi_client.websocket_client_policy", reason="pip install --no-deps openpi-client==0.1.2"
+    )
+    from openpi_client.action_chunk_broker import ActionChunkBroker
+
+    policy = clients.WebsocketClientPolicy("127.0.0.1", shared[0])
+    assert policy.get_server_metadata() == {"rlinf": {"digest": "abc"}}
+    broker = ActionChunkBroker(policy, action_horizon=len(CHUNK))
+    for step in range(2 * len(CHUNK)):
+        found = broker.infer({"prompt": "go", "state": np.float32([5, 0])})
+        assert found["actions"].tolist() == (CHUNK[step % len(CHUNK)] + 5).tolist()
+    with pytest.raises(RuntimeError, match="no prompt"):
+        policy.infer({"state": 1.0})
+    other = clients.WebsocketClientPolicy(f"ws://127.0.0.1:{shared[0]}/")
+    assert other.infer({"prompt": "go"})["actions"].shape == CHUNK.shape, "the server goes on"
+
+
+def test_a_list_of_requests_is_answered_together(shared):
+    requests = [{"prompt": "go", "state": float(number)} for number in range(6)]
+    actions = ask(shared[0], {BATCH: requests})["actions"]
+    assert np.array_equal(actions, np.stack([CHUNK + number for number in range(6)]))
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["text", b"\xc1", encode([1]), encode({}), encode({BATCH: []}), encode({BATCH: [3]}), encode({BATCH: {}}),
+     b"\x81\xa6prompt" + b"\x81\xa1a" * 400 + b"\x01", encode({"prompt": "break"})],
+    ids=["text", "no msgpack", "a list", "an empty map", "an empty batch", "a batch of numbers", "a batch of none", "a deep map",
+         "a fault of the policy"],
+)  # fmt: skip
+def test_an_error_is_a_text_and_closes_one_connection_only(shared, message):
+    with open_client(shared[0]) as broken, open_client(shared[0]) as other:
+        broken.recv(timeout=30), other.recv(timeout=30)
+        broken.send(message)
+        said = broken.recv(timeout=30)
+        assert isinstance(said, str) and ": " in said and "Traceback" not in said and "File" not in said
+        with pytest.raises(ConnectionClosed) as closed:
+            broken.recv(timeout=30)
+        assert closed.value.rcvd.code == 1011
+        other.send(encode({"prompt": "go", "state": 7.0}))
+        assert np.array_equal(decode(other.recv(timeout=30))["actions"], CHUNK + 7)
+
+
+def test_a_fault_of_one_request_does_not_spoil_the_batch():
+    with serving(batch_wait_s=5) as (port, policy, _), ThreadPoolExecutor(2) as pool:
+        with open_client(port) as broken, open_client(port) as whole:
+            broken.recv(timeout=30), whole.recv(timeout=30)
+            broken.send(encode({"prompt": "break"}))
+            whole.send(encode({"prompt": "go", "state": 3.0}))
+            said, reply = pool.submit(broken.recv, 30), pool.submit(whole.recv, 30)
+            assert "ZeroDivisionError" in said.result() and np.array_equal(decode(reply.result())["actions"], CHUNK + 3)
+        assert len(policy.batches[0]) == 2, "they were together at first"
+
+
+def test_clients_that_ask_at_once_share_a_batch_and_one_alone_does_not_wait():
+    with serving(batch_wait_s=30) as (port, policy, _):
+        clients = [open_client(port) for _ in range(4)]
+        for client in clients:
+            client.recv(timeout=30)
+        for number, client in enumerate(clients):
+            client.send(encode({"prompt": "go", "state": float(number)}))
+        for number, client in enumerate(clients):
+            assert np.array_equal(decode(client.recv(timeout=25))["actions"], CHUNK + number)
+            client.close()
+        assert [sorted(batch) for batch in policy.batches] == [[0.0, 1.0, 2.0, 3.0]]
+        assert np.array_equal(ask(port, {"prompt": "go", "state": 9.0})["actions"], CHUNK + 9), "within 30 s"
+
+
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_health_is_answered_while_the_policy_computes_and_a_late_answer_is_an_error():
+    with serving(infer_timeout_s=0.5, batch_wait_s=0) as (port, _, _):
+        with open_client(port) as client:
+            client.recv(timeout=30)
+            client.send(encode({"prompt": "wait"}))
+            assert health(port) == (200, "OK\n") and json.loads(health(port, "/health")[1]) == {"status": "ok"}
+            assert "infer_timeout_s=0.5" in client.recv(timeout=30)
+        SLOW.set()
+        assert np.array_equal(ask(port, {"prompt": "go"})["actions"], CHUNK)
+
+
+def test_a_message_that_is_too_large_is_closed_with_1009_and_others_are_served():
+    with serving(max_message=10_000) as (port, _, _):
+        limit = len(encode({"prompt": ""}))
+        ask(
+            port, {"prompt": "x" * (10_000 - limit - 2)}
+        )  # text of this length has a header of three bytes instead of one
+        with open_client(port) as client:
+            client.recv(timeout=30)
+            client.send(encode({"prompt": "x" * (10_000 - limit - 1)}))
+            with pytest.raises(ConnectionClosed) as closed:
+                client.recv(timeout=30)
+            assert closed.value.rcvd.code == 1009
+        assert np.array_equal(ask(port, {"prompt": "go"})["actions"], CHUNK)
+
+
+def test_more_clients_than_allowed_are_refused():
+    with serving(max_clients=1) as (port, _, _), open_client(port) as first:
+        first.recv(timeout=30)
+        with pytest.raises(InvalidStatus) as refused:
+            open_client(port)
+        assert refused.value.response.status_code == 503 and b"max_clients" in refused.value.response.body
+
+
+def test_more_waiting_rows_than_allowed_are_refused():
+    with (
+        serving(max_batch=1, batch_wait_s=0) as (port, policy, _),
+        open_client(port) as first,
+        open_client(port) as second,
+    ):
+        first.recv(timeout=30), second.recv(timeout=30)
+        first.send(encode({"prompt": "wait"}))
+        until(lambda: policy.batches)
+        with open_client(port) as many, ThreadPoolExecutor(1) as pool:
+            many.recv(timeout=30)
+            many.send(encode({BATCH: [{"prompt": "go"}] * 16}))
+            until(lambda: policy.num_read == 17)
+            second.send(encode({"prompt": "go"}))
+            assert "busy" in second.recv(timeout=30)
+            with pytest.raises(ConnectionClosed) as closed:
+                second.recv(timeout=30)
+            assert closed.value.rcvd.code == 1013
+            SLOW.set()
+            assert decode(pool.submit(many.recv, 30).result())["actions"].shape == (16, 3, 2)
+
+
+def test_the_key_is_asked_for_before_anything_else():
+    with serving(api_key="secret") as (port, _, _):
+        for headers in ({}, {"Authorization": "Api-Key secre"}, {"Authorization": "secret"}):
+            with pytest.raises(InvalidStatus) as refused:
+                open_client(port, additional_headers=headers)
+            assert refused.value.response.status_code == 401
+        with open_client(port, additional_headers={"Authorization": "Api-Key secret"}) as client:
+            assert decode(client.recv(timeout=30))
+        assert health(port)[0] == 200
+
+
+def test_pages_of_browsers_and_unknown_paths_are_refused(shared):
+    with pytest.raises(InvalidStatus) as refused:
+        open_client(shared[0], origin="http://example.org")
+    assert refused.value.response.status_code == 403
+    with pytest.raises(InvalidStatus) as refused:
+        open_client(shared[0], path="/other")
+    assert refused.value.response.status_code == 404
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        health(shared[0], "/config")
+
+
+def test_a_server_that_stops_answers_who_waits_and_accepts_nobody_else():
+    with serving() as (port, policy, stop), open_client(port) as idle, open_client(port) as waiting:
+        idle.recv(timeout=30), waiting.recv(timeout=30)
+        waiting.send(encode({"prompt": "wait", "state": 2.0}))
+        until(lambda: policy.batches)
+        stop()
+        with pytest.raises(ConnectionClosed) as closed:
+            idle.recv(timeout=30)
+        assert closed.value.rcvd.code == 1001
+        with pytest.raises(OSError):
+            open_client(port)
+        SLOW.set()
+        assert np.array_equal(decode(waiting.recv(timeout=30))["actions"], CHUNK + 2)
+        with pytest.raises(ConnectionClosed):
+            waiting.recv(timeout=30)
+
+
+def test_clients_that_vanish_cost_nothing(shared):
+    port = shared[0]
+    for _ in range(3):
+        client = open_client(port)
+        client.recv(timeout=30)
+        client.send(encode({"prompt": "go"}))
+        client.socket.close()
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"GARBAGE\r\n\r\n")
+    assert np.array_equal(ask(port, {"prompt": "go", "state": 4.0})["actions"], CHUNK + 4)
+
+
+# -- vla-eval ----------------------------------------------------------------------------------------------------
+
+
+def message_of(kind, payload, seq=1):
+    return encode_named({"type": kind, "payload": payload, "seq": seq, "timestamp": 0.0})
+
+
+HELLO = message_of("hello", {"harness_version": "0.8.0", "protocol_version": 1})
+
+
+def exchange(client, message):
+    client.send(message)
+    return decode(client.recv(timeout=30))
+
+
+def test_one_action_for_each_observation_and_a_new_chunk_when_an_episode_begins(shared):
+    with open_client(shared[0], PATH) as client:
+        hello = exchange(client, HELLO)
+        assert hello["type"] == "hello" and hello["seq"] == 1
+        assert hello["payload"]["protocol_version"] == 1 and hello["payload"]["model_server"] == "numbers"
+        assert hello["payload"]["observation_params"] == {"send_wrist_image": False, "send_state": True}
+        actions = []
+        for seq, state in enumerate((0, 10, 20, 30)):
+            payload = {"images": {}, "task_description": "go", "states": np.float64([state])}
+            reply = exchange(client, message_of("observation", payload, seq))
+            assert reply["type"] == "action" and reply["seq"] == seq
+            actions.append(reply["payload"]["actions"].tolist())
+        assert actions == [[0, 1], [2, 3], [20, 21], [22, 23]], "two of a chunk, then the policy is asked again"
+        exchange(client, message_of("observation", payload, 4))
+        client.send(message_of("episode_start", {"task": {}}, 5))
+        assert exchange(client, message_of("observation", payload, 6))["payload"]["actions"].tolist() == [30, 31]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [(message_of("observation", {"images": {}}), "no prompt"), (message_of("hello", {"protocol_version": 2}), "protocol_version"),
+     (message_of("dance", {}), "'dance'"), (encode_named({"type": "hello"}), "payload"), (b"\xc1", "msgpack"),
+     (message_of("observation", {"task_description": "break"}), "ZeroDivisionError")],
+    ids=["no prompt", "version", "type", "fields", "no msgpack", "a fault of the policy"],
+)  # fmt: skip
+def test_an_error_of_vla_eval_leaves_the_connection_open(shared, message, said):
+    with open_client(shared[0], PATH) as client:
+        exchange(client, HELLO)
+        reply = exchange(client, message)
+        assert (
+            reply["type"] == "error"
+            and reply["payload"]["error"].startswith("observation_failed: ")
+            and said in str(reply)
+        )
+        assert exchange(client, message_of("observation", {"task_description": "go"}))["type"] == "action"
+
+
+def test_vla_evals_client_sends_pictures_and_gets_actions(shared):
+    connection = pytest.importorskip("vla_eval.connection", reason="pip install vla-eval==0.8.0")
+
+    async def play():
+        async with connection.Connection(f"ws://127.0.0.1:{shared[0]}{PATH}") as client:
+            await client.start_episode({"task": {"name": "t"}})
+            pixels = np.zeros((8, 8, 3), np.uint8)
+            found = [
+                await client.act({"images": {"a": pixels}, "task_description": "go", "states": np.ones(2)})
+                for _ in range(2)
+            ]
+            with pytest.raises(RuntimeError, match="no prompt"):
+                await client.start_episode({"task": {}})
+                await client.act({"images": {"a": pixels}})
+            await client.end_episode({"metrics": {"success": True}, "steps": 2, "elapsed_sec": 0.1})
+            return client.server_info, found
+
+    info, found = asyncio.run(play())
+    assert info["model_server"] == "numbers"
+    assert [action["actions"].tolist() for action in found] == [[2, 3], [4, 5]]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cli import main
 from rlinf.config.schema import RunConfig
+from rlinf.models.embodiment.headed import base_folder
 from rlinf.preflight.validation import validate
 
 SMALL = [
@@ -33,11 +34,8 @@ def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     folder = checkpoint / "trainer_state"
     held = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in read_entries(folder).items()}
     read_tensors(folder, held)
-    return (
-        held
-        | load_file(checkpoint / "model" / "model.safetensors")
-        | load_file(checkpoint / "model" / "head.safetensors")
-    )
+    model = checkpoint / "model"
+    return held | load_file(base_folder(model) / "model.safetensors") | load_file(model / "head.safetensors")
 
 
 def collected(folder: Path, *overrides: str) -> Path:

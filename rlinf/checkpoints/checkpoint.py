@@ -3,7 +3,7 @@
 ::
 
     sft_000700/
-      model/            or adapter/: weights as safetensors, loads with from_pretrained
+      model/            or adapter/: weights as safetensors, loads with from_pretrained; of a head on a frozen policy, the head
       trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
       rng/rank_0.pt     random states of each rank
       state.json        counters of the loop
@@ -34,14 +34,21 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
+from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, leaves_base, save_model_files
 from rlinf.checkpoints.rng_state import load_rng_state, rng_state, save_rng_state
-from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, weights_to_save, write_tensors
+from rlinf.checkpoints.trainer_state import (
+    frozen_names,
+    load_trainer_state,
+    trainer_tensors,
+    weights_to_save,
+    write_tensors,
+)
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
 from rlinf.files import follow_latest, naming, replace_folder, write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
+from rlinf.models.base_weights import HEAD_SETTINGS
 from rlinf.optim.finite import check_loaded
 from rlinf.tracking.tracker import METRICS_FILE, PHASES
 
@@ -93,7 +100,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect what a checkpoint holds; a collective call on all ranks.
 
-    Base weights below adapters are left out if the manifest has their digest, so that they can be read where they lie.
+    Base weights below adapters are left out if the manifest has their digest, and those below a head if the run folder has them, so that
+    they can be read where they lie.
 
     Args:
         model: The policy, sharded or not.
@@ -106,7 +114,7 @@ def take_snapshot(
         with_policy: Add ``model/`` or ``adapter/``.
         copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
     """
-    with_base = not (is_adapter(model) and "base_sha256" in manifest.lora)
+    with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in manifest.lora))
     state = {"format": FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
     return Snapshot(
         tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(more or {})),
@@ -255,11 +263,13 @@ def policy_folder(folder: str | os.PathLike) -> Path:
         if _has_policy(place):
             return place
     looked = ", ".join(map(str, places))
-    raise CheckpointError(f"{folder} holds no policy: no config.json or adapter_config.json in {looked}.")
+    raise CheckpointError(
+        f"{folder} holds no policy: no config.json, adapter_config.json or {HEAD_SETTINGS} in {looked}."
+    )
 
 
 def _has_policy(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", HEAD_SETTINGS))
 
 
 def has_policy(checkpoint: Path) -> bool:
@@ -328,6 +338,9 @@ def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
     """Return the whole acting weights (masters, if the model has adapters) on the CPU of rank 0; a collective call."""
     adapter, weights = is_adapter(model), {}
     tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
+    if leaves_base(model):
+        left_out = frozen_names(model)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     dtypes = {} if adapter else getattr(model, "compute_dtypes", {})
     for name, tensor in tensors.items():
         full = full_tensor(tensor)

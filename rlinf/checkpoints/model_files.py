@@ -35,12 +35,24 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
             model.save_pretrained(folder, state_dict=weights)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    if leaves_base(model):
+        return
     processor = getattr(model, "processor", None)
     if processor is not None and not is_adapter(model):
         processor.save_pretrained(folder)
     statistics = getattr(model.config, "norm_stats", None)
     if statistics:
         write_text(folder / STATISTICS_FILE, json.dumps(statistics, indent=1))
+
+
+def leaves_base(model: Any) -> bool:
+    """Return whether checkpoints of a model hold a head alone, because its run folder has the frozen policy."""
+    return getattr(model, "kept_base", None) is not None
+
+
+def may_leave_base(model: Any) -> bool:
+    """Return whether checkpoints of a model may lack its frozen weights."""
+    return is_adapter(model) or hasattr(model, "kept_base")
 
 
 def is_adapter(model: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.model_files import is_adapter
+from rlinf.checkpoints.model_files import may_leave_base
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.files import write_error
@@ -87,7 +87,7 @@ def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bo
     Args:
         model: Sharded or not.
         optimizer: Its optimiser; None: weights only.
-        with_base: Include parameters that are not trained; False for adapters whose base weights lie elsewhere.
+        with_base: Include parameters that are not trained; False for adapters and heads whose base weights lie elsewhere.
 
     Raises:
         CheckpointError: The optimiser keeps something else than tensors.
@@ -155,7 +155,7 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     entries = read_entries(folder)
     weights = model.state_dict()
     saved = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
-    _compare_names(folder, saved, weights, may_lack=frozen_names(model) if is_adapter(model) else set())
+    _compare_names(folder, saved, weights, may_lack=frozen_names(model) if may_leave_base(model) else set())
     stepped = _stepped(model, optimizer)
     targets = {f"{MODEL}{name}": t for name, t in weights_to_save(model, optimizer).items() if name in saved}
     states: dict[Tensor, dict[str, Tensor]] = {}

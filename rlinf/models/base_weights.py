@@ -18,6 +18,8 @@ from rlinf.models.config import ModelConfig
 
 ADAPTER_FOLDER = "adapter"
 """Of a checkpoint, with its adapters."""
+HEAD_SETTINGS = "head.json"
+"""File with the settings of a head, by which a folder that holds one is known."""
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, resolve_checkpoint
+from rlinf.checkpoints.kept_base import keep_base
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import waiting
@@ -135,6 +136,7 @@ class OffPolicyTrainer:
                 head = make_head(config.head, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = HeadedPolicy(model, head, *self._bounds)
         self.policy.eval()
+        keep_base(self.policy, self.session.folder, self.session.resumed_from if self.session.state.step > 0 else None)
         head = self.policy.head
         self.learner = self.make_learner(config, head, seed)
         if self.policy.critics is not None:  # of a policy whose head chooses by them

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
+from rlinf.models.base_weights import HEAD_SETTINGS, weights_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
@@ -23,8 +24,10 @@ from rlinf.models.sampling import draw_uniforms
 from rlinf.options import from_mapping, override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
 
-HEAD_SETTINGS, HEAD_WEIGHTS = "head.json", "head.safetensors"
-"""Files of a head, next to those of the policy that it learns on."""
+HEAD_WEIGHTS = "head.safetensors"
+"""File of a head, next to its settings and to the files of the policy that it learns on."""
+KEPT_FOLDER = "frozen"
+"""Of a run folder: the frozen policies below the heads of its checkpoints, by the digests of their weights."""
 
 
 class HeadedPolicy(ActionModel, nn.Module):
@@ -38,6 +41,8 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     Attributes:
         base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
+        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder. Then ``save_pretrained`` writes the
+            head alone, into a folder somewhere in the run folder. None: it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -57,6 +62,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         self.action_dim, self.action_chunks_len = base.action_dim, base.action_chunks_len
         self.detach_value = True
         self.base_sha256: str | None = None
+        self.kept_base: str | None = None
 
     @property
     def config(self) -> Any:
@@ -192,11 +198,16 @@ class HeadedPolicy(ActionModel, nn.Module):
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder of the frozen policy, and the head next to it; ``state_dict``: the weights, if gathered."""
+        """Write the folder of the frozen policy, and the head next to it; ``state_dict``: the weights, if gathered.
+
+        With ``kept_base``, the head alone.
+        """
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         base = {name.removeprefix("base."): tensor for name, tensor in weights.items() if name.startswith("base.")}
         own = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
-        self.base.save_pretrained(folder, state_dict=base)
+        if self.kept_base is None:
+            self.base.save_pretrained(folder, state_dict=base)
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(own, folder / HEAD_WEIGHTS)
         settings = {
             "feature_kind": self.base.feature_kind,
@@ -205,6 +216,7 @@ class HeadedPolicy(ActionModel, nn.Module):
             "num_critics": 0 if self.critics is None else self.critics.num_critics,
             "base_sha256": self.base_sha256,
             "head": asdict(self.head.config),
+            **({} if self.kept_base is None else {"kept_base": self.kept_base}),
         }
         write_text(folder / HEAD_SETTINGS, json.dumps(settings, indent=1))
 
@@ -284,6 +296,36 @@ def head_settings(folder: str | Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} does not say {', '.join(sorted(missing))}. Use another checkpoint")
     return settings
+
+
+def kept_place(run: str | Path, digest: str) -> Path:
+    """Return the folder in a run folder for the frozen policy whose weight files have a digest."""
+    return Path(run) / KEPT_FOLDER / digest[:16]
+
+
+def base_folder(folder: str | Path) -> Path:
+    """Return the folder of the frozen policy below the head in ``folder``: the same one, or one that its run keeps.
+
+    Raises:
+        CheckpointError: It is not there, or its weights are others.
+    """
+    folder = Path(folder)
+    digest = head_settings(folder).get("kept_base")
+    if digest is None:
+        return folder
+    above = folder.resolve().parents[:5]  # model, checkpoint, superseded_1, checkpoints, run folder
+    found = next((place for run in above if (place := kept_place(run, digest)).is_dir()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} holds a head, and the run folder above it does not hold the policy below that "
+            f"({kept_place('', digest)}). Copy the whole run folder, or `rlinf export checkpoint={folder.parent} output=<folder>` where it lies"
+        )
+    if weights_digest(str(found)) != digest:
+        raise CheckpointError(
+            f"The weights in {found} are damaged or were replaced: their digest is not that which the head in {folder} was trained on. "
+            "Copy them again, or use another run"
+        )
+    return found
 
 
 def has_head(folder: str | Path) -> bool:

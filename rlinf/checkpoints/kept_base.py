@@ -1,0 +1,47 @@
+"""The frozen policy below a head lies once in the run folder, so that each checkpoint holds the head alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rlinf.checkpoints.checkpoint import on_rank_zero, policy_folder
+from rlinf.checkpoints.model_files import write_policy
+from rlinf.files import naming
+from rlinf.models.base_weights import weights_digest
+from rlinf.models.embodiment.headed import HeadedPolicy, head_settings, kept_place
+
+
+def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
+    """Write the frozen policy into a run folder, from where checkpoints of ``policy`` take it from now on; a collective call.
+
+    Args:
+        policy: Base and head.
+        run: The run folder.
+        resumed: Checkpoint from which ``policy`` was read. If the run folder has the frozen policy below it, nothing is written.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+
+    def keep() -> str:
+        known = None if resumed is None else head_settings(policy_folder(resumed)).get("kept_base")
+        if known is not None and kept_place(run, known).is_dir():
+            return known
+        partial = kept_place(run, ".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            with naming(partial):
+                write_policy(
+                    partial, policy.base, {name: each.cpu() for name, each in policy.base.state_dict().items()}
+                )
+            digest = weights_digest(str(partial))
+            if not kept_place(run, digest).is_dir():
+                os.rename(partial, kept_place(run, digest))
+            return digest
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    policy.kept_base = on_rank_zero(keep, f"write the frozen policy into {run}")

@@ -1,0 +1,151 @@
+"""Checkpoints of a head: the frozen policy lies once in the run folder, and a kill while one is written loses nothing before it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from offpolicy_runs import all_tensors, config_of
+from run_results import untimed_metrics
+from safetensors.torch import load_file
+
+import rlinf
+from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.trainer_state import read_entries
+from rlinf.commands.export import export, random_observation
+from rlinf.commands.train import build, train
+from rlinf.errors import CheckpointError
+
+CLONED = ["sft.max_steps=2", "sft.num_demonstrations=4", "sft.batch_size=8", "env.state=full", "trainer.save_every=1"]
+
+
+@pytest.fixture(scope="module")
+def cloned(tmp_path_factory):
+    """A run that clones and trains a head on the clone; returns its folder and the policy in memory."""
+    folder = tmp_path_factory.mktemp("cloned") / "run"
+    run = build(config_of(folder, *CLONED, "trainer.max_steps=4", "trainer.max_keep=2"))
+    run.execute()
+    return folder, run.rl.policy.eval(), random_observation(run.session.config, run.rl.policy, num_rows=50)
+
+
+def acts(policy, observation) -> np.ndarray:
+    return policy.predict_action_batch(do_sample=False, **policy.preprocess(observation)).actions.numpy()
+
+
+def test_checkpoints_hold_the_head_and_the_run_folder_the_policy_below_it(tmp_path, cloned):
+    source, trained, observation = cloned
+    kept = [path.name for path in (source / "checkpoints").iterdir() if path.name.startswith("rl_")]
+    assert sorted(kept) == ["rl_000003", "rl_000004"]
+    for name in kept:
+        files = {path.name for path in (source / "checkpoints" / name / "model").iterdir()}
+        assert files == {"head.json", "head.safetensors"}
+        entries = read_entries(source / "checkpoints" / name / "trainer_state")
+        assert "model.head.network.0.weight" in entries and not any(
+            entry.startswith("model.base.") for entry in entries
+        )
+    (base,) = (source / "frozen").iterdir()
+    weights = load_file(base / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.base.state_dict().items())
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    for path in (moved / "checkpoints").glob("sft_*"):  # what the head learnt on does not need them
+        shutil.rmtree(path)
+    (moved / "checkpoints" / "superseded_1").mkdir()
+    aside = (moved / "checkpoints" / "rl_000004").rename(moved / "checkpoints" / "superseded_1" / "rl_000004")
+    assert np.array_equal(rlinf.load_policy(aside).act(observation), acts(trained, observation))
+    export(aside, tmp_path / "export")
+    shutil.rmtree(moved)
+    assert np.array_equal(rlinf.load_policy(tmp_path / "export").act(observation), acts(trained, observation))
+
+
+def test_a_checkpoint_without_the_policy_below_its_head_is_refused(tmp_path, cloned):
+    source, _, _ = cloned
+    alone = shutil.copytree(source / "checkpoints" / "rl_000004", tmp_path / "rl_000004")
+    with pytest.raises(
+        CheckpointError, match="does not hold the policy below .*Copy the whole run folder, or `rlinf export"
+    ):
+        rlinf.load_policy(alone)
+    shutil.copytree(source / "frozen", tmp_path / "frozen")
+    rlinf.load_policy(alone)  # the control
+    weights = next((tmp_path / "frozen").glob("*/model.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged or were replaced"):
+        rlinf.load_policy(alone)
+
+
+def test_a_run_that_goes_on_elsewhere_keeps_the_policy_there(tmp_path, cloned, monkeypatch):
+    source, _, _ = cloned
+    more = [*CLONED, "trainer.max_steps=5", f"resume={source / 'checkpoints' / 'rl_000004'}"]
+    train(config_of(tmp_path / "new", *more))
+    (there,), (here,) = (list((folder / "frozen").iterdir()) for folder in (source, tmp_path / "new"))
+    assert here.name == there.name
+    shutil.copytree(source, tmp_path / "same")
+
+    def written(*_):
+        raise AssertionError("the run folder has it already")
+
+    monkeypatch.setattr("rlinf.checkpoints.kept_base.write_policy", written)
+    resumed = build(config_of(tmp_path / "same", *CLONED, "trainer.max_steps=5", f"resume={tmp_path / 'same'}"))
+    resumed.execute()
+    with pytest.raises(AssertionError, match="has it already"):  # the control
+        build(config_of(tmp_path / "third", *more)).execute()
+
+
+STAGES = {
+    "the shards are written": ("write_tensors", "rl_000002"),
+    "all files are written": ("hash_files", "rl_000002"),
+    "the checkpoint has its name": ("replace_folder", "rl_000003"),
+}
+"""What has just been done for the third checkpoint when the process is killed, and which is the newest whole one then."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(config_of(folder, "trainer.save_every=1", "trainer.max_keep=-1"))
+    return folder
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(tmp_path, whole, stage):
+    name, newest = STAGES[stage]
+    child = os.fork()
+    if child == 0:  # a process that ends without cleaning up
+        try:
+            _killed_at_the_third(tmp_path, name)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {name}: {status}"
+    assert resolve_checkpoint(tmp_path).name == newest
+    train(config_of(tmp_path, "trainer.save_every=1", "trainer.max_keep=-1", f"resume={tmp_path}"))
+    expected, found = (all_tensors(folder / "checkpoints" / "rl_000004") for folder in (whole, tmp_path))
+    assert expected.keys() == found.keys() and "replay.features" in found
+    for tensor in expected:
+        assert torch.equal(expected[tensor], found[tensor]), tensor
+    assert [line for line in untimed_metrics(tmp_path) if "rollout/return_mean" in line] == [
+        line for line in untimed_metrics(whole) if "rollout/return_mean" in line
+    ]
+    assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written is cleared away"
+
+
+def _killed_at_the_third(folder: Path, name: str) -> None:
+    done, calls = getattr(checkpoints, name), []
+
+    def then_killed(*arguments, **more):
+        result = done(*arguments, **more)
+        calls.append(name)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(checkpoints, name, then_killed)
+    train(config_of(folder, "trainer.save_every=1", "trainer.max_keep=-1"))

@@ -108,7 +108,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> str:
     by_task = {name: name.rpartition("/")[2] for name in names[: NUM_COLOURS - 1]} if len(names) > 1 else {}
     groups: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
         (
-            "Critics against returns, from the first action",
+            "Critics against returns",
             {"train/q_first": "what the critics expected", "train/return_first": "what came of it"},
             "discounted return", {},
         ),
@@ -136,21 +136,22 @@ def _sentences(data: RunData) -> str:
     rows = sorted(data.corrections.get("sentences", []), key=lambda each: -each["size"])
     if not rows:
         return ""
-    body = [
-        row(each["instruction"], [f"<td>{escape(each['task'])}</td>", f"<td>{each['calls']}</td>", f"<td>{each['size']:.3f}</td>",
-                                  f"<td>{_numbers(each['change'])}</td>"])
-        for each in rows[:MAX_SENTENCES]
-    ]  # fmt: skip
+    body = []
+    for each in rows[:MAX_SENTENCES]:
+        constant = sum(map(abs, each["change"])) / len(each["change"])
+        share = f"{constant / each['size']:.0%}" if each["size"] else ""
+        cells = (escape(each["task"]), each["calls"], f"{each['size']:.3f}", _numbers(each["change"]), share)
+        body.append(row(each["instruction"], [f"<td>{cell}</td>" for cell in cells]))
     left_out = (
         f" {len(rows) - MAX_SENTENCES} more sentences are in corrections.json." if len(rows) > MAX_SENTENCES else ""
     )
-    columns = ("sentence", "task", "policy calls", "mean size", "mean change of an action")
-    return (
-        f"<h4>Corrections by sentence</h4>{table(columns, body, 'card scroll')}"
-        f'<p class="note">Iteration {data.corrections["step"]}, the head without noise against the greedy action of the frozen policy, '
-        "in halves of the range of the env. Where the mean change is as large as the mean size, one constant vector would do the same."
-        f"{left_out}</p>"
+    columns = ("sentence", "task", "policy calls", "mean size", "mean change of an action", "constant part")
+    note = (
+        f"Iteration {data.corrections['step']}, the head without noise against the greedy action of the frozen policy, in halves of "
+        "the range of the env. The constant part is the size of the mean change, in shares of the mean size: at 100 % one vector "
+        f"would do the same.{left_out}"
     )
+    return f'<h4>Corrections by sentence</h4>{table(columns, body, "card scroll")}<p class="note">{note}</p>'
 
 
 def _largest(data: RunData) -> str:
@@ -170,7 +171,7 @@ def _largest(data: RunData) -> str:
         body.append(row(each["instruction"], cells))
     pictures = ("seen",) if has_pictures else ()
     columns = ("sentence", *pictures, "episode", "policy call", "size", "frozen policy", "with the head")
-    note = "The largest correction of each episode of the iteration; an action is the mean over its chunk."
+    note = "The episodes with the largest corrections, and where these were; an action is the mean over its chunk."
     return f'<h4>Largest corrections</h4>{table(columns, body, "card scroll")}<p class="note">{note}</p>'
 
 

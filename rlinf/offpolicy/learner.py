@@ -123,6 +123,20 @@ class OffPolicyLearner(ABC):
         loss.backward()
         optimizer.step()
 
+    def check_finite(self) -> None:
+        """Check the weights of head and critics, which a finite loss with other gradients spoils unseen.
+
+        Raises:
+            NonFiniteError: One is NaN or infinite.
+        """
+        for name, module in (("head", self.head), ("critics", self.critics)):
+            bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]
+            if bad:
+                raise NonFiniteError(
+                    f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Begin again from "
+                    "the last checkpoint, and set algorithm.learning_rate to less"
+                )
+
     def normal_like(self, actions: Tensor) -> Tensor:
         """Draw standard normal numbers of the shape of ``actions``."""
         return torch.randn(actions.shape, generator=self.generator).to(self.device)

@@ -23,7 +23,7 @@ from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError, RLinfError
+from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
@@ -244,6 +244,7 @@ class OffPolicyTrainer:
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
+        self.learner.check_finite()
         self._check_equal_on_ranks()
         self.largest_return = max(self.largest_return, episodes.largest_return)
         self._corrections.gather()
@@ -344,7 +345,15 @@ class OffPolicyTrainer:
         if proposal is None:
             chunks = torch.empty(0, policy.head.num_candidates, policy.action_chunks_len, policy.action_dim)
             return Said(envs, torch.empty(0, policy.head.feature_dim), chunks)
-        return Said(envs, proposal.features.cpu(), proposal.chunks.cpu())
+        features = proposal.features.cpu()
+        if not bool(features.isfinite().all()):
+            rows_of = (~features.isfinite().all(1)).sum()
+            raise NonFiniteError(
+                f"The frozen policy gives features that are not finite for {rows_of} of {len(rows)} observations "
+                f"(model.features={self.session.config.model.features}, model.precision={self.session.config.model.precision}). "
+                "Set model.precision=fp32, or look at its weights with `rlinf diagnose`"
+            )
+        return Said(envs, features, proposal.chunks.cpu())
 
     def _observe(self, said: Said) -> None:
         """Store observations. Those of an episode that was cut are followed by no action."""

@@ -22,9 +22,10 @@ from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.cluster.envs import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.heads.critic import Critics
+from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
@@ -338,6 +339,40 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     assert trainer.largest_return == 1 and not caplog.records
     trainer._warn({"train/q_mean": 2.1})
     assert "expect 2.1 on average" in caplog.text and "allow 1 at most" in caplog.text
+
+
+def test_features_that_are_not_finite_stop_the_run_already_in_the_warm_up(tmp_path, monkeypatch):
+    propose = MLPForRLActionPrediction._propose
+
+    def damaged(self, inputs, samples):
+        proposal = propose(self, inputs, samples)
+        return proposal._replace(features=proposal.features + torch.inf)
+
+    trainer = build(config_of(tmp_path)).rl
+    trainer._begin(trainer.session.worker.model)
+    trainer.iteration(0)  # the control: 40 env steps, of which 30 are the warm-up
+    monkeypatch.setattr(MLPForRLActionPrediction, "_propose", damaged)
+    with pytest.raises(NonFiniteError, match="not finite for 4 of 4 observations.*Set model.precision=fp32"):
+        trainer.iteration(1)
+
+
+def test_weights_that_an_update_has_spoilt_are_not_saved(tmp_path, monkeypatch):
+    """A finite loss with an infinite gradient, in the last update of an iteration."""
+    head_loss = SAC.head_loss
+
+    def root_of_zero(self, batch):
+        loss, metrics = head_loss(self, batch)
+        return loss + (0 * next(self.head.parameters()).sum()).sqrt(), metrics
+
+    one_update = ["algorithm.warmup_env_steps=35", "algorithm.updates_per_env_step=0.25"]
+    trainer = build(config_of(tmp_path, *one_update)).rl
+    trainer._begin(trainer.session.worker.model)
+    trainer.iteration(0)
+    assert trainer.learner.num_updates == 1  # the control
+    monkeypatch.setattr(SAC, "head_loss", root_of_zero)
+    trainer.config.updates_per_env_step = 0.026  # 1.04 updates, owed after the last policy call
+    with pytest.raises(NonFiniteError, match="of the head is not finite after 2 updates"):
+        trainer.iteration(1)
 
 
 def test_the_largest_value_of_an_episode_is_that_of_any_step_and_of_what_would_follow_a_cut():

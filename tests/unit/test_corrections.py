@@ -133,7 +133,8 @@ def test_the_report_says_when_rates_were_reached_and_what_was_changed_where(tmp_
     assert "90% not within 2,048" in words
     assert "what the critics expected" in words and "Critics against returns" in words
     assert (
-        "push it push 2 0.200 +0.00, +0.20" in words
+        "push it push 2 0.200 +0.00, +0.20 50%" in words
+        and "go reach 1 0.100 +0.20, +0.00 100%" in words
         and "reach, init state 5 1 0.100 +0.00, +0.00 +0.20, +0.00" in words
     )
     assert page.read_text(encoding="utf-8").count('<img src="data:image/png;base64,') == 3

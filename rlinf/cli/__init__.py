@@ -1,5 +1,5 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``serve``, ``play``, ``report``, ``collect``, ``export``,
-``doctor``, ``check``, ``diagnose``, ``models``."""
+"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``collect``,
+``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
     "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "audit": ("rlinf.cli.audit:audit", "whether a policy reads its instruction, looks, reacts, or remembers"),
     "serve": ("rlinf.cli.serve:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
@@ -43,6 +44,7 @@ USAGES = {
     "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate checkpoint=<folder> questions=<file> [key=value ...]\n"
     "       rlinf evaluate --compare A B",
+    "audit": "checkpoint=<folder> [key=value ...]",
     "serve": "checkpoint=<folder> [port=8000] [host=127.0.0.1] [key=value ...]",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
     "report": "<run folder> ... [output=runs.html]",
@@ -62,6 +64,7 @@ EXAMPLES = """examples:
   rlinf train -m experiment=quickstart seed=0,1,2        one run per value
   rlinf launch --config mistral-7b-fsdp4-sft --dry-run   what a recipe for a language model needs
   rlinf evaluate checkpoint=outputs/quickstart/latest evaluation.num_episodes=500
+  rlinf audit checkpoint=outputs/quickstart/latest
   rlinf serve checkpoint=outputs/quickstart/latest port=8000
   rlinf play checkpoint=outputs/quickstart/latest episode=3
   rlinf report multirun/quickstart/latest                the runs of a sweep on one page

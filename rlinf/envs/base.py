@@ -231,6 +231,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     @classmethod
+    def moved(cls, config: EnvConfig, what: str) -> EnvConfig | None:
+        """Return settings of the same episodes with ``objects`` or ``cameras`` elsewhere, for ``rlinf audit``; None: it cannot."""
+        return None
+
+    @classmethod
     def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
         """Raise ConfigError if a checkpoint was trained on actions of another meaning; accept all by default.
 

@@ -146,6 +146,15 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
     return EpisodeBatch(seen, wanted, np.stack(rewards), np.stack(success), did, truncated, np.stack(alive), results)
 
 
+def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[EpisodeSpec]:
+    """Draw the training episodes of demonstrations, with tasks in equal shares."""
+    all_specs = env.episode_specs("train")
+    num_tasks = len(env.task_names)
+    rounds = len(all_specs) // num_tasks
+    rng = np.random.default_rng(derive_seed(seed, "demonstrations"))
+    return [all_specs[int(rng.integers(rounds)) * num_tasks + i % num_tasks] for i in range(num_episodes)]
+
+
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
@@ -158,11 +167,7 @@ def collect_demonstrations(
         chunk_len: ``C``.
         seed: Fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
     """
-    all_specs = env.episode_specs("train")
-    num_tasks = len(env.task_names)
-    rounds = len(all_specs) // num_tasks
-    rng = np.random.default_rng(derive_seed(seed, "demonstrations"))
-    specs = [all_specs[int(rng.integers(rounds)) * num_tasks + i % num_tasks] for i in range(num_episodes)]
+    specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []

@@ -169,6 +169,26 @@ def test_what_cannot_be_played_is_one_line(words, said, run, here, capsys):
     assert list(here.iterdir()) == []
 
 
+def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsys):
+    import json
+
+    words = [f"checkpoint={run}", "evaluation.num_episodes=3"]
+    assert main(["audit", *words]) == 0
+    printed = capsys.readouterr().out
+    for part in ("as evaluated", "/3", "all cameras black", "not possible here: the env shows no pictures", "those of its first rollouts",
+                 "Does it read the instruction?", "Does it use the robot's state?"):  # fmt: skip
+        assert part in printed, part
+    (folder,) = here.glob("outputs/tabletop_ppo_mlp/audit_*")
+    data = json.loads((folder / "audit.json").read_text())
+    assert data["num_episodes"] == 3 and data["rows"][0]["success"]["episodes"] == 3 and len(data["verdicts"]) == 7
+    counted = json.loads((run / "eval" / "after_rl" / "result.json").read_text())["results"][:3]
+    assert data["rows"][0]["success"]["successes"] == sum(one["success"] for one in counted), "as in the evaluation"
+    assert "Does it react to what happens?" in (folder / "report.html").read_text()
+    assert main(["audit", *words, f"output_dir={folder}"]) == EXIT_USER_ERROR
+    assert "not empty. Delete it, or set output_dir=<new folder>" in capsys.readouterr().err
+    assert main(["audit", "env=tabletop"]) == EXIT_USER_ERROR and "needs a checkpoint" in capsys.readouterr().err
+
+
 def test_a_video_is_shown_where_there_is_a_display_and_a_player(monkeypatch, tmp_path):
     opened = []
     monkeypatch.setattr(subprocess, "Popen", lambda words, **_options: opened.append(words))

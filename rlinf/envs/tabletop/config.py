@@ -25,6 +25,15 @@ class TabletopConfig(EnvConfig):
         maximum=0.1,
     )
     distractors: bool = option(False, "Show zones in tasks about blocks, and blocks in tasks about zones.")
+    object_offset_m: float = option(
+        0.0,
+        "Each object starts this many metres from where its initial state has it, in a direction of its own.",
+        minimum=0,
+        maximum=0.05,
+    )
+    camera_offset_m: float = option(
+        0.0, "All cameras are this many metres to the right of their place.", minimum=-0.2, maximum=0.2
+    )
     state: str = option(
         "full",
         "full: positions and the asked-for target (enough to solve every task); proprio: pusher position and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,12 +14,14 @@ from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
-from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
+from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene, moved
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec, Observation
 
 REWARD_PER_METRE = 3.0
 SPEED_SCALE_M_PER_S = 0.5
+MOVED_M = 0.03
+"""How far ``moved`` moves."""
 
 
 class TabletopVectorEnv(VectorEnv):
@@ -43,7 +46,7 @@ class TabletopVectorEnv(VectorEnv):
         self.metadata["render_fps"] = 1 / (TIMESTEP_S * NUM_SUBSTEPS)
         if config.cameras:
             choose_backend()
-        self._simulator = TabletopSimulator(num_envs)
+        self._simulator = TabletopSimulator(num_envs, config.camera_offset_m)
         self._renderers: dict[int, StateRenderer] = {}
         self._families: list[Family] = [FAMILIES[name] for name in self.task_names]
         self._family_ids = np.array([list(FAMILIES).index(name) for name in self.task_names])
@@ -75,6 +78,12 @@ class TabletopVectorEnv(VectorEnv):
         return low, high
 
     @classmethod
+    def moved(cls, config: TabletopConfig, what: str) -> TabletopConfig | None:
+        """Move ``objects`` or ``cameras`` by 3 cm."""
+        names = {"objects": "object_offset_m", "cameras": "camera_offset_m"}
+        return replace(config, **{names[what]: MOVED_M}) if what in names else None
+
+    @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
         """Return ``config.max_episode_steps``, by default the horizon of the family."""
         return config.max_episode_steps or FAMILIES[task].horizon
@@ -83,6 +92,8 @@ class TabletopVectorEnv(VectorEnv):
         family = self._families[spec.task_id]
         generator = np.random.default_rng(derive_seed(spec.seed, self.suite, family.name, spec.init_state_id))
         layout = family.sample(generator, self.config.distractors)
+        if self.config.object_offset_m:
+            layout = moved(layout, generator, self.config.object_offset_m)
         self._simulator.place(index, layout.pusher, family.height, layout.blocks, layout.zones)
         self._tasks[index], self._stages[index], self._init_states[index] = spec.task_id, 0, spec.init_state_id
         self._goals[index] = layout.first, layout.second

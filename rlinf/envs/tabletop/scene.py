@@ -92,11 +92,15 @@ def tabletop_xml() -> str:
 
 
 class TabletopSimulator:
-    """``num_envs`` independent states of one model. Arrays of positions are in metres."""
+    """``num_envs`` independent states of one model, with its cameras ``camera_offset_m`` to the right. Arrays of positions are in metres."""
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs: int, camera_offset_m: float = 0.0) -> None:
         mujoco = self._mujoco = import_mujoco()
         self.model = mujoco.MjModel.from_xml_string(tabletop_xml())
+        for camera in range(self.model.ncam):
+            right = np.zeros(3)
+            mujoco.mju_rotVecQuat(right, np.array([camera_offset_m, 0.0, 0.0]), self.model.cam_quat[camera])
+            self.model.cam_pos[camera] += right
         self.states: list[Any] = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self.camera_ids = {name: self.model.camera(name).id for name in CAMERAS}
         # Views into the simulator's memory: reading attributes of MjData at each step costs more than the physics.

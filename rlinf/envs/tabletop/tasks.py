@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +22,8 @@ from rlinf.envs.tabletop.scene import (
 
 MIN_DISTANCE_M = 0.115
 """Smallest distance between objects, and between the pusher's start and the objects."""
+MIN_MOVED_DISTANCE_M = 0.08
+"""Smallest distance between objects that were moved; a block is 0.076 across."""
 NUM_COLOURS = 3
 
 
@@ -237,6 +239,17 @@ class Push(Family):
         push = 0.5 * STEP_M * slower * forward - 1.5 * across[:, None] * side
         way = np.where(aligned[:, None], push, np.where(clear[:, None], behind, beside) - scene.pusher)
         return straight(way)
+
+
+def moved(layout: Layout, generator: np.random.Generator, distance_m: float) -> Layout:
+    """Move each object by ``distance_m`` in a random direction, so that none touches another."""
+    objects = np.concatenate([layout.blocks, layout.zones])
+    while True:
+        angles = generator.uniform(0, 2 * np.pi, len(objects))
+        found = objects + distance_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        apart = norm(found[:, None] - found)[~np.eye(len(found), dtype=bool)]
+        if not (apart < MIN_MOVED_DISTANCE_M).any():  # hidden objects are NaN
+            return replace(layout, blocks=found[:NUM_COLOURS], zones=found[NUM_COLOURS:])
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Reach(), ReachZone(), TouchTwo(), Push())}

@@ -1,0 +1,33 @@
+"""``rlinf audit``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rlinf.commands import audit as command
+from rlinf.commands.hydra_app import configure, given_value, parse
+from rlinf.errors import ConfigError
+
+
+def audit(arguments: Sequence[str]) -> int:
+    """Ask whether a policy reads its instruction, looks, reacts, or remembers: the same episodes, with one thing changed at a time.
+
+    Keys are those of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
+    is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
+    """
+    args = parse(arguments)
+    if not any(
+        word.partition("=")[0] in ("checkpoint", "model", "model.model_path", "model.url") for word in arguments
+    ):
+        raise ConfigError(
+            "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
+        )
+    if given_value(args.overrides, "evaluation.num_episodes") is None:
+        args.overrides = [*args.overrides, f"evaluation.num_episodes={command.NUM_EPISODES}"]
+    config = configure(args, "evaluate")
+    if config is not None:
+        if given_value(args.overrides, "output_dir") is None:
+            config.output_dir = f"outputs/{config.experiment_name}/audit_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        command.audit(config)
+    return 0

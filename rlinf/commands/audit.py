@@ -1,0 +1,125 @@
+"""The audit of one policy from its configuration to a table and a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import episode_sampler
+from rlinf.commands.evaluate import open_policy
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.envs import ENVS
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError
+from rlinf.evaluation.audit import Audit, Auditor, check_episodes, row_text
+from rlinf.evaluation.audit_page import AUDIT_FILE, write_audit
+from rlinf.evaluation.evaluator import episode_list
+from rlinf.models.precision import autocast
+from rlinf.number_formats import format_duration
+from rlinf.preflight.refuse import refuse
+from rlinf.rollout.demonstrations import demonstration_specs
+from rlinf.seeding import seed_everything
+from rlinf.types import EpisodeSpec
+
+NUM_EPISODES = 100
+"""Episodes of each condition, unless ``evaluation.num_episodes`` is given."""
+TITLE_WIDTH = 44
+
+
+def audit(config: RunConfig) -> Audit:
+    """Audit ``config.checkpoint``, or the configured model without one, in one process.
+
+    Prints each condition as it ends and the answers, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``.
+
+    Raises:
+        ConfigError: The configuration asks for something that an audit does not do, or ``output_dir`` holds something.
+        CheckpointError: The folder is not a checkpoint or is damaged.
+        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    """
+    start, settings, output = time.monotonic(), config.evaluation, Path(config.output_dir)
+    check(config)
+    set_num_threads(config.cluster.num_threads, 1)
+    seed_everything(config.seed)
+    make, world = env_maker(config, 1), ENVS.get(config.env.name)
+    num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
+    env = make(num_envs, auto_reset=False)
+    try:
+        specs = episode_list(env, settings.split, settings.num_episodes)
+        check_episodes(specs)
+        model, manifest, _, warnings = open_policy(config, env)
+        model = model.to(resolve_device(config.cluster.device, 1))
+        seen, note = seen_episodes(config, env, len(specs), is_trained_by_rl=manifest.policy_version > 0)
+
+        def moved(what: str) -> VectorEnv | None:
+            elsewhere = world.moved(config.env, what)
+            if elsewhere is None:
+                return None
+            env.offload()  # two simulators at once may not fit
+            return env_maker(replace(config, env=elsewhere), 1)(num_envs, auto_reset=False)
+
+        auditor = Auditor(
+            model,
+            env,
+            specs,
+            greedy=settings.greedy,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+            on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
+        )
+        print(f"{'condition'.ljust(TITLE_WIDTH)}  success      k/n  change  95 % interval", flush=True)
+        with autocast(model, config.model.precision):
+            found = auditor.run(seen, note, moved)
+    finally:
+        env.close()
+    found.warnings = warnings + found.warnings
+    print("\n" + found.answers(), flush=True)
+    facts = {"checkpoint": config.checkpoint, "env": config.env.name, "seed": config.seed, "split": settings.split}
+    title = f"Audit of {config.experiment_name}"
+    print(f"audit: {output / AUDIT_FILE}\nreport: {write_audit(found, output, title, facts)}")
+    print(f"took {format_duration(time.monotonic() - start)}", flush=True)
+    return found
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for what an audit does not do, before anything starts."""
+    settings, cluster = config.evaluation, config.cluster
+    if cluster.num_processes > 1 or cluster.num_players is not None:
+        name = "num_players" if cluster.num_players is not None else "num_processes"
+        refuse(f"cluster.{name}={getattr(cluster, name)} with `rlinf audit`", "one process", f"cluster.{name}=null")
+    for key in ("compare", "stop_when"):
+        if getattr(settings, key) is not None:
+            found = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
+            refuse(found, "`rlinf evaluate`", f"evaluation.{key}=null")
+    folder = Path(config.output_dir)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"output_dir is '{folder}', which is not empty. Delete it, or set output_dir=<new folder>")
+
+
+def seen_episodes(
+    config: RunConfig, env: VectorEnv, count: int, is_trained_by_rl: bool
+) -> tuple[Sequence[EpisodeSpec], str]:
+    """Return up to ``count`` episodes from initial states that the policy was trained on, and what is known of them."""
+    if config.checkpoint is not None and is_trained_by_rl:
+        sampler = episode_sampler(config, env)
+        groups = range(0, config.rollout.num_envs, config.rollout.group_size)
+        played = (sampler.spec(step, first, 0) for step in range(config.trainer.max_steps) for first in groups)
+        return _first(played, count), "those of its first rollouts"
+    if config.checkpoint is not None and config.sft.dataset is None:
+        cloned = demonstration_specs(env, config.sft.num_demonstrations, config.seed)
+        return _first(cloned, count), "those of its demonstrations"
+    split = env.episode_specs("train")
+    return split[:count], "of the training split; which of them it has seen is not known"
+
+
+def _first(specs, count: int) -> list[EpisodeSpec]:
+    """Return the first ``count`` different episodes."""
+    found: dict[EpisodeSpec, None] = {}
+    for spec in specs:
+        found[spec] = None
+        if len(found) == count:
+            break
+    return list(found)

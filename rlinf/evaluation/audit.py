@@ -1,0 +1,363 @@
+"""Does a policy read, look and react, or does it remember? The same episodes again, with one thing changed at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.evaluation.compare import compare
+from rlinf.evaluation.disturbed_env import (
+    DisturbedEnv,
+    Motion,
+    NoPolicy,
+    Record,
+    Sight,
+    both,
+    fixed,
+    in_other_words,
+    pictures_of,
+    push_of,
+    pushed,
+    random_actions,
+    states_of,
+    through,
+)
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.verdicts import UNTOLD, Row, Verdict, verdicts
+from rlinf.evaluation.wordings import paraphrased, swapped
+from rlinf.number_formats import format_interval, format_points
+from rlinf.types import EpisodeSpec
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+    from rlinf.models.embodiment.base import ActionModel
+    from rlinf.types import Acts
+
+SHIFT = 1 / 16
+"""Part of a picture's width by which it is shifted."""
+BRIGHTNESS = 1.3
+"""Factor of all pixels of a brighter picture."""
+VISIBLE = 32
+"""Grey levels (of 255) by which a number of a picture differs visibly."""
+MOVED_WORLDS = {"objects": "objects moved by a few centimetres", "cameras": "cameras moved by a few centimetres"}
+
+
+@dataclass
+class Audit:
+    """What an audit has found.
+
+    Attributes:
+        rows: Success in each condition, ``clean`` first.
+        verdicts: Answers, in the order of the page.
+        num_episodes: Episodes of each condition.
+        warnings: Caveats.
+    """
+
+    rows: list[Row]
+    verdicts: list[Verdict]
+    num_episodes: int
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[Verdict]:
+        """Answers that speak against the policy or its success rate."""
+        return [one for one in self.verdicts if one.is_fault]
+
+    def summary(self) -> str:
+        """Return one sentence."""
+        if self.faults:
+            return f"Found: {'; '.join(f'{one.question} {one.answer}' for one in self.faults)}"
+        open_ones = [one.question for one in self.verdicts if one.answer in ("unclear", UNTOLD)]
+        rest = f" Open: {' '.join(open_ones)}" if open_ones else ""
+        return f"Nothing found.{rest}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "num_episodes": self.num_episodes,
+            "summary": self.summary(),
+            "verdicts": [vars(one) for one in self.verdicts],
+            "rows": [
+                {
+                    "key": row.key,
+                    "title": row.title,
+                    "success": None if row.success is None else row.success.as_dict(),
+                    "pairs": None if row.pairs is None else row.pairs.as_dict(),
+                    "note": row.note,
+                }
+                for row in self.rows
+            ],
+            "warnings": self.warnings,
+        }
+
+    def table(self) -> str:
+        """Return rows and answers as text."""
+        width = max(len(row.title) for row in self.rows)
+        head = f"{'condition'.ljust(width)}  success      k/n  change  95 % interval"
+        return "\n".join([head, *(row_text(row, width) for row in self.rows), "", self.answers()])
+
+    def answers(self) -> str:
+        """Return the answers as text."""
+        return "\n".join(
+            [*(f"{one.question} {one.answer.upper()}: {one.reason}." for one in self.verdicts), self.summary()]
+        )
+
+
+def row_text(row: Row, width: int) -> str:
+    """Return a line of the table; ``width`` is that of the titles."""
+    name = row.title.ljust(width)
+    if row.success is None:
+        return f"{name}  not possible here: {row.note}"
+    line = f"{name}  {row.success.success_rate:7.1%}  {row.success.count:>7}"
+    if row.pairs is not None:
+        line += f"  {format_points(row.pairs.difference):>6}  {format_points(*row.pairs.interval)}"
+    elif row.key == "clean":
+        line += f"          {format_interval(*row.success.interval, ' - ')}"
+    return line + (f"  ({row.note})" if row.note else "")
+
+
+class Auditor:
+    """Plays a policy in one condition after the other.
+
+    Args:
+        model: Whatever ``evaluate_policy`` plays.
+        env: Without auto-reset.
+        specs: The episodes of all conditions but ``seen``.
+        greedy, temperature, seed: See ``evaluate_policy``.
+        on_row: Called with each row as soon as it is known.
+    """
+
+    def __init__(
+        self,
+        model: ActionModel | Acts,
+        env: VectorEnv,
+        specs: Sequence[EpisodeSpec],
+        *,
+        greedy: bool = True,
+        temperature: float = 1.0,
+        seed: int = 0,
+        on_row: Callable[[Row], None] = lambda row: None,
+    ) -> None:
+        self.model, self.env, self.specs = model, env, list(specs)
+        self.options = {"greedy": greedy, "temperature": temperature, "seed": seed}
+        self.on_row = on_row
+        self.rows: dict[str, Row] = {}
+        self.results: dict[str, EvaluationResult] = {}
+        self.records: dict[EpisodeSpec, Record] = {}
+        self.warnings: list[str] = []
+
+    def run(self, seen: Sequence[EpisodeSpec], seen_note: str, moved: Callable[[str], VectorEnv | None]) -> Audit:
+        """Play all conditions.
+
+        Args:
+            seen: Episodes from initial states of training; empty: unknown.
+            seen_note: What is known of them.
+            moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
+        """
+        self.play("clean", "as evaluated", records=self.records)
+        self._baselines()
+        self._instructions()
+        self._pictures()
+        self._state()
+        self._pushes()
+        self._actions_of_others()
+        for what, title in MOVED_WORLDS.items():
+            self._moved(what, title, moved)
+        if seen:
+            self.play("seen", "initial states of training", specs=list(seen), note=seen_note)
+        else:
+            self.skip("seen", "initial states of training", seen_note)
+        better = max(("idle", "random"), key=lambda key: self.rows[key].success.success_rate)
+        matched = {"baseline": compare(self.results[better], self.results["clean"]).total}
+        if "pushed" in self.results:
+            matched["pushed"] = compare(self.results["pushed_replay"], self.results["pushed"]).total
+        at_once = sum(one.success and one.num_env_steps <= 1 for one in self.results["idle"].results)
+        answers = verdicts(self.rows, at_once, matched)
+        return Audit(list(self.rows.values()), answers, len(self.specs), list(dict.fromkeys(self.warnings)))
+
+    def play(
+        self,
+        key: str,
+        title: str,
+        *,
+        sight: Sight | None = None,
+        motion: Motion | None = None,
+        model: Any = None,
+        env: VectorEnv | None = None,
+        specs: list[EpisodeSpec] | None = None,
+        records: dict[EpisodeSpec, Record] | None = None,
+        note: str = "",
+    ) -> None:
+        """Play one condition and keep its row. What the policy refuses is told in its place."""
+        played = DisturbedEnv(self.env if env is None else env, sight, motion, records)
+        try:
+            result = evaluate_policy(
+                self.model if model is None else model,
+                cast("VectorEnv", played),
+                self.specs if specs is None else specs,
+                **self.options,
+            )
+        except RLinfError as error:
+            if key in ("clean", "idle", "random"):
+                raise
+            self.skip(key, title, str(error))
+            return
+        self.warnings += [] if specs is not None else result.warnings
+        self.results[key] = result
+        is_paired = key != "clean" and specs is None
+        pairs = compare(self.results["clean"], result).total if is_paired else None
+        self._keep(Row(key, title, result.total, pairs, note))
+
+    def skip(self, key: str, title: str, why: str) -> None:
+        """Keep the row of a condition that is not possible."""
+        self._keep(Row(key, title, note=why))
+
+    def _keep(self, row: Row) -> None:
+        self.rows[row.key] = row
+        self.on_row(row)
+
+    def _without_policy(self, key: str, title: str, motion: Motion) -> None:
+        self.play(key, title, motion=motion, model=NoPolicy(self.env.action_dim))
+
+    def _baselines(self) -> None:
+        env, horizon = self.env, self.env.max_episode_steps
+        nothing = np.zeros((0, env.action_dim), dtype=np.float32)
+        drawn = {spec: random_actions(spec, env.action_low, env.action_high, horizon) for spec in self.specs}
+        self._without_policy("idle", "no policy: zeros", fixed(dict.fromkeys(self.specs, nothing)))
+        self._without_policy("random", "no policy: random actions", fixed(drawn))
+
+    def _instructions(self) -> None:
+        sentences: dict[str, list[str]] = {}
+        for spec, record in self.records.items():
+            sentences.setdefault(self.env.task_names[spec.task_id], []).append(record.instruction)
+        others = swapped(sentences)
+        everything = [record.instruction for record in self.records.values()]
+        if others:
+            self.play("swapped", "another instruction", sight=in_other_words(others))
+        else:
+            self.skip("swapped", "another instruction", "all episodes have the same instruction")
+        self.play("blank", "no instruction", sight=in_other_words(dict.fromkeys(everything, "")))
+        self.play("paraphrased", "the instruction in other words", sight=in_other_words(paraphrased(everything)))
+
+    def _pictures(self) -> None:
+        cameras = list(next(iter(self.records.values())).images)
+        titles = {"other_pictures": "first picture of another episode", "black": "all cameras black"}
+        if not cameras:
+            for key, title in titles.items():
+                self.skip(key, title, "the env shows no pictures")
+            return
+        others = {
+            spec: self.records[other].images
+            for spec, other in self._others(lambda spec, other: True).items()
+            if differ(self.records[spec].images, self.records[other].images)
+        }
+        if 2 * len(others) > len(self.specs):
+            self.play("other_pictures", titles["other_pictures"], sight=pictures_of(others))
+        else:
+            self.skip("other_pictures", titles["other_pictures"], "the episodes of a task begin with the same picture")
+        self.play("black", titles["black"], sight=through(cameras, np.zeros_like))
+        for name in cameras:
+            if len(cameras) > 1:
+                self.play(f"black_{name}", f"camera {name} black", sight=through([name], np.zeros_like))
+            self.play(f"shifted_{name}", f"camera {name} shifted by {SHIFT:.0%}", sight=through([name], shift))
+            self.play(
+                f"brighter_{name}", f"camera {name} {BRIGHTNESS - 1:.0%} brighter", sight=through([name], brighten)
+            )
+
+    def _state(self) -> None:
+        pictures = pictures_of({spec: record.images for spec, record in self.records.items()})
+        own = {spec: record.state for spec, record in self.records.items() if record.state is not None}
+        pairs = self._others(lambda spec, other: True).items() if own else ()
+        others = {spec: own[other] for spec, other in pairs if not np.allclose(own[spec], own[other], atol=1e-3)}
+        why = "the episodes of a task begin with the same state" if own else "the env shows no state"
+        for key, title, states in (
+            ("other_state", "first state of another episode", others),
+            ("frozen_state", "state of the start throughout", own),
+        ):
+            if 2 * len(states) > len(self.specs):
+                self.play(key, title, sight=states_of(states))
+            else:
+                self.skip(key, title, why)
+        self.play("frozen", "pictures and state of the start throughout", sight=both(pictures, states_of(own)))
+
+    def _pushes(self) -> None:
+        env = self.env
+        own = {spec: as_array(record, env.action_dim) for spec, record in self.records.items()}
+        pushes = {spec: push_of(spec, env.action_low, env.action_high, len(own[spec])) for spec in self.specs}
+        self.play("pushed", "pushed on the way", motion=pushed(pushes))
+        self._without_policy("pushed_replay", "pushed on the way, its own actions replayed", pushed(pushes, fixed(own)))
+
+    def _actions_of_others(self) -> None:
+        succeeded = {one.spec for one in self.results["clean"].results if one.success}
+        same = self._others(lambda spec, other: other in succeeded and self._sentence(spec) == self._sentence(other))
+        any_sentence = self._others(lambda spec, other: other in succeeded)
+        found = any_sentence | same
+        title = "its actions of another episode replayed"
+        if not succeeded:
+            self.skip("other_actions", title, "no episode succeeded")
+            return
+        nothing = np.zeros((0, self.env.action_dim), dtype=np.float32)
+        actions = {
+            spec: as_array(self.records[found[spec]], self.env.action_dim) if spec in found else nothing
+            for spec in self.specs
+        }
+        self._without_policy("other_actions", title, fixed(actions))
+
+    def _moved(self, what: str, title: str, moved: Callable[[str], VectorEnv | None]) -> None:
+        env = moved(what)
+        if env is None:
+            self.skip(f"moved_{what}", title, f"{type(self.env).__name__} cannot move {what}")
+            return
+        try:
+            self.play(f"moved_{what}", title, env=env)
+        finally:
+            env.close()
+
+    def _sentence(self, spec: EpisodeSpec) -> str:
+        return self.records[spec].instruction
+
+    def _others(self, fits: Callable[[EpisodeSpec, EpisodeSpec], bool]) -> dict[EpisodeSpec, EpisodeSpec]:
+        """Return for each episode the next one of its task in the list that fits, if there is one."""
+        found = {}
+        for place, spec in enumerate(self.specs):
+            following = self.specs[place + 1 :] + self.specs[:place]
+            other = next((one for one in following if one.task_id == spec.task_id and fits(spec, one)), None)
+            if other is not None:
+                found[spec] = other
+        return found
+
+
+def as_array(record: Record, action_dim: int) -> np.ndarray:
+    """Return the actions of an episode, float32 ``[steps, D]``."""
+    return np.stack(record.actions) if record.actions else np.zeros((0, action_dim), dtype=np.float32)
+
+
+def differ(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """Return whether any camera ``[H, W, 3]`` shows something else: more than 1 in 200 numbers differ by more than ``VISIBLE``."""
+    gaps = [np.abs(one[name].astype(np.int16) - other[name]) > VISIBLE for name in one]
+    return any(gap.mean() > 1 / 200 for gap in gaps)
+
+
+def shift(images: np.ndarray) -> np.ndarray:
+    """Shift pictures ``[B, H, W, 3]`` to the right by ``SHIFT`` of their width; the left edge is repeated."""
+    pixels = max(1, round(images.shape[2] * SHIFT))
+    edge = np.repeat(images[:, :, :1], pixels, axis=2)
+    return np.concatenate([edge, images[:, :, :-pixels]], axis=2)
+
+
+def brighten(images: np.ndarray) -> np.ndarray:
+    """Make pictures brighter by the factor ``BRIGHTNESS``, up to 255."""
+    return np.minimum(images.astype(np.float32) * BRIGHTNESS, 255).astype(np.uint8)
+
+
+def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
+    """Raise ConfigError for a list that is too short to say anything."""
+    if len(specs) < 2:
+        raise ConfigError(
+            f"An audit of {len(specs)} episodes says nothing; required: at least 2. Set evaluation.num_episodes=100"
+        )

@@ -1,0 +1,207 @@
+"""What an audit's success rates say about a policy, by one rule.
+
+Each question is about an effect in percentage points: what a change of the world costs, or what seeing the world gains. It is
+compared with a quarter (``LEAST_SHARE``) of what there is to lose. The answer is yes if the 95 % interval of the effect lies above
+that, no if it lies below, and else unclear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.intervals import difference_interval
+from rlinf.evaluation.result import Success
+from rlinf.number_formats import format_points
+
+LEAST_SHARE = 0.25
+"""Share of what there is to lose that decides."""
+
+YES, NO, UNCLEAR, UNTOLD = "yes", "no", "unclear", "cannot be told"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Success in one condition.
+
+    Attributes:
+        key: Name of the condition.
+        title: What was done.
+        success: None: the condition was not possible.
+        pairs: The same episodes as evaluated (a) and in the condition (b); None: other episodes, or the evaluation itself.
+        note: More about it, or why it was not possible.
+    """
+
+    key: str
+    title: str
+    success: Success | None = None
+    pairs: Pairs | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to a question.
+
+    Attributes:
+        question: In words.
+        answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNTOLD``.
+        reason: The numbers, in one sentence.
+        is_fault: The answer speaks against the policy or its success rate.
+    """
+
+    question: str
+    answer: str
+    reason: str
+    is_fault: bool = False
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Points that are lost or gained, their interval, and the points that could be."""
+
+    points: float
+    low: float
+    high: float
+    stake: float
+
+    @property
+    def answer(self) -> str:
+        """Whether it is at least ``LEAST_SHARE`` of the stake."""
+        least = LEAST_SHARE * self.stake
+        return YES if self.low > least else NO if self.high < least else UNCLEAR
+
+    def __str__(self) -> str:
+        return f"{format_points(self.points)} points of {100 * self.stake:.1f} (95 % interval {format_points(self.low, self.high)})"
+
+
+def verdicts(rows: Mapping[str, Row], reset_successes: int, matched: Mapping[str, Pairs]) -> list[Verdict]:
+    """Answer the questions of an audit.
+
+    Args:
+        rows: Conditions by key; ``clean`` is the evaluation itself.
+        reset_successes: Episodes in which one env step without a policy succeeds.
+        matched: ``baseline``: pairs of the better baseline (a) and the policy (b); ``pushed``: pairs of its replayed actions under
+            pushes (a) and of itself under pushes (b).
+    """
+    clean = rows["clean"].success
+    floor = max(rows[key].success.success_rate for key in ("idle", "random"))
+    stake = clean.success_rate - floor
+    found = [_beats_nothing(matched["baseline"], clean), _success_at_reset(reset_successes, clean.episodes)]
+    is_better = found[0].answer == YES
+    looks = _looks(rows, stake, is_better)
+    reacts = _reacts(rows, matched.get("pushed"), stake, is_better)
+    found += [_reads(rows, stake, is_better), looks, _feels(rows, stake, is_better), reacts]
+    return [*found, _remembers(rows, stake, floor, is_better, looks.answer, reacts.answer)]
+
+
+def _lost(row: Row, stake: float) -> Effect:
+    low, high = row.pairs.interval
+    return Effect(0.0 - row.pairs.difference, 0.0 - high, 0.0 - low, stake)
+
+
+def _beats_nothing(pairs: Pairs, clean: Success) -> Verdict:
+    low, high = pairs.interval
+    points = f"{format_points(pairs.difference)} points (95 % interval {format_points(low, high)}) over the better one of both"
+    answer = YES if low > 0 else NO if pairs.difference <= 0 else UNCLEAR
+    return Verdict("Is it better than random actions and than doing nothing?", answer, points, answer != YES)
+
+
+def _success_at_reset(count: int, episodes: int) -> Verdict:
+    question = "Are there episodes that succeed by themselves at once?"
+    return Verdict(
+        question,
+        YES if count else NO,
+        f"{count} of {episodes} succeed in the first env step without a policy",
+        bool(count),
+    )
+
+
+def _not_better(question: str) -> Verdict:
+    return Verdict(
+        question, UNTOLD, "there is nothing to lose: it is not shown to be better than random actions and doing nothing"
+    )
+
+
+def _by_loss(question: str, row: Row, what: str, stake: float, is_better: bool, no_is_fault: bool = True) -> Verdict:
+    """Ask whether a change costs success."""
+    if row.success is None:
+        return Verdict(question, UNTOLD, row.note)
+    if not is_better:
+        return _not_better(question)
+    effect = _lost(row, stake)
+    return Verdict(question, effect.answer, f"{what} costs {effect}", no_is_fault and effect.answer == NO)
+
+
+def _reads(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
+    return _by_loss("Does it read the instruction?", rows["swapped"], "another instruction", stake, is_better)
+
+
+def _looks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
+    question, other = "Does it look at the pictures?", rows["other_pictures"]
+    if other.success is None:
+        return _by_loss(question, rows["black"], "a black picture", stake, is_better)
+    return _by_loss(question, other, "the first picture of another episode", stake, is_better)
+
+
+def _feels(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
+    other = rows["other_state"]
+    return _by_loss(
+        "Does it use the robot's state?", other, "the first state of another episode", stake, is_better, False
+    )
+
+
+def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
+    """Ask whether it notices what happens: a frozen view costs success, or it recovers from pushes better than its replayed actions."""
+    question = "Does it react to what happens?"
+    if not is_better:
+        return _not_better(question)
+    frozen = _lost(rows["frozen"], stake)
+    reason = f"a view that stays that of the start costs {frozen}"
+    answers = [frozen.answer]
+    replayed = rows["pushed_replay"]
+    if pushed is not None and replayed.pairs is not None:
+        at_stake = -replayed.pairs.difference
+        if replayed.pairs.interval[1] < 0:
+            low, high = pushed.interval
+            gain = Effect(pushed.difference, low, high, at_stake)
+            answers.append(gain.answer)
+            reason += f"; pushed, it is {gain} better than its own actions replayed"
+        else:
+            answers.append(UNCLEAR)
+            reason += "; the pushes do not stop its replayed actions either"
+    answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
+    return Verdict(question, answer, reason, answer == NO)
+
+
+def _remembers(
+    rows: Mapping[str, Row], stake: float, floor: float, is_better: bool, looks: str, reacts: str
+) -> Verdict:
+    """Ask whether it lives on initial states that it was trained on, or on one motion that fits all."""
+    question = "Does it remember instead?"
+    clean, seen, rote = rows["clean"].success, rows["seen"].success, rows["other_actions"]
+    reasons, answers = [], []
+    if seen is None:
+        reasons.append(rows["seen"].note)
+    else:
+        counts = (seen.successes, clean.successes), (seen.episodes, clean.episodes)
+        low, high = difference_interval(*counts)
+        effect = Effect(seen.success_rate - clean.success_rate, low, high, max(seen.success_rate - floor, 0.0))
+        answers.append(effect.answer)
+        reasons.append(f"on initial states of training it gains {effect}")
+    if rote.success is not None and is_better:
+        effect = _lost(rote, stake)
+        blind = NO in (looks, reacts)
+        if effect.answer == NO:
+            answers.append(YES if blind else UNCLEAR)
+            reasons.append(
+                f"its actions of other episodes succeed as well (they cost {effect}), so one motion fits all episodes"
+            )
+        else:
+            answers.append(NO if effect.answer == YES else UNCLEAR)
+            reasons.append(f"its actions of other episodes cost {effect}")
+    if not answers:
+        return Verdict(question, UNTOLD, "; ".join(reasons) or "there is nothing to compare")
+    answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
+    return Verdict(question, answer, "; ".join(reasons), answer == YES)

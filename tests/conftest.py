@@ -30,14 +30,14 @@ hypothesis.settings.load_profile("rlinf")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ranks_are_forked(request):
-    """Instead of spawned, except in files whose subject is the start of ranks."""
-    if request.node.get_closest_marker("spawned_ranks"):
+def processes_are_forked(request):
+    """Instead of new ones, except in files whose subject is their start."""
+    if request.node.get_closest_marker("new_processes"):
         yield
         return
-    from forked_ranks import forked_ranks
+    from forked_processes import forked_processes
 
-    with forked_ranks():
+    with forked_processes():
         yield
 
 

@@ -28,7 +28,7 @@ from rlinf.errors import ConfigError
 from rlinf.llm import causal_lm, hf_policy
 from rlinf.models.hf_model import model_shapes
 
-pytestmark = pytest.mark.spawned_ranks
+pytestmark = pytest.mark.new_processes
 ROOT = Path(__file__).parents[2]
 EIGHT = [str(number) for number in range(8)]
 UUIDS = [f"GPU-{number:x}0000000-0000" for number in range(8)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlinf.distributed import launch, process_group
 
-pytestmark = pytest.mark.spawned_ranks
+pytestmark = pytest.mark.new_processes
 
 
 def fail_on_the_second_rank(_argument) -> None:

@@ -1,0 +1,125 @@
+"""Ranks and rollout workers that fork from a process which has imported what they need: a new interpreter takes four seconds for that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import DupFd
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.multiprocessing as mp
+
+from rlinf.distributed import child_process
+
+PRELOADED = [
+    "rlinf.commands.train",
+    "rlinf.recipes.run",
+    "rlinf.models.embodiment.mlp_action_model",
+    "pytest",
+    "hypothesis",
+]
+SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""A process that is spawned ignores those of them that its parent ignores."""
+
+
+class Inherited:
+    """What a spawned process has of its parent and a forked one of the fork server: environment, signals, open files.
+
+    Attributes:
+        files: File descriptors; in the new process, those of the same files.
+    """
+
+    def __init__(self, environment: Mapping[str, str], files: Sequence[int] = ()) -> None:
+        self.environment = dict(environment)
+        self.ignored = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
+        self.files = list(files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"output": [DupFd(1), DupFd(2)], "files": [DupFd(number) for number in self.files]}
+
+    def take(self) -> None:
+        """Take it over in the new process."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for number in self.ignored:
+            signal.signal(number, signal.SIG_IGN)
+        for number, descriptor in zip((1, 2), self.output, strict=True):
+            os.dup2(descriptor.detach(), number)
+        self.files = [descriptor.detach() for descriptor in self.files]
+
+
+def _take_and_call(rank: int, inherited: Inherited, function: Callable[..., None], arguments: tuple) -> None:
+    inherited.take()
+    function(rank, *arguments)
+
+
+def _take_and_execute(inherited: Inherited, source: str, words: Sequence[str]) -> None:
+    inherited.take()
+    sys.argv = ["-c", *words, str(os.getppid()), *map(str, inherited.files)]
+    exec(source, {"__name__": "__main__"})
+
+
+class ForkedProcess:
+    """What ``subprocess.Popen`` is for a process of ``ChildProcess``."""
+
+    def __init__(self, source: str, words: Sequence[str], inherited: Inherited) -> None:
+        context, self._lock = multiprocessing.get_context("forkserver"), threading.Lock()
+        self._process = context.Process(target=_take_and_execute, args=(inherited, source, words), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None. Any thread may ask, and only one reads it."""
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._process.exitcode
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+        multiprocessing.connection.wait([self._process.sentinel], timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def forked_processes() -> Iterator[None]:
+    """Let ``launch`` fork its ranks instead of spawning them, and ``ProcessCollector`` its workers."""
+    start = mp.start_processes
+
+    def start_ranks(function, args=(), nprocs=1, start_method="spawn", **more):
+        inherited = Inherited(os.environ)
+        return start(_take_and_call, (inherited, function, args), nprocs, start_method="forkserver", **more)
+
+    def start_child(command, *, pass_fds, env, **more):
+        _, _, source, path, main, _, *files = command
+        if not main.startswith("rlinf.rollout."):  # simulators need no torch
+            return subprocess.Popen(command, pass_fds=pass_fds, env=env, **more)
+        return ForkedProcess(source, [path, main], Inherited(env, map(int, files)))
+
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mp, "start_processes", start_ranks)
+        patch.setattr(child_process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start_child}))
+        yield

@@ -174,7 +174,7 @@ def _check_token(config: RunConfig) -> None:
         return
     if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
         refuse(
-            f"model.features=token, and {folder or 'random weights'} has no token that cloning has trained",
+            f"model.features=token, but cloning has trained no token with {folder or 'random weights'}",
             "a policy that was cloned with it",
             "sft.max_steps=1000 to clone in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
         )

@@ -25,6 +25,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.models import entry_for, torch_dtype_from_precision
+from rlinf.models.building import check_features
 from rlinf.options import closest, cured_by_settings, override_text
 from rlinf.preflight.compatibility import (
     check_collect,
@@ -87,6 +88,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_start(config, command)
         check_no_head(config)
     policy = declared_policy(config)
+    if policy is not None:
+        check_features(policy[0], config.model)
     check_inputs(config, policy)
     check_cuda_graph(config, policy)
     if command == "diagnose" and config.model.url is None:

@@ -23,7 +23,7 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
-from rlinf.models.embodiment.headed import check_steered, has_head, head_settings
+from rlinf.models.embodiment.headed import base_folder, check_steered, has_head, head_settings
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads import HEADS
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
@@ -168,10 +168,12 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 def _check_token(config: RunConfig) -> None:
     """Check that the features ``token`` have been trained, or are in this run."""
-    source = config.resume or config.init_from
-    folder = config.model.model_path if source is None else policy_folder(resolve_checkpoint(source))
     if config.model.features != "token" or config.sft.max_steps > 0:
         return
+    source = config.resume or config.init_from
+    folder = config.model.model_path if source is None else policy_folder(resolve_checkpoint(source))
+    if folder is not None and has_head(folder):
+        folder = base_folder(folder)
     if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
         refuse(
             f"model.features=token, but cloning has trained no token with {folder or 'random weights'}",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from offpolicy_runs import SMALL, all_tensors, collected, config_of
 from run_results import metrics_of, run_config, untimed_metrics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rlinf
 from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
@@ -24,6 +24,7 @@ from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
@@ -45,9 +46,7 @@ def answers_of_frozen_policies_are_kept_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "head", "share"), [("sac", "residual", 0.5), ("td3", "residual", 0), ("sac", "edit", 0)]
-)
+@pytest.mark.parametrize(("kind", "head", "share"), [("sac", "residual", 0.5), ("td3", "chunk", 0), ("sac", "edit", 0)])
 def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(
     tmp_path, demonstrations, kind, head, share
 ):
@@ -192,6 +191,19 @@ def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypat
         ConfigError, match="draws none; required: a policy that samples.*Set algorithm.head.name=residual"
     ):
         config_of(tmp_path, "algorithm.head.name=noise")
+
+
+def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
+    with pytest.raises(ConfigError, match="MLPFor.* has no states of images and prompt.*Set model.features=hidden"):
+        config_of(tmp_path, "model.features=token")
+    token = ["model=openvla_tiny", "model.features=token", "env.cameras=null"]
+    with pytest.raises(ConfigError, match="cloning has trained no token with random weights"):
+        config_of(tmp_path, *token)
+    config_of(tmp_path, *token, "sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=8")
+    save_file({"value_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert not holds_readout_token(tmp_path)
+    save_file({"readout_token.token": torch.zeros(1)}, tmp_path / "model-2.safetensors")
+    assert holds_readout_token(tmp_path)
 
 
 def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.schema import RunConfig
+from rlinf.data.formats import describe_dataset
 from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import BUCKET_BYTES
@@ -43,7 +44,7 @@ class MemoryEstimate:
         reference_weights: The trained weights with which RL began, for the KL penalty.
         engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
         rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of a head on a frozen policy, the
-            replay buffer.
+            replay buffer and demonstrations.
         num_players: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
     """
 
@@ -96,9 +97,8 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     samples = config.rollout.num_envs * config.rollout.num_chunks
     buffer = samples // ranks * sample_bytes(config, model) if trainer.max_steps > 0 else 0
     if isinstance(config.algorithm, OffPolicyConfig) and trainer.max_steps > 0:
-        buffer = replay_bytes(
-            config.algorithm, model
-        )  # with cloning the sum is an upper bound: the optimiser goes before it comes
+        # With cloning the sum is an upper bound: the optimiser goes before the buffer comes.
+        buffer = replay_bytes(config.algorithm, model) + offline_bytes(config.algorithm, model)
     if isinstance(config.algorithm, OffPolicyConfig) and config.sft.max_steps == 0 and trainer.max_steps > 0:
         # The policy is frozen, and a head is small.
         none = dict.fromkeys(
@@ -122,11 +122,26 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     )
 
 
-def replay_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
-    """Return the bytes of a replay buffer for a policy, which may be on the meta device."""
+def replay_bytes(algorithm: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
+    """Return the bytes of a replay buffer for a policy, which may be on the meta device.
+
+    ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
+    """
+    size = algorithm.replay_capacity if num_observations is None else num_observations
     head, chunk_numbers = HEADS.get(algorithm.head.name), model.action_dim * model.action_chunks_len
     numbers = model.feature_dim + head.num_candidates_of(algorithm.head) * chunk_numbers + head.num_numbers_of(model)
-    return algorithm.replay_capacity * (4 * numbers + 5 * model.action_chunks_len + 2)
+    return size * (4 * numbers + 5 * model.action_chunks_len + 2)
+
+
+def offline_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
+    """Return the bytes, at most, of the demonstrations of a policy; 0 where there are none, or their rows are not known yet."""
+    if algorithm.offline_dataset is None:
+        return 0
+    info = describe_dataset(algorithm.offline_dataset, "algorithm.offline_dataset")
+    if info.num_rows is None:
+        return 0
+    # Of each episode, the last call may be shorter, and its last observation may be one more.
+    return replay_bytes(algorithm, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:

@@ -18,7 +18,6 @@ from rlinf.checkpoints.checkpoint import (
 )
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
-from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
@@ -28,7 +27,7 @@ from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads import HEADS
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset
-from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
+from rlinf.preflight.memory import offline_bytes, policy_on_meta_device, replay_bytes
 from rlinf.preflight.refuse import refuse
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
@@ -215,16 +214,14 @@ def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any)
         )
 
 
-def _check_demonstrations(
-    config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None
-) -> DatasetInfo | None:
+def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that demonstrations and their share are both there or both not, and that they tell what the critics learn."""
     folder, share, env = algorithm.offline_dataset, algorithm.offline_share, config.env
     if folder is None:
         if share > 0:
             fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_share=0"
             refuse(f"algorithm.offline_share={share:g} without algorithm.offline_dataset", "demonstrations", fix)
-        return None
+        return
     if not algorithm.num_offline_rows:
         found = f"algorithm.offline_dataset={folder} with algorithm.offline_share={share:g} of algorithm.batch_size={algorithm.batch_size}"
         refuse(
@@ -240,7 +237,7 @@ def _check_demonstrations(
         if env.reward_mode != "sparse":
             found = f"algorithm.offline_episodes=assumed with env.reward_mode={env.reward_mode}"
             refuse(found, "a reward for success alone", "env.reward_mode=sparse")
-        return info
+        return
     if not (info.has_rewards or info.says_success):
         refuse(
             f"{info.folder} tells neither rewards nor successes",
@@ -259,7 +256,6 @@ def _check_demonstrations(
                 "env.reward_mode=sparse, for which successes are enough"
                 + (f", or {with_rewards}" if info.has_rewards else ""),
             )
-    return info
 
 
 def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
@@ -340,11 +336,13 @@ def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> 
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
     ranks = started_here(config.cluster.num_processes)  # each has the whole buffer
     policy = ranks * sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
-    size, available = ranks * replay_bytes(algorithm, model), LARGEST_SHARE * main_memory_bytes()
-    if policy + size > available:
-        fitting = int(max(0, available - policy) / size * capacity)
+    size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
+    available = LARGEST_SHARE * main_memory_bytes()
+    if policy + offline + size > available:
+        fitting = int(max(0, available - policy - offline) / size * capacity)
         refuse(
             f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
+            + (f", demonstrations {offline / 1e9:.1f} GB" if offline else "")
             + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else "")
             + (f", in {ranks} ranks" if ranks > 1 else ""),
             f"at most {available / 1e9:.1f} GB, {LARGEST_SHARE:.0%} of the memory of this machine",

@@ -1,34 +1,21 @@
-"""Demonstrations as a replay buffer of their own. The frozen policy is asked about them once; what it says is kept on disk."""
+"""Demonstrations as a replay buffer of their own."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
-from rlinf.files import naming
 from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.offpolicy.proposals import Answers
 from rlinf.offpolicy.replay import ReplayBuffer
-
-logger = logging.getLogger("rlinf")
-
-Answers = tuple[dict[str, Tensor], int]
-"""What the frozen policy says of rows: ``features [K, F]``, ``chunks [K, N, C, D]``; and about how many rows it was asked."""
 
 
 @dataclass(frozen=True)
@@ -163,26 +150,19 @@ def offline_data(
     dataset: StoredDemonstrations,
     policy: HeadedPolicy,
     env: EnvConfig,
-    *,
     which: str,
-    conditions: Mapping[str, Any],
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager],
     seed: int,
-    once: Callable[[Callable[[], Answers]], Answers] = lambda ask: ask(),
+    ask: Callable[[np.ndarray], Answers],
 ) -> OfflineData:
     """Fill a buffer with demonstrations.
 
     Args:
         dataset: Opened with ``outcomes``.
-        policy: Says features and chunks, and in which units actions are stored.
+        policy: Says in which units actions are stored.
         env: Settings of the env.
         which: ``algorithm.offline_episodes``.
-        conditions: What else decides on the answers of the frozen policy, besides its weights and the rows.
-        batch_size: Observations about which it is asked at once.
-        autocast: Makes the context in which it computes.
-        seed: Of the draws from the buffer, and of the sampled candidates.
-        once: Calls a function on one rank and returns its result on all.
+        seed: Of the draws from the buffer.
+        ask: Returns what the frozen policy says of rows, int64 ``[K]``.
 
     Raises:
         ConfigError: No transition is left.
@@ -196,13 +176,13 @@ def offline_data(
             f"{dataset.info.folder} has no transition under algorithm.offline_episodes={which}; required: one or more. "
             "Set algorithm.offline_episodes=all, or algorithm.offline_dataset=<another folder>"
         )
-    answers, num_asked = once(lambda: _answers(dataset, slots.rows, policy, conditions, batch_size, autocast, seed))
+    answers = ask(slots.rows)
     num_executed = slots.executed.sum(1)
     offsets = np.minimum(np.arange(chunk_len), np.maximum(num_executed, 1)[:, None] - 1)  # the last action is repeated
     chunks = torch.from_numpy(dataset.outcomes.executed[slots.rows[:, None] + offsets])
     held = {
-        "features": answers["features"],
-        "base": policy.normalize(answers["chunks"].to(policy.device)).cpu(),
+        "features": answers.features,
+        "base": policy.normalize(answers.chunks.to(policy.device)).cpu(),
         "actions": policy.normalize(chunks.unsqueeze(1).to(policy.device))[:, 0].cpu(),
         "rewards": torch.from_numpy(slots.rewards),
         "executed": torch.from_numpy(slots.executed),
@@ -221,7 +201,7 @@ def offline_data(
         digest.update(held[name].contiguous().numpy())
     done = held["has_action"]
     beyond = _out_of_reach(policy, held["base"][done], held["actions"][done])
-    return OfflineData(replay, episodes, num_asked, beyond, digest.hexdigest())
+    return OfflineData(replay, episodes, answers.num_asked, beyond, digest.hexdigest())
 
 
 def _out_of_reach(policy: HeadedPolicy, base: Tensor, actions: Tensor) -> float:
@@ -229,77 +209,3 @@ def _out_of_reach(policy: HeadedPolicy, base: Tensor, actions: Tensor) -> float:
     base, ones = base.to(policy.device), torch.ones_like(actions).to(policy.device)
     low, high = policy.head.compose(base, -ones).cpu(), policy.head.compose(base, ones).cpu()
     return float(((actions < low - 1e-6) | (actions > high + 1e-6)).any(1).float().mean())
-
-
-def _answers(
-    dataset: StoredDemonstrations,
-    rows: np.ndarray,
-    policy: HeadedPolicy,
-    conditions: Mapping[str, Any],
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager],
-    seed: int,
-) -> Answers:
-    """Return features and chunks of rows, from disk if they are there, and about how many rows the policy was asked."""
-    about = {
-        "base": policy.base_sha256,
-        "dataset": dataset.digest(),
-        "rows": hashlib.sha256(rows.tobytes()).hexdigest(),
-        "columns": list(dataset.frames),
-        "has_state": dataset.state is not None,
-        "features": policy.base.feature_kind,
-        "candidates": policy.head.num_candidates,
-        "chunk": policy.action_chunks_len,
-        "seed": seed if policy.head.num_candidates > 1 else None,
-        "conditions": conditions,
-    }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
-    path = cache_folder() / f"{key}.safetensors"
-    if path.is_file():
-        try:
-            return load_file(path), 0
-        except (OSError, SafetensorError) as error:
-            logger.warning("%s cannot be read (%s), so the frozen policy is asked again", path, error)
-    answers = _ask(dataset, rows, policy, batch_size, autocast, seed)
-    try:
-        _save(answers, path)
-    except OSError as error:
-        logger.warning("the answers of the frozen policy cannot be kept, so the next run asks again: %s", error)
-    return answers, len(rows)
-
-
-def _save(answers: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file under a temporary name, and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-    try:
-        with naming(path):
-            save_file(dict(answers), partial)
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _ask(
-    dataset: StoredDemonstrations,
-    rows: np.ndarray,
-    policy: HeadedPolicy,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager],
-    seed: int,
-) -> dict[str, Tensor]:
-    generator, features, chunks = torch.Generator().manual_seed(seed), [], []
-    for start in range(0, len(rows), batch_size):
-        observation, _ = dataset.rows(rows[start : start + batch_size])
-        uniforms = torch.rand(len(observation), policy.num_candidate_numbers, generator=generator)
-        uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(policy.device)
-        with autocast():
-            found = policy.propose_to_head(policy.preprocess(observation), uniforms)
-        features.append(found.features.cpu())
-        chunks.append(found.chunks.cpu())
-    return {"features": torch.cat(features), "chunks": torch.cat(chunks)}
-
-
-def cache_folder() -> Path:
-    """Return where answers of frozen policies are kept: ``$XDG_CACHE_HOME/rlinf/proposals``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlinf" / "proposals"

@@ -7,58 +7,73 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, on_rank_zero, policy_folder
+from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, policy_folder
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
-from rlinf.config.schema import RunConfig
 from rlinf.data.stored import StoredDemonstrations
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.manifest import POLICY_FIELDS
 from rlinf.models.embodiment.headed import HEAD_WEIGHTS, HeadedPolicy, head_settings
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data
+from rlinf.offpolicy.proposals import Answers, answers_about
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.options import override_text
 from rlinf.preflight.conditions import build_manifest
 from rlinf.seeding import derive_seed
+from rlinf.training.session import Session
 
 
 class Offline:
     """Demonstrations of which a share of each batch is drawn.
 
     Args:
-        config: Of the run.
+        session: The run.
         dataset: The demonstrations, opened with what came of their actions.
-        policy: Says features and chunks of them.
+        policy: Says features and chunks of them, on rank 0, unless it has said so in an earlier run.
         autocast: Makes the context in which the frozen policy computes.
 
     Attributes:
         num_calls: Observations of them about which the frozen policy was asked, in the whole run.
+
+    Raises:
+        StopRequested: A signal asked for the end while the policy was asked.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        session: Session,
         dataset: StoredDemonstrations,
         policy: HeadedPolicy,
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
-        self.config = cast(OffPolicyConfig, config.algorithm)
+        config, self.config = session.config, cast(OffPolicyConfig, session.config.algorithm)
         manifest = build_manifest(config, policy, policy_version=0)
-        self.data: OfflineData = offline_data(
-            dataset,
-            policy,
-            config.env,
-            which=self.config.offline_episodes,
-            conditions={name: getattr(manifest, name) for name in POLICY_FIELDS},
-            batch_size=config.rollout.num_envs,
-            autocast=autocast,
-            seed=derive_seed(config.seed, "offline replay"),
-            once=lambda ask: on_rank_zero(ask, f"ask about {self.config.offline_dataset}"),
-        )
+        seed = derive_seed(config.seed, "offline replay")
+
+        def ask(rows: np.ndarray) -> Answers:
+            def of_rank_0() -> Answers | None:
+                if rank() > 0:
+                    return None
+                return answers_about(
+                    dataset,
+                    rows,
+                    policy,
+                    conditions={name: getattr(manifest, name) for name in POLICY_FIELDS},
+                    batch_size=config.rollout.num_envs,
+                    autocast=autocast,
+                    seed=seed,
+                    progress=lambda done, total: session.progress.update("demonstrations", done, total),
+                )
+
+            return session.stop_signal.together(of_rank_0)[0]
+
+        self.data: OfflineData = offline_data(dataset, policy, config.env, self.config.offline_episodes, seed, ask)
         self.num_calls = self.data.num_asked
 
     def join(self, online: Batch) -> Batch:

@@ -166,7 +166,7 @@ class OffPolicyTrainer:
 
     def _take(self, dataset: StoredDemonstrations) -> None:
         """Ask the frozen policy about demonstrations, unless its answers are on disk."""
-        self.offline = Offline(self.session.config, dataset, self.policy, self.autocast)
+        self.offline = Offline(self.session, dataset, self.policy, self.autocast)
         self.demonstrations = None  # of which only its images would still be held
         self.session.progress.note(str(self.offline.data))
         for one in self.offline.data.episodes:

@@ -14,6 +14,7 @@ from run_results import metrics_of
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.preflight.memory import estimate_memory, offline_bytes, policy_on_meta_device, replay_bytes
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,15 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
         assert last["train/q_mean"] == pytest.approx(both / 2, abs=1e-6)
     one, two = (all_tensors(tmp_path / name / "checkpoints" / "rl_000002") for name in ("0", "1"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items() if name != "offline.num_calls")
+    others = ["algorithm.offline_episodes=successes", f"resume={tmp_path / '0'}", "trainer.max_steps=3"]
+    with pytest.raises(CheckpointError, match="not made with the demonstrations of .*=successes. Set both as in"):
+        train(config_of(tmp_path / "0", *offline(demonstrations), *others))
 
 
 def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(tmp_path, demonstrations):
     train(config_of(tmp_path / "one", "trainer.max_steps=2"))
     source = f"algorithm.replay_from={tmp_path / 'one'}"
-    same = f"init_from={tmp_path / 'one'}"
-    trainer = build(config_of(tmp_path / "two", source, same, "algorithm.replay_capacity=200", "rollout.num_envs=2")).rl
+    trainer = build(config_of(tmp_path / "two", source, "algorithm.replay_capacity=200", "rollout.num_envs=2")).rl
     trainer._begin(trainer.session.worker.model)
     saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
     assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
@@ -70,25 +73,18 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     for overrides, fragment in (
         (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has env.reward_mode=sparse"),
         (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, and this run has env.tolerance_m=0.02"),
-        (["model.features=pooled", same], "model.features=hidden"),
+        (["model.features=pooled"], "model.features=hidden"),
         (["model.action_chunks_len=2"], "model.action_chunks_len=1"),
         (["algorithm.head.name=edit"], "algorithm.head.name=residual"),
         (["sft.max_steps=1", "sft.batch_size=4"], "Set sft.max_steps=0 init_from="),
     ):
         with pytest.raises(ConfigError, match=fragment):
             config_of(tmp_path / "four", source, *overrides)
-    clone = ["sft.max_steps=1", "sft.batch_size=4", "sft.num_demonstrations=4", "trainer.max_steps=0"]
-    train(config_of(tmp_path / "clone", *clone))
+    without = tmp_path / "clone"
+    shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
+    (without / "model" / "head.json").unlink()
     with pytest.raises(ConfigError, match="holds no replay buffer"):
-        config_of(tmp_path / "four", f"algorithm.replay_from={tmp_path / 'clone'}")
-
-
-def test_a_resumed_run_goes_on_with_its_own_demonstrations(tmp_path, demonstrations):
-    train(config_of(tmp_path, "trainer.max_steps=1", *offline(demonstrations)))
-    more = [f"resume={tmp_path}", "trainer.max_steps=2"]
-    with pytest.raises(CheckpointError, match="not made with the demonstrations of .*=successes. Set both as in"):
-        train(config_of(tmp_path, *more, *offline(demonstrations, "algorithm.offline_episodes=successes")))
-    train(config_of(tmp_path, *more, *offline(demonstrations)))
+        config_of(tmp_path / "four", f"algorithm.replay_from={without}")
 
 
 def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations):
@@ -127,3 +123,17 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     run = build(config_of(tmp_path, *untold, *fix.split()))
     run.rl._begin(run.session.worker.model)
     assert run.rl.offline.data.success_rate == 1
+    assert run.rl.offline.data.replay.num_bytes <= offline_bytes(run.session.config.algorithm, run.session.worker.model)
+
+
+def test_the_machine_must_hold_demonstrations_too(tmp_path, demonstrations, monkeypatch):
+    config = config_of(tmp_path, *offline(demonstrations))
+    model = policy_on_meta_device(config)
+    buffer, data = replay_bytes(config.algorithm, model), offline_bytes(config.algorithm, model)
+    assert estimate_memory(config).rollout_buffer == buffer + data and 0 < data < buffer
+    without = buffer + sum(each.nbytes for each in model.parameters())
+    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int((without + data / 2) / 0.8))
+    with pytest.raises(ConfigError, match="demonstrations 0.0 GB, and the policy") as error:
+        config_of(tmp_path, *offline(demonstrations))
+    config_of(tmp_path, *offline(demonstrations), str(error.value).rpartition("Set ")[2])
+    config_of(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offpolicy_runs import all_tensors, config_of
+from offpolicy_runs import all_tensors, collected, config_of
 from run_results import untimed_metrics
 
 from rlinf.commands.train import build, train
@@ -49,10 +49,19 @@ def check_equal(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_turn(tmp_path_factory):
+def edit(tmp_path_factory):
+    """``EDIT``, with demonstrations in the batches; the answers about them cannot be kept, so each run asks."""
+    folder = collected(tmp_path_factory.mktemp("demonstrations") / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        yield [*EDIT, f"algorithm.offline_dataset={folder}", "algorithm.offline_share=0.25"]
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory, edit):
     """A run of one process that plays and updates in turn."""
     folder = tmp_path_factory.mktemp("in_turn")
-    train(config_of(folder, *EDIT))
+    train(config_of(folder, *edit))
     return folder
 
 
@@ -62,12 +71,12 @@ def execute(configs: list[RunConfig]) -> None:
         build(config).execute()
 
 
-def test_two_ranks_learn_what_one_process_does_bit_for_bit_and_either_goes_on(tmp_path, in_turn):
+def test_two_ranks_learn_what_one_process_does_bit_for_bit_and_either_goes_on(tmp_path, in_turn, edit):
     ranks, one = ["cluster.num_processes=2"], in_turn / "checkpoints"
-    begun = config_of(tmp_path / "begun", *EDIT, *ranks, "trainer.max_steps=2")
-    resumed = config_of(tmp_path / "resumed", *EDIT, *ranks, f"resume={one / 'rl_000002'}")
+    begun = config_of(tmp_path / "begun", *edit, *ranks, "trainer.max_steps=2")
+    resumed = config_of(tmp_path / "resumed", *edit, *ranks, f"resume={one / 'rl_000002'}")
     launch(execute, [begun, resumed], 2, "cpu", process_group=True)
-    train(config_of(tmp_path / "begun", *EDIT, f"resume={tmp_path / 'begun'}"))
+    train(config_of(tmp_path / "begun", *edit, f"resume={tmp_path / 'begun'}"))
     check_equal(tmp_path / "begun" / "checkpoints" / "rl_000002", one / "rl_000002")
     for name, first in (("begun", 0), ("resumed", 2)):
         check_equal(tmp_path / name / "checkpoints" / "rl_000004", one / "rl_000004")
@@ -95,9 +104,9 @@ class AtOnce:
         pass
 
 
-def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_path, in_turn, monkeypatch):
+def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_path, in_turn, edit, monkeypatch):
     """A thread next to the envs and, as the other extreme, updates that are done before the envs begin; the latter resumed."""
-    train(config_of(tmp_path / "threads", *EDIT, "algorithm.overlap=true"))
+    train(config_of(tmp_path / "threads", *edit, "algorithm.overlap=true"))
     init = OffPolicyTrainer.__init__
 
     def in_one_thread(self, *arguments):
@@ -107,7 +116,7 @@ def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_p
 
     monkeypatch.setattr(OffPolicyTrainer, "__init__", in_one_thread)
     for more in (["trainer.max_steps=2"], [f"resume={tmp_path / 'halves'}"]):
-        train(config_of(tmp_path / "halves", *EDIT, "algorithm.overlap=true", *more))
+        train(config_of(tmp_path / "halves", *edit, "algorithm.overlap=true", *more))
     check_equal(*(tmp_path / name / "checkpoints" / "rl_000004" for name in ("threads", "halves")))
     lines, others = learning(tmp_path / "threads"), learning(in_turn)
     assert lines == learning(tmp_path / "halves")

@@ -17,8 +17,9 @@ from rlinf.errors import ConfigError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.headed import HeadedPolicy, make_head
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
-from rlinf.offpolicy import demonstrations
+from rlinf.offpolicy import proposals
 from rlinf.offpolicy.demonstrations import episodes_of, offline_data, slots_of
+from rlinf.offpolicy.proposals import answers_about
 from rlinf.offpolicy.replay import ReplayBuffer
 
 GAMMA, CHUNK, LOW, HIGH = 0.9, 3, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 1.0])
@@ -64,15 +65,12 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "rlinf" / "proposals"
 
 
-def fill(dataset: StoredDemonstrations, policy: HeadedPolicy, env: EnvConfig | None = None, **more):
-    settings = {
-        "which": "all",
-        "conditions": {"precision": "fp32"},
-        "batch_size": 4,
-        "autocast": nullcontext,
-        "seed": 3,
-    }
-    return offline_data(dataset, policy, env or EnvConfig(reward_mode="sparse"), **{**settings, **more})
+def fill(dataset: StoredDemonstrations, policy: HeadedPolicy, env=None, which="all", seed=3, precision="fp32"):
+    def ask(rows):
+        settings = {"conditions": {"precision": precision}, "batch_size": 4, "autocast": nullcontext, "seed": seed}
+        return answers_about(dataset, rows, policy, **settings)
+
+    return offline_data(dataset, policy, env or EnvConfig(reward_mode="sparse"), which, seed, ask)
 
 
 def slow(episode: dict, first: int, env: EnvConfig) -> list[tuple]:
@@ -216,7 +214,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     for name, tensor in first.replay.tensors.items():
         assert torch.equal(tensor, second.replay.tensors[name]), name
     assert answers(dataset, edit, env=EnvConfig(reward_mode="shaped"))[1] == 0  # rewards are not the policy's
-    for more in ({"seed": 4}, {"conditions": {"precision": "bf16-mixed"}}, {"which": "successes"}):
+    for more in ({"seed": 4}, {"precision": "bf16-mixed"}, {"which": "successes"}):
         assert answers(dataset, edit, **more)[1] > 0, more
     assert answers(dataset, policy_of("edit", seed=1))[1] == 6  # other weights
     assert answers(dataset, policy_of("edit", num_candidates=2))[1] == 6
@@ -227,7 +225,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     third, count = answers(dataset, edit)
     assert count == 6 and "cannot be read" in caplog.text and torch.equal(third.replay.base, first.replay.base)
     assert not list(cache.glob(".*")), "no temporary file stays"
-    monkeypatch.setattr(demonstrations, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(proposals, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     assert answers(dataset, edit, seed=9)[1] == 6 and "cannot be kept" in caplog.text
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rlinf.errors import CheckpointError, ConfigError, closest
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.compare_folders import compare_folders
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
 from rlinf.models import build_policy
@@ -41,7 +41,7 @@ from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
-from rlinf.types import Acts
+from rlinf.types import Acts, Observation
 
 IN_MEMORY_KEYS = (
     "seed",
@@ -150,7 +150,7 @@ def train(
 
 
 def evaluate(
-    policy: str | os.PathLike | Policy | Acts,
+    policy: str | os.PathLike | Policy | Acts | Callable[[Observation], Any],
     env: str | EnvConfig | None = None,
     *,
     episodes: int | None = None,
@@ -164,8 +164,9 @@ def evaluate(
     checkpoint, and result, videos and report are written. An object is evaluated in memory, and nothing is written.
 
     Args:
-        policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act``, which is
-            called with all running episodes at once and should keep no state between calls.
+        policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act(observation)``, or a
+            function of an observation, that returns actions ``[B, C, D]`` or ``[B, D]``. It is called with all running episodes
+            at once and must remember nothing, unless it has ``reset()``: then episodes run one by one, and it is called before each.
         env: Name or configuration of the env; None: the one that the policy was trained in.
         episodes: Number of episodes; None: ``evaluation.num_episodes``.
         overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. An object takes only those of the
@@ -219,10 +220,12 @@ def compare(
     return compare_results(a, b, allow_mismatch)
 
 
-def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
+def _evaluate_object(
+    policy: Policy | Acts | Callable[[Observation], Any], env: str | EnvConfig | None, overrides: Sequence[str]
+) -> EvaluationResult:
     is_ours = isinstance(policy, Policy)
-    if not callable(getattr(policy, "act", None)):
-        required = "a folder, a policy of rlinf.load_policy, or an object with act"
+    if isinstance(policy, type) or not callable(getattr(policy, "act", policy)):
+        required = "a folder, a policy of rlinf.load_policy, an object with act, or a function of an observation"
         raise ConfigError(f"evaluate got a {type(policy).__name__}; required: {required}")
     if env is None and not (is_ours and policy.cameras is not None):
         raise ConfigError("evaluate needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
@@ -233,7 +236,7 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
             raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {cure}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
-    num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
+    num_envs = 1 if remembers(policy) else min(settings.num_envs, settings.num_episodes or settings.num_envs)
     made = make_vector_env(config.env, num_envs, auto_reset=False)
     try:
         with autocast(policy.model, policy.config.model.precision) if is_ours else nullcontext():

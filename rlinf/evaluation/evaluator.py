@@ -96,18 +96,34 @@ def act_for_rows(
 
 
 class ObjectPolicy(RowPolicy):
-    """Acts by the ``act`` of any object, which makes its own random draws."""
+    """Acts by the ``act`` of any object, or by a function; they make their own random draws."""
+
+    def stream(self, spec: EpisodeSpec) -> np.random.Generator:
+        """Tell an object that remembers something that an episode begins."""
+        if remembers(self.model):
+            self.model.reset()
+        return super().stream(spec)
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
-        actions = np.asarray(self.model.act(observation), dtype=np.float32)
+        actions = np.asarray(getattr(self.model, "act", self.model)(observation), dtype=np.float32)
         actions = actions[:, None] if actions.ndim == 2 else actions
         if actions.ndim != 3 or len(actions) != len(streams) or not np.isfinite(actions).all():
             raise ConfigError(
-                f"act of {type(self.model).__name__} returned actions of the shape {list(actions.shape)}; required: finite "
+                f"{_name_of(self.model)} returned actions of the shape {list(actions.shape)}; required: finite "
                 f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )
         return actions
+
+
+def remembers(policy: Any) -> bool:
+    """Return whether a policy that is no model may remember what it has seen in an episode: it has ``reset``."""
+    return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
+
+
+def _name_of(policy: Any) -> str:
+    name = type(policy).__name__
+    return f"act of {name}" if hasattr(policy, "act") else getattr(policy, "__name__", name)
 
 
 Video = tuple[int, dict[str, Any], str]
@@ -213,7 +229,8 @@ def evaluate_policy(
     With several ranks, each plays its share, and all return the result of a single process (except ``wall_s``).
 
     Args:
-        model: The policy, or any object with ``act``, which is called with all running episodes at once.
+        model: The policy; or any object with ``act``, or a function, which is called with all running episodes at once. One with
+            ``reset`` needs a single env: it is called before each episode.
         env: Any number of environments, made with ``auto_reset=False``.
         specs: The episodes.
         greedy: Take the most likely actions; False samples at ``temperature``.
@@ -232,10 +249,13 @@ def evaluate_policy(
         look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
 
     Raises:
-        ConfigError: ``specs`` is empty, or an episode does not end.
+        ConfigError: ``specs`` is empty, an episode does not end, or a policy with ``reset`` would play several at once.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
+    if remembers(model) and env.num_envs > 1:
+        found = f"{type(model).__name__} has reset, so it remembers an episode, and env has {env.num_envs} at once"
+        raise ConfigError(f"{found}; required: one. Make it with num_envs=1")
     start = time.monotonic()
     if episodes is None:
         kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy

@@ -57,7 +57,7 @@ class PolicyClient:
         while True:
             try:
                 if self._connection is None:
-                    self._connect(deadline)
+                    self._connect(deadline or time.monotonic() + self.connect_timeout_s)
                 self._connection.send(data)
                 return self._read(self._connection.recv(timeout=self.timeout_s))
             except TimeoutError:

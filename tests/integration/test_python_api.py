@@ -14,6 +14,7 @@ import pytest
 import rlinf
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.types import Observation
 
@@ -306,6 +307,38 @@ def test_any_object_with_act_is_evaluated_as_a_loop_by_hand_does_it():
     assert result.episodes == 5
 
 
+def test_a_function_is_a_policy_and_an_object_with_reset_plays_one_episode_after_the_other():
+    class Counts:
+        """Turns round after five steps of an episode."""
+
+        starts, steps, widths = 0, 0, set()
+
+        def reset(self):
+            self.starts, self.steps = self.starts + 1, 0
+
+        def act(self, observation):
+            self.steps += 1
+            self.widths.add(len(observation))
+            return np.full((1, 1, 2), 0.05 if self.steps <= 5 else -0.05)
+
+    settings = {"episodes": 5, "overrides": ["env.cameras=[]", "env.max_episode_steps=8"]}
+    by_function = rlinf.evaluate(lambda observation: np.full((len(observation), 2), 0.05), "tabletop", **settings)
+    assert by_function.results == rlinf.evaluate(Constant([0.05, 0.05]), "tabletop", **settings).results
+    policy = Counts()
+    found = rlinf.evaluate(policy, "tabletop", **settings)
+    assert (policy.starts, policy.widths) == (5, {1})
+    env = rlinf.make_env("tabletop", cameras=[], max_episode_steps=8)
+    for result in found.results:
+        env.reset(options={"episodes": [result.spec]})
+        rewards = [
+            env.step(np.full((1, 2), 0.05 if step < 5 else -0.05, np.float32))[1][0]
+            for step in range(result.num_env_steps)
+        ]
+        assert result.episode_return == pytest.approx(sum(map(float, rewards)), abs=1e-5)
+    with pytest.raises(ConfigError, match="has 2 at once; required: one. Make it with num_envs=1"):
+        evaluate_policy(Counts(), rlinf.make_env("tabletop", 2, cameras=[]), [result.spec for result in found.results])
+
+
 def test_a_loaded_policy_is_evaluated_with_the_overrides_of_its_folder(place, here):
     run = rlinf.train([*TINY, "output_dir=outputs/seeded/one", "seed=7", "rollout.temperature=0.7"])
     policy = rlinf.load_policy(run)
@@ -393,7 +426,8 @@ def test_an_object_may_have_an_attribute_that_modules_have(trained):
     ("policy", "env", "said"),
     [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", "required: finite numbers"),
      (Constant([[[0.0, 0.0]]]), "tabletop", "required: finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
-     (object(), "tabletop", "evaluate got a object; required")],
+     (object(), "tabletop", "evaluate got a object; required"), (Constant, "tabletop", "evaluate got a type; required"),
+     (lambda observation: [[0.0, 0.0, 0.0]], "tabletop", "<lambda> returned actions")],
 )  # fmt: skip
 def test_objects_that_do_not_fit_are_refused(policy, env, said):
     with pytest.raises(ConfigError, match=said):

@@ -1,0 +1,177 @@
+"""What `rlinf serve` costs: a round trip with two cameras against a call in this process, and eight clients at once against one after the other.
+
+The server is the command in a process of its own, the clients talk to it on loopback. Round trips and calls in this process alternate, act on the
+same observations with the same policy and as many rows, and must return the same bits; ``overhead_ms`` is the difference of the medians
+(required: at most 5). Of the clients, ``ours`` counts observations per second of all at once, ``peer`` of the same ones one after the other on
+the same server, where each call is filled up to as many rows; ``peer_unfilled`` is one after the other on a server with ``max_batch=1``.
+
+    python benchmarks/serve.py [--image-size 224] [--calls 200] [--clients 8] [--rounds 5] [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.commands.open_checkpoint import open_checkpoint
+from rlinf.commands.serve import PolicyRows, ServeConfig
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs import make_env
+from rlinf.models import build_policy
+from rlinf.options import to_mapping
+from rlinf.policy import Policy
+from rlinf.preflight.conditions import build_manifest
+from rlinf.serving.client import PolicyClient
+
+LIMIT_MS = 5.0
+CAMERAS = ("front", "wrist")
+
+
+def make_checkpoint(folder: Path, args: argparse.Namespace) -> RunConfig:
+    """Write a checkpoint of the small OpenVLA with random weights, which sees two cameras."""
+    config = build_config(
+        compose_config(
+            ["model=openvla_tiny", "model.init_config.num_images_in_input=2", "env=tabletop", f"env.image_size={args.image_size}",
+             f"env.cameras=[{','.join(CAMERAS)}]", f"cluster.device={args.device}", f"cluster.num_threads={args.threads}", "output_dir=unused"]
+        )
+    )  # fmt: skip
+    env = make_env(config.env, 1, auto_reset=False)
+    model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
+    env.close()
+    manifest = build_manifest(config, model, policy_version=0)
+    save_checkpoint(folder, model=model, optimizer=None, loop_state={"step": 0}, run_config=to_mapping(config), manifest=manifest)  # fmt: skip
+    return config
+
+
+@contextmanager
+def served(checkpoint: Path, max_batch: int) -> Iterator[str]:
+    """Start `rlinf serve`; yield its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "rlinf",
+        "serve",
+        f"checkpoint={checkpoint}",
+        f"port={port}",
+        f"max_batch={max_batch}",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"ws://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def observations(number: int, size: int) -> list[dict[str, Any]]:
+    """Return requests with pictures of noise, which no compression would make smaller."""
+    generator = np.random.default_rng(0)
+    return [
+        {
+            "images": {name: generator.integers(0, 256, (size, size, 3), dtype=np.uint8) for name in CAMERAS},
+            "prompt": "reach the red block",
+        }
+        for _ in range(number)
+    ]
+
+
+def milliseconds(call: Any) -> tuple[float, Any]:
+    """Return how long a call takes, and its result."""
+    start = time.perf_counter()
+    result = call()
+    return 1000 * (time.perf_counter() - start), result
+
+
+def round_trips(url: str, rows: PolicyRows, args: argparse.Namespace) -> dict[str, float]:
+    """Return the medians of a round trip and of a call in this process."""
+    client, times = PolicyClient(url, 600, 600), {"served": [], "in_process": []}
+    for number, request in enumerate(observations(args.calls + 5, args.image_size)):
+        remote_ms, reply = milliseconds(lambda: client.ask(request))  # noqa: B023
+        local_ms, (actions,) = milliseconds(lambda: rows.act([rows.read(request)]))  # noqa: B023
+        if not np.array_equal(reply["actions"], actions):
+            raise SystemExit("the server's actions are not those of this process")
+        if number >= 5:  # the first ones warm up
+            times["served"].append(remote_ms)
+            times["in_process"].append(local_ms)
+    client.close()
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def per_second(url: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Return observations per second of all clients at once, and of one after the other; the best of the rounds."""
+    requests, share = observations(args.clients, args.image_size), max(1, args.calls // args.clients)
+    at_once, in_turn = [], []
+    for _ in range(args.rounds):
+        with ThreadPoolExecutor(args.clients) as pool:
+            clients = list(pool.map(lambda _: PolicyClient(url, 600, 600), requests))
+            at_once.append(milliseconds(lambda: list(pool.map(play, clients, requests, [share] * args.clients)))[0])  # noqa: B023
+            for client in clients:  # a client that is connected and silent would be waited for
+                client.close()
+        client = PolicyClient(url, 600, 600)
+        in_turn.append(milliseconds(lambda: [play(client, request, share) for request in requests])[0])  # noqa: B023
+        client.close()
+    count = 1000 * args.clients * share
+    return count / min(at_once), count / min(in_turn)
+
+
+def play(client: PolicyClient, request: dict[str, Any], share: int) -> None:
+    """Ask several times."""
+    for _ in range(share):
+        client.ask(request)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "checkpoints" / "rl_000000"
+        config = make_checkpoint(checkpoint, args)
+        model = open_checkpoint(checkpoint, config).policy.to(args.device).eval()
+        with served(checkpoint, 1) as url:
+            rows = PolicyRows(Policy(model, config), ServeConfig(max_batch=1))
+            medians = round_trips(url, rows, args)
+            _, unfilled = per_second(url, args)
+        overhead = medians["served"] - medians["in_process"]
+        print(
+            json.dumps({"name": "serve_round_trip_ms", **medians, "overhead_ms": overhead, "limit_ms": LIMIT_MS}),
+            flush=True,
+        )
+        with served(checkpoint, args.clients) as url:
+            ours, peer = per_second(url, args)
+    line = {
+        "name": f"observations per second, {args.clients} clients at once against one after the other",
+        "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(ours / peer, 2), "peer_unfilled": round(unfilled, 2),
+        "overhead_ms": round(overhead, 2), "limit_ms": LIMIT_MS, "served_ms": round(medians["served"], 2),
+        "in_process_ms": round(medians["in_process"], 2), "image_size": args.image_size, "cameras": len(CAMERAS), "calls": args.calls,
+        "clients": args.clients, "rounds": args.rounds, "threads": args.threads, "device": args.device,
+    }  # fmt: skip
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ from rlinf.evaluation.disturbed_env import (
 )
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.verdicts import UNTOLD, Row, Verdict, verdicts
+from rlinf.evaluation.verdicts import UNCLEAR, Row, Verdict, verdicts
 from rlinf.evaluation.wordings import paraphrased, swapped
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
@@ -72,7 +72,7 @@ class Audit:
         """Return one sentence."""
         if self.faults:
             return f"Found: {'; '.join(f'{one.question} {one.answer}' for one in self.faults)}"
-        open_ones = [one.question for one in self.verdicts if one.answer in ("unclear", UNTOLD)]
+        open_ones = [one.question for one in self.verdicts if one.answer == UNCLEAR]
         rest = f" Open: {' '.join(open_ones)}" if open_ones else ""
         return f"Nothing found.{rest}"
 

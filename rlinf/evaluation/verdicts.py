@@ -15,6 +15,8 @@ from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_points
 
+SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
+"""Beginnings of the keys of conditions that a person would hardly mind."""
 LEAST_SHARE = 0.25
 """Share of what there is to lose that decides."""
 
@@ -93,7 +95,8 @@ def verdicts(rows: Mapping[str, Row], reset_successes: int, matched: Mapping[str
     looks = _looks(rows, stake, is_better)
     reacts = _reacts(rows, matched.get("pushed"), stake, is_better)
     found += [_reads(rows, stake, is_better), looks, _feels(rows, stake, is_better), reacts]
-    return [*found, _remembers(rows, stake, floor, is_better, looks.answer, reacts.answer)]
+    found.append(_remembers(rows, stake, floor, is_better, looks.answer, reacts.answer))
+    return [*found, _breaks(rows, stake, is_better)]
 
 
 def _lost(row: Row, stake: float) -> Effect:
@@ -205,3 +208,20 @@ def _remembers(
         return Verdict(question, UNTOLD, "; ".join(reasons) or "there is nothing to compare")
     answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
     return Verdict(question, answer, "; ".join(reasons), answer == YES)
+
+
+def _breaks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
+    """Ask whether a small change costs success; that is no fault of the rate, which is that of the world as it is."""
+    question = "Do small changes of words, pictures or places stop it?"
+    if not is_better:
+        return _not_better(question)
+    played = [row for key, row in rows.items() if key.startswith(SMALL_CHANGES) and row.pairs is not None]
+    effects = {row.title: _lost(row, stake) for row in played}
+    answers = {title: effect.answer for title, effect in effects.items()}
+    shown = [f"{title}: {effect}" for title, effect in effects.items() if answers[title] == YES]
+    answer = YES if shown else NO if set(answers.values()) == {NO} else UNCLEAR
+    return Verdict(
+        question,
+        answer,
+        "; ".join(shown) or f"none of {len(effects)} is shown to cost a quarter of {100 * stake:.1f} points",
+    )

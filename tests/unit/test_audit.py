@@ -71,13 +71,22 @@ def audited(policy, env, with_moved: bool = False) -> Audit:
 
 
 def answers(audit: Audit) -> dict[str, str]:
-    names = ("better", "at reset", "reads", "looks", "state", "reacts", "remembers")
+    names = ("better", "at reset", "reads", "looks", "state", "reacts", "remembers", "breaks")
     return dict(zip(names, (one.answer for one in audit.verdicts), strict=True))
 
 
 def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
     audit = audited(Honest(sees), table, with_moved=True)
-    expected = {"better": YES, "at reset": NO, "reads": YES, "looks": YES, "state": YES, "reacts": YES, "remembers": NO}
+    expected = {
+        "better": YES,
+        "at reset": NO,
+        "reads": YES,
+        "looks": YES,
+        "state": YES,
+        "reacts": YES,
+        "remembers": NO,
+        "breaks": NO,
+    }
     assert answers(audit) == expected and audit.faults == [] and audit.summary() == "Nothing found."
     rates = {row.key: row.success.success_rate for row in audit.rows if row.success is not None}
     assert rates["clean"] == rates["paraphrased"] == rates["moved_objects"] == rates["seen"] == 1.0
@@ -90,7 +99,7 @@ def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
 def test_one_motion_that_fits_all_episodes_is_no_fault_of_an_honest_policy(same_table, sees):
     audit = audited(Honest(sees), same_table)
     assert audit.faults == [] and answers(audit)["remembers"] == UNCLEAR
-    assert "one motion fits all episodes" in audit.verdicts[-1].reason
+    assert "one motion fits all episodes" in audit.verdicts[-2].reason
 
 
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
@@ -124,7 +133,7 @@ def test_a_policy_that_remembers_its_training_is_found(table):
     audit = audited(Replays(motions, by_picture=True), table)
     found = answers(audit)
     assert (found["better"], found["remembers"], found["reads"], found["looks"]) == (NO, YES, UNTOLD, UNTOLD)
-    assert "+100.0 points" in audit.verdicts[-1].reason
+    assert "+100.0 points" in audit.verdicts[-2].reason
 
 
 def test_replayed_actions_give_the_same_episodes_and_pushes_are_where_they_are_said_to_be(full_state):
@@ -164,19 +173,24 @@ def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
 
 def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     """And what was not possible is told, by hand-made rows."""
-    rate, none = Success(5, 20), Row("", "", note="the env shows no pictures")
-    pairs = Pairs(5, 0, 0, 15)
+    rate, none = Success(15, 20), Row("", "", note="the env shows no pictures")
+    pairs = Pairs(15, 0, 0, 5)
     rows = {
         key: Row(key, key, rate, pairs)
         for key in ("clean", "idle", "random", "swapped", "frozen", "pushed_replay", "other_actions")
     }
     rows |= {key: none for key in ("other_pictures", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
-    assert [one.answer for one in found] == [NO, YES, UNTOLD, UNTOLD, UNTOLD, UNTOLD, UNTOLD]
-    assert [one.is_fault for one in found] == [True, True, False, False, False, False, False]
+    assert [one.answer for one in found] == [NO, YES, *[UNTOLD] * 6]
+    assert [one.is_fault for one in found] == [True, True, *[False] * 6]
     better = rows | {"idle": Row("", "", Success(0, 20)), "random": Row("", "", Success(0, 20))}
-    found = verdicts(better, 0, {"baseline": Pairs(0, 0, 5, 15)})
+    found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})
     assert found[3].reason == "the env shows no pictures" and not found[3].is_fault
+    brighter = better | {"brighter_front": Row("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))}
+    broken = verdicts(brighter, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
+    assert (
+        broken.answer == YES and "camera front brighter: +75.0 points of 75.0" in broken.reason and not broken.is_fault
+    )
 
 
 def test_other_sentences_ask_for_something_else():

@@ -180,7 +180,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
         assert part in printed, part
     (folder,) = here.glob("outputs/tabletop_ppo_mlp/audit_*")
     data = json.loads((folder / "audit.json").read_text())
-    assert data["num_episodes"] == 3 and data["rows"][0]["success"]["episodes"] == 3 and len(data["verdicts"]) == 7
+    assert data["num_episodes"] == 3 and data["rows"][0]["success"]["episodes"] == 3 and len(data["verdicts"]) == 8
     counted = json.loads((run / "eval" / "after_rl" / "result.json").read_text())["results"][:3]
     assert data["rows"][0]["success"]["successes"] == sum(one["success"] for one in counted), "as in the evaluation"
     assert "Does it react to what happens?" in (folder / "report.html").read_text()

@@ -38,15 +38,16 @@ class Episode:
 def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all") -> list[Episode]:
     """Return the episodes of a dataset under the rules of an env.
 
-    With ``env.reward_mode=sparse``, success alone is rewarded, whatever rewards are stored. An episode ends at its first
-    success where the env does so. A dataset that does not tell successes counts those whose last reward is above 0.
+    With ``env.reward_mode=sparse``, success alone is rewarded, whatever rewards are stored. Then nothing is paid after the first
+    success, so an episode ends there, as where the env ends it. Without stored successes, an episode succeeded if its last reward
+    is above 0.
 
     Args:
         dataset: Opened with ``outcomes``.
         env: Settings of the env.
         which: ``algorithm.offline_episodes``.
     """
-    outcomes, found = dataset.outcomes, []
+    outcomes, is_sparse, found = dataset.outcomes, env.reward_mode == "sparse", []
     for last in np.unique(dataset.last_rows):
         first = int(np.searchsorted(dataset.last_rows, last))
         rows = slice(first, int(last) + 1)
@@ -59,12 +60,12 @@ def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all
             success[-1] = outcomes.rewards[last] > 0
         if which == "successes" and not success.any():
             continue
-        rewards = np.zeros(len(success), np.float32) if env.reward_mode == "sparse" else outcomes.rewards[rows].copy()
-        if success.any() and env.reward_mode == "sparse":
-            rewards[success.argmax()] = env.success_bonus
+        rewards = np.zeros(len(success), np.float32) if is_sparse else outcomes.rewards[rows]
         terminated = bool(outcomes.terminated[last])
-        if success.any() and env.terminate_on_success:
+        if success.any() and (is_sparse or env.terminate_on_success):
             rewards, terminated = rewards[: success.argmax() + 1], True
+            if is_sparse:
+                rewards[-1] = env.success_bonus
         found.append(Episode(first, rewards, bool(success.any()), terminated))
     return found
 

@@ -81,7 +81,7 @@ def slow(episode: dict, first: int, env: EnvConfig) -> list[tuple]:
         reward = stored if env.reward_mode != "sparse" else env.success_bonus * (now and not reached)
         reached |= now
         rows.append((first + step, reward))
-        ended = (reached and env.terminate_on_success) or (
+        ended = (reached and (env.terminate_on_success or env.reward_mode == "sparse")) or (
             step == len(episode["rewards"]) - 1 and episode.get("terminated", False)
         )
         if ended:

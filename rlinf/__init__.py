@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlinf.imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from rlinf.api import compare, evaluate, load_policy, make_env, train
+    from rlinf.api import audit, compare, evaluate, load_policy, make_env, train
     from rlinf.policy import Policy
     from rlinf.types import EpisodeSpec, Observation
 
@@ -22,6 +22,7 @@ _LAZY = {
     "make_env": "rlinf.api",
     "train": "rlinf.api",
     "evaluate": "rlinf.api",
+    "audit": "rlinf.api",
     "compare": "rlinf.api",
     "Policy": "rlinf.policy",
     "Observation": "rlinf.types",
@@ -29,7 +30,7 @@ _LAZY = {
 }
 """Public name to the module that defines it."""
 
-__all__ = ["EpisodeSpec", "Observation", "Policy", "compare", "evaluate", "load_policy", "make_env", "train"]
+__all__ = ["EpisodeSpec", "Observation", "Policy", "audit", "compare", "evaluate", "load_policy", "make_env", "train"]
 
 
 __getattr__ = lazy_attributes(__name__, _LAZY)

@@ -10,12 +10,13 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run, resolve_checkpoint
+from rlinf.commands import audit as auditing
 from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
@@ -30,6 +31,7 @@ from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import CheckpointError, ConfigError, closest
+from rlinf.evaluation.audit import Audit, Auditor, check_episodes
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.compare_folders import compare_folders
@@ -189,7 +191,62 @@ def evaluate(
             raise ConfigError(f"evaluate got a folder and an env configuration; required: {required}")
         chosen = [] if env is None else [f"env={env}"]
         return evaluation.evaluate(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
-    return _evaluate_object(policy, env, overrides)
+    with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
+        settings = config.evaluation
+        return evaluate_policy(
+            model,
+            made,
+            episode_list(made, settings.split, settings.num_episodes),
+            greedy=settings.greedy,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+        )
+
+
+def audit(
+    policy: str | os.PathLike | Policy | Acts | Callable[[Observation], Any],
+    env: str | EnvConfig | None = None,
+    *,
+    episodes: int = auditing.NUM_EPISODES,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Audit:
+    """Ask whether a policy reads its instruction, looks, reacts, or remembers, as ``rlinf audit`` does.
+
+    A folder is audited like ``rlinf audit checkpoint=<folder>``, and a page is written. An object is audited in memory, and nothing is
+    written; its initial states of training are taken to be the first of the training split.
+
+    Args:
+        policy, env, overrides: See ``evaluate``.
+        episodes: Episodes of each condition.
+
+    Returns:
+        ``rows``, ``verdicts``, ``faults``; ``print(audit.table())``.
+
+    Raises:
+        ConfigError: As of ``evaluate``, or fewer than two episodes.
+    """
+    _check_overrides(overrides, "audit")
+    overrides = [*overrides, *_code(plugins, trust_remote_code), f"evaluation.num_episodes={episodes}"]
+    if isinstance(policy, (str, os.PathLike)):
+        if env is not None and not isinstance(env, str):
+            required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
+            raise ConfigError(f"audit got a folder and an env configuration; required: {required}")
+        chosen = [] if env is None else [f"env={env}"]
+        return auditing.audit(auditing.configured(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides])))
+    with _opened_object(policy, env, overrides, "audit") as (model, made, config):
+        settings = config.evaluation
+        specs = episode_list(made, settings.split, settings.num_episodes)
+        check_episodes(specs)
+        options = {"greedy": settings.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
+
+        def moved(what: str) -> VectorEnv | None:
+            elsewhere = made.moved(config.env, what)
+            return None if elsewhere is None else make_vector_env(elsewhere, made.num_envs, auto_reset=False)
+
+        seen = made.episode_specs("train")[: len(specs)]
+        return Auditor(model, made, specs, **options).run(seen, auditing.NOT_KNOWN, moved)
 
 
 def compare(
@@ -220,18 +277,23 @@ def compare(
     return compare_results(a, b, allow_mismatch)
 
 
-def _evaluate_object(
-    policy: Policy | Acts | Callable[[Observation], Any], env: str | EnvConfig | None, overrides: Sequence[str]
-) -> EvaluationResult:
+@contextmanager
+def _opened_object(
+    policy: Policy | Acts | Callable[[Observation], Any],
+    env: str | EnvConfig | None,
+    overrides: Sequence[str],
+    function: str,
+) -> Iterator[tuple[Any, VectorEnv, RunConfig]]:
+    """Give what ``evaluate_policy`` plays, its env, which is closed at the end, and the settings."""
     is_ours = isinstance(policy, Policy)
     if isinstance(policy, type) or not callable(getattr(policy, "act", policy)):
         required = "a folder, a policy of rlinf.load_policy, an object with act, or a function of an observation"
-        raise ConfigError(f"evaluate got a {type(policy).__name__}; required: {required}")
+        raise ConfigError(f"{function} got a {type(policy).__name__}; required: {required}")
     if env is None and not (is_ours and policy.cameras is not None):
-        raise ConfigError("evaluate needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
+        raise ConfigError(f"{function} needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
     for key in _typed_values(overrides):
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
-            found = f"evaluate got the override '{key}', which has no effect on an object"
+            found = f"{function} got the override '{key}', which has no effect on an object"
             cure = "Pass other overrides to load_policy, or evaluate the folder"
             raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {cure}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
@@ -240,14 +302,7 @@ def _evaluate_object(
     made = make_vector_env(config.env, num_envs, auto_reset=False)
     try:
         with autocast(policy.model, policy.config.model.precision) if is_ours else nullcontext():
-            return evaluate_policy(
-                policy.model if is_ours else policy,
-                made,
-                episode_list(made, settings.split, settings.num_episodes),
-                greedy=settings.greedy,
-                temperature=config.rollout.temperature,
-                seed=config.seed,
-            )
+            yield policy.model if is_ours else policy, made, config
     finally:
         made.close()
 

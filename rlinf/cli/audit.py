@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 
 from rlinf.commands import audit as command
-from rlinf.commands.hydra_app import configure, given_value, parse
+from rlinf.commands.hydra_app import parse
 from rlinf.errors import ConfigError
 
 
@@ -23,11 +22,7 @@ def audit(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
         )
-    if given_value(args.overrides, "evaluation.num_episodes") is None:
-        args.overrides = [*args.overrides, f"evaluation.num_episodes={command.NUM_EPISODES}"]
-    config = configure(args, "evaluate")
+    config = command.configured(args)
     if config is not None:
-        if given_value(args.overrides, "output_dir") is None:
-            config.output_dir = f"outputs/{config.experiment_name}/audit_{datetime.now():%Y-%m-%d_%H-%M-%S}"
         command.audit(config)
     return 0

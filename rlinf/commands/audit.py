@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from rlinf.cluster.envs import env_maker
 from rlinf.cluster.factory import episode_sampler
 from rlinf.commands.evaluate import open_policy
+from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
@@ -28,6 +31,17 @@ from rlinf.types import EpisodeSpec
 NUM_EPISODES = 100
 """Episodes of each condition, unless ``evaluation.num_episodes`` is given."""
 TITLE_WIDTH = 44
+NOT_KNOWN = "of the training split; which of them it has seen is not known"
+
+
+def configured(args: Namespace) -> RunConfig | None:
+    """Return the configuration of an audit, with its number of episodes and its folder; None: ``--cfg`` has printed it."""
+    if given_value(args.overrides, "evaluation.num_episodes") is None:
+        args.overrides = [*args.overrides, f"evaluation.num_episodes={NUM_EPISODES}"]
+    config = configure(args, "evaluate")
+    if config is not None and given_value(args.overrides, "output_dir") is None:
+        config.output_dir = f"outputs/{config.experiment_name}/audit_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return config
 
 
 def audit(config: RunConfig) -> Audit:
@@ -112,10 +126,10 @@ def seen_episodes(
         cloned = demonstration_specs(env, config.sft.num_demonstrations, config.seed)
         return _first(cloned, count), "those of its demonstrations"
     split = env.episode_specs("train")
-    return split[:count], "of the training split; which of them it has seen is not known"
+    return split[:count], NOT_KNOWN
 
 
-def _first(specs, count: int) -> list[EpisodeSpec]:
+def _first(specs: Iterable[EpisodeSpec], count: int) -> list[EpisodeSpec]:
     """Return the first ``count`` different episodes."""
     found: dict[EpisodeSpec, None] = {}
     for spec in specs:

@@ -41,7 +41,15 @@ def test_every_page_is_on_the_site(site):
 def test_the_reference_has_the_public_functions_and_the_contracts(site):
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in (
-        *("rlinf.load_policy", "rlinf.make_env", "rlinf.train", "rlinf.evaluate", "rlinf.compare", "rlinf.Policy.act"),
+        *(
+            "rlinf.load_policy",
+            "rlinf.make_env",
+            "rlinf.train",
+            "rlinf.evaluate",
+            "rlinf.audit",
+            "rlinf.compare",
+            "rlinf.Policy.act",
+        ),
         *("rlinf.types.Observation", "rlinf.types.EpisodeSpec", "rlinf.envs.base.VectorEnv.reset"),
         *("rlinf.models.register_model", "rlinf.algorithms.base.Algorithm.compute_advantages"),
     ):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import rlinf
 from rlinf.commands.audit import check
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -109,8 +110,12 @@ def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
     assert (found["reads"], found["looks"], found["reacts"]) == (NO, YES, YES)
 
 
-def test_a_policy_that_reads_only_the_state_is_found(full_state):
-    found = answers(audited(StateOnly(), full_state))
+def test_a_policy_that_reads_only_the_state_is_found_in_python():
+    audit = rlinf.audit(StateOnly().act, replace(CONFIG, state="full"), episodes=NUM_EPISODES)
+    found = answers(audit)
+    assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
+    with pytest.raises(ConfigError, match="1 episodes says nothing"):
+        rlinf.audit(StateOnly(), CONFIG, episodes=1)
     assert (found["reads"], found["looks"], found["state"], found["reacts"]) == (NO, NO, YES, YES)
 
 

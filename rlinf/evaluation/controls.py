@@ -65,11 +65,11 @@ class ShiftedPolicy:
 
 
 def evaluate_noise(
-    base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], noise: float, seed: int = 0
+    base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], noise: float, seed: int = 0, **options: Any
 ) -> EvaluationResult:
-    """Evaluate a policy with uniform noise of the bound ``noise`` around its greedy actions."""
+    """Evaluate a policy with uniform noise of the bound ``noise`` around its greedy actions; ``options`` are those of ``evaluate_policy``."""
     shaken = ShiftedPolicy(base, env.action_low, env.action_high, noise=noise)
-    return evaluate_policy(shaken, env, specs, greedy=False, seed=seed)
+    return evaluate_policy(shaken, env, specs, greedy=False, seed=seed, **options)
 
 
 def plane_offsets(action_dim: int, lengths: Sequence[float], num_directions: int = 8) -> list[tuple[float, ...]]:
@@ -80,14 +80,20 @@ def plane_offsets(action_dim: int, lengths: Sequence[float], num_directions: int
 
 
 def best_offset(
-    base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], offsets: Sequence[Sequence[float]]
+    base: ActionModel,
+    env: VectorEnv,
+    specs: Sequence[EpisodeSpec],
+    offsets: Sequence[Sequence[float]],
+    **options: Any,
 ) -> tuple[Sequence[float], list[EvaluationResult]]:
     """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
 
     Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
+    ``options`` are those of ``evaluate_policy``.
     """
     results = [
-        evaluate_policy(ShiftedPolicy(base, env.action_low, env.action_high, offset), env, specs) for offset in offsets
+        evaluate_policy(ShiftedPolicy(base, env.action_low, env.action_high, offset), env, specs, **options)
+        for offset in offsets
     ]
     rates = [result.success_rate for result in results]
     return offsets[rates.index(max(rates))], results

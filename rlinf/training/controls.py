@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
-from rlinf.distributed.process_group import rank
+from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.report_data import CONTROLS_FILE
@@ -18,6 +20,7 @@ from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
 from rlinf.tracking.tracker import read_metrics
 from rlinf.training.session import Session
+from rlinf.training.stop_signal import StopRequested
 
 logger = logging.getLogger("rlinf")
 
@@ -28,36 +31,48 @@ SHARES = (0.25, 0.5, 1.0)
 """Sizes of the constant corrections, in shares of the scale of the head."""
 
 
+@waiting("evaluate")
 def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None:
-    """Evaluate noise of up to ``scale`` and half of it, and the best constant correction, and write ``controls.json``.
+    """Evaluate noise of up to ``scale`` and half of it, and the best constant correction, and write ``controls.json`` (a collective call).
 
-    The constant is chosen on training episodes. A resumed run that has the file does not repeat this.
+    The constant is chosen on training episodes. A resumed run that has the file does not repeat this. A signal ends it without a file.
     """
-    path, env, settings = session.folder / CONTROLS_FILE, session.evaluator.env, session.config.evaluation
-    if path.exists():
+    path = session.folder / CONTROLS_FILE
+    if any_rank(rank() == 0 and path.exists()):
         return
-    held_out = episode_list(env, settings.split, settings.num_episodes)
-    training = env.episode_specs("train")[:NUM_SELECTION_EPISODES]
-    found: list[tuple[str, Success]] = []
+    env = session.evaluator.env
     try:
         with session.evaluator.autocast():
-            for bound in (scale / 2, scale):
-                result = evaluate_noise(base, env, held_out, bound, session.config.seed)
-                found.append((f"uniform noise of up to {bound:g}", result.total))
-            offsets = constant_offsets(env.action_dim, [scale * share for share in SHARES])
-            chosen, _ = best_offset(base, env, training, offsets)
-            moved = ShiftedPolicy(base, env.action_low, env.action_high, chosen)
-            words = ", ".join(f"{number:+.2f}" for number in chosen)
-            name = f"the constant correction ({words}), the best of {len(offsets)} on {len(training)} training episodes"
-            found.append((name, evaluate_policy(moved, env, held_out).total))
+            found = _controls(session, base, scale)
+    except StopRequested:
+        return
     finally:
         env.offload()
     if rank() == 0:
         write_text(path, json.dumps([{"name": name, **success.as_dict()} for name, success in found], indent=1))
         for name, success in found:
             session.progress.note(f"control, nothing learnt: {name}: {_words(success)}")
-        name, best = max(found, key=lambda each: each[1].success_rate)
-        _warn_if_easy(session, name, best)
+        _warn_if_easy(session, *max(found, key=lambda each: each[1].success_rate))
+
+
+def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[str, Success]]:
+    """Return the name and the success of each control."""
+    env, settings = session.evaluator.env, session.config.evaluation
+    held_out = episode_list(env, settings.split, settings.num_episodes)
+    training = env.episode_specs("train")[:NUM_SELECTION_EPISODES]
+    options: dict[str, Any] = {
+        "on_result": lambda _: go_on(), "rank": rank(), "num_ranks": world_size(), "together": session.stop_signal.together
+    }  # fmt: skip
+    found = []
+    for bound in (scale / 2, scale):
+        result = evaluate_noise(base, env, held_out, bound, session.config.seed, **options)
+        found.append((f"uniform noise of up to {bound:g}", result.total))
+    offsets = constant_offsets(env.action_dim, [scale * share for share in SHARES])
+    chosen, _ = best_offset(base, env, training, offsets, **options)
+    moved = ShiftedPolicy(base, env.action_low, env.action_high, chosen)
+    words = ", ".join(f"{number:+.2f}" for number in chosen)
+    name = f"the constant correction ({words}), the best of {len(offsets)} on {len(training)} training episodes"
+    return [*found, (name, evaluate_policy(moved, env, held_out, **options).total)]
 
 
 def note_warmup(session: Session) -> None:

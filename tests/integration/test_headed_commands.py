@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from rlinf.cli import main
 from rlinf.cli.diagnose import _checker
 from rlinf.cli.doctor import check_choice
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
-from rlinf.commands.train import train
+from rlinf.commands.train import build, train
 from rlinf.envs import make_env
 from rlinf.evaluation.controls import evaluate_noise
 from rlinf.evaluation.evaluator import RowPolicy, episode_list, evaluate_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
 from rlinf.preflight.validation import validate
+from rlinf.training.stop_signal import StopRequested
 from rlinf.types import Observation
 
 RUN = [
@@ -186,3 +188,20 @@ def test_controls_are_evaluated_once_reported_and_not_repeated(run, tmp_path, ca
     trained(again, *HEAD, *CLONED, "algorithm.controls=true", f"resume={again}", "trainer.max_steps=4")
     assert (again / "controls.json").read_text() == "[]", "a resumed run would overwrite it"
     assert "warm-up, nothing learnt" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
+    config = run_config(tmp_path, *RUN, *HEAD, "model=mlp", "env.cameras=[]", "algorithm.controls=true")
+    validate(config)
+    built = build(config)
+    session = built.session
+
+    def interrupted(*_args, together, **_options):
+        session.stop_signal.number = signal.SIGTERM
+        return together(lambda: None)
+
+    monkeypatch.setattr("rlinf.training.controls.evaluate_noise", interrupted)
+    monkeypatch.setattr(session, "evaluate", lambda tag, step: None)
+    with pytest.raises(StopRequested, match="stopped by a signal after step 0"):
+        built.execute()
+    assert (tmp_path / "checkpoints" / "rl_000000").is_dir() and not (tmp_path / "controls.json").exists()

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from rlinf.algorithms.config import AnyAlgorithmConfig
 from rlinf.options import option
 
+LARGEST_SCALE = 2.0
+"""The whole range of the env, in its halves."""
+
 
 @dataclass
 class HeadConfig:
@@ -18,7 +21,7 @@ class HeadConfig:
         "Largest correction of a number of an action, in halves of the range of the env: what is missing to success must be smaller. "
         "Of the head `noise`, the largest noise, in standard deviations.",
         minimum=1e-6,
-        maximum=2,
+        maximum=LARGEST_SCALE,
     )
     hidden_size: int = option(128, "Width of the hidden layers.", minimum=1)
     num_candidates: int = option(

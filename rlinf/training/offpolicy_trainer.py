@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.algorithms.offpolicy_config import LARGEST_SCALE, OffPolicyConfig
 from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, resolve_checkpoint
 from rlinf.checkpoints.kept_base import keep_base
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
@@ -286,11 +286,11 @@ class OffPolicyTrainer:
                 "diverge. Set algorithm.learning_rate or algorithm.updates_per_env_step to less",
             )
         share, head = metrics.get("train/at_bound", 0.0), self.config.head
-        if share > 0.5 and not isinstance(self.policy.head, DirectHead):
+        if share > 0.5 and head.scale < LARGEST_SCALE and not isinstance(self.policy.head, DirectHead):
             self._warn_once(
                 "train/at_bound",
                 f"{share:.0%} of the numbers of the head are at their bound (train/at_bound): corrections cannot become larger. "
-                f"Set algorithm.head.scale={min(2.0, 2 * head.scale):g}",
+                f"Set algorithm.head.scale={min(LARGEST_SCALE, 2 * head.scale):g}",
             )
 
     def _warn_once(self, name: str, text: str) -> None:

@@ -96,7 +96,8 @@ def test_the_first_candidate_is_the_greedy_action_bit_for_bit(case, policy):
     assert others_differ == [not is_deterministic(policy)] * (NUM_CANDIDATES - 1), "control: the others are drawn"
 
 
-def test_uniforms_decide_the_other_candidates(case, policy):
+def test_uniforms_decide_the_other_candidates(case):
+    policy = case.policy
     first, again, other = (propose(policy, case.observation, seed) for seed in (0, 0, 1))
     assert torch.equal(first.chunks, again.chunks) and torch.equal(first.features, other.features)
     assert torch.equal(first.chunks, other.chunks) == is_deterministic(policy)
@@ -110,7 +111,8 @@ def test_uniforms_decide_the_other_candidates(case, policy):
             assert not torch.allclose(first.chunks[:, 1 + index], drawn.roll(1, 0), atol=1e-3), "control: another row's"
 
 
-def test_chunks_that_are_drawn_later_are_those_that_are_drawn_at_once(case, policy):
+def test_chunks_that_are_drawn_later_are_those_that_are_drawn_at_once(case):
+    policy = case.policy
     inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
     at_once = policy.propose(inputs, NUM_CANDIDATES, uniforms)
     begun = policy.propose(inputs, resumable=True)
@@ -140,7 +142,8 @@ def test_noise_of_a_head_decides_a_chunk(case):
         torch.testing.assert_close(drawn[3], begun.chunks)  # the median of a Gaussian is its mode
 
 
-def test_without_uniforms_candidates_come_from_the_global_generator(case, policy):
+def test_without_uniforms_candidates_come_from_the_global_generator(case):
+    policy = case.policy
     inputs = policy.preprocess(case.observation)
     chunks = [torch.manual_seed(seed) and policy.propose(inputs, 3).chunks for seed in (1, 1, 2)]
     assert torch.equal(chunks[0], chunks[1])
@@ -185,7 +188,8 @@ def test_images_and_prompt_are_read_once_however_many_candidates(case, policy):
             hook.remove()
 
 
-def test_uniforms_of_another_shape_are_refused(case, policy):
+def test_uniforms_of_another_shape_are_refused(case):
+    policy = case.policy
     inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
     with pytest.raises(ValueError, match=r"uniforms are \[4, 3, .*required: \[4, 2, "):
         policy.propose(inputs, NUM_CANDIDATES - 1, uniforms)

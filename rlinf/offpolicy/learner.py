@@ -47,6 +47,7 @@ class OffPolicyLearner(ABC):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
         self.optimizers = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
+        self._live, self._slow = list(self.critics.parameters()), list(self.targets.parameters())
         self.num_updates = 0
 
     @classmethod
@@ -63,7 +64,7 @@ class OffPolicyLearner(ABC):
 
     @abstractmethod
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the head and metrics; the critics have no gradients meanwhile."""
+        """Return the loss of the head and metrics; the critics do not learn from it."""
 
     def head_is_trained(self) -> bool:
         """Return whether the present update trains the head."""
@@ -102,13 +103,11 @@ class OffPolicyLearner(ABC):
             online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
             metrics |= {"q_mean_online": online.mean(), "q_mean_offline": offline.mean()}
         if self.head_is_trained():
-            self.critics.requires_grad_(False)
             loss, more = self.head_loss(batch)
             self._step("head", loss)
-            self.critics.requires_grad_(True)
             metrics |= {"policy_loss": loss.detach(), **more}
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.targets.parameters()), list(self.critics.parameters()), self.config.tau)
+            torch._foreach_lerp_(self._slow, self._live, self.config.tau)
         self.num_updates += 1
         return metrics
 
@@ -119,8 +118,10 @@ class OffPolicyLearner(ABC):
                 f"The loss of the {name} is {number} at update {self.num_updates}; the step was not taken. "
                 "Set algorithm.learning_rate to less, or look at the rewards of the env"
             )
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        stepped = optimizer.param_groups[0]["params"]
+        # Of these alone: the loss of the head asks the critics, which do not learn from it.
+        for parameter, gradient in zip(stepped, torch.autograd.grad(loss, stepped, allow_unused=True), strict=True):
+            parameter.grad = gradient
         optimizer.step()
 
     def check_finite(self) -> None:

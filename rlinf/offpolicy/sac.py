@@ -29,7 +29,7 @@ class SAC(OffPolicyLearner):
         super().__init__(config, head, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
         self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
-        self.optimizers["alpha"] = self._adam([self.log_alpha])
+        self.optimizers["head"] = self._adam([*head.parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> Tensor:
         return self.head.options(batch.next_features, batch.next_base, self.normal_for_options(len(batch.actions)))
@@ -41,14 +41,15 @@ class SAC(OffPolicyLearner):
         values = self.values(batch.features, batch.base, actions)
         alpha = self.log_alpha.detach().exp()
         entropy = -logprobs.detach().mean()
-        self._step("alpha", self.log_alpha * (entropy - self.target_entropy))
+        alpha_loss = self.log_alpha * (entropy - self.target_entropy)
         metrics = {
             "alpha": alpha,
             "entropy": entropy,
             "at_bound": share_at_bound(r),
             "correction": r.detach().abs().mean(),
         }
-        return (alpha * logprobs - values + self.head.penalty(batch.base, actions)).mean(), metrics
+        loss = (alpha * logprobs - values + self.head.penalty(batch.base, actions)).mean()
+        return loss + alpha_loss - alpha_loss.detach(), metrics  # its gradient without its value: one step for both
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {"log_alpha": self.log_alpha.detach()}

@@ -53,6 +53,6 @@ class Critics(nn.Module):
         with without_autocast(features):  # evaluation runs under autocast, training does not: both choose alike
             x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
             for gain, shift, weight, bias in zip(self.gains, self.shifts, self.weights, self.biases, strict=True):
-                x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) * gain + shift)
+                x = torch.relu(torch.addcmul(shift, nn.functional.layer_norm(x, x.shape[-1:]), gain))
                 x = torch.baddbmm(bias, x, weight)
             return x.squeeze(-1)

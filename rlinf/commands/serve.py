@@ -25,7 +25,7 @@ from rlinf.options import option, override_text, to_mapping
 from rlinf.policy import Policy
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
-from rlinf.serving.codec import MessageError
+from rlinf.serving import MessageError
 from rlinf.serving.layouts import KEYS, ROBOTS, check_layout, layout_of
 from rlinf.serving.server import BATCH, Limits, PolicyServer
 from rlinf.serving.vla_eval import PATH, Hello

@@ -8,6 +8,10 @@ from importlib.util import find_spec
 from rlinf.errors import MissingDependencyError
 
 
+class MessageError(ValueError):
+    """A message that breaks the protocol; its text goes to who sent it."""
+
+
 def require_packages(wanted_by: str) -> None:
     """Raise MissingDependencyError, with the install command, if what this package imports is not installed."""
     if find_spec("websockets") is None or find_spec("msgpack") is None:

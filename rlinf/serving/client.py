@@ -11,7 +11,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, W
 from websockets.sync.client import ClientConnection, connect
 
 from rlinf.errors import ConfigError, PolicyServerError
-from rlinf.serving.codec import MessageError, decode, encode
+from rlinf.serving import MessageError
+from rlinf.serving.codec import decode, encode
 
 logger = logging.getLogger("rlinf")
 

@@ -16,6 +16,8 @@ import msgpack
 import numpy as np
 from PIL import Image
 
+from rlinf.serving import MessageError
+
 DTYPE = re.compile(r"[<|=]?(b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
 """Number formats of arrays, in the notations of NumPy."""
 
@@ -28,10 +30,6 @@ MAX_PIXELS = 4096 * 4096
 """Of a compressed picture: a small file can hold one that fills the memory."""
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
-
-
-class MessageError(ValueError):
-    """A message that breaks the protocol; its text goes to who sent it."""
 
 
 def encode(value: Any) -> bytes:

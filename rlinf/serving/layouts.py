@@ -10,7 +10,7 @@ import numpy as np
 
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
-from rlinf.serving.codec import MessageError
+from rlinf.serving import MessageError
 from rlinf.types import Observation
 
 Path = tuple[str, ...]

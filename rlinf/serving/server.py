@@ -19,9 +19,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from rlinf.errors import RLinfError
-from rlinf.serving import vla_eval
+from rlinf.serving import MessageError, vla_eval
 from rlinf.serving.batcher import Batcher, BusyError
-from rlinf.serving.codec import MessageError, decode, encode
+from rlinf.serving.codec import decode, encode
 
 logger = logging.getLogger("rlinf")
 

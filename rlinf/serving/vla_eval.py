@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.serving.codec import MessageError, encode_named
+from rlinf.serving import MessageError
+from rlinf.serving.codec import encode_named
 
 PATH = "/vla-eval"
 VERSION = 1

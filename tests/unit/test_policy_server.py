@@ -15,7 +15,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from rlinf.serving.codec import MessageError, decode, encode, encode_named
+from rlinf.serving import MessageError
+from rlinf.serving.codec import decode, encode, encode_named
 from rlinf.serving.server import BATCH, Limits, PolicyServer
 from rlinf.serving.vla_eval import PATH, Hello
 

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 import rlinf.serving
-from rlinf.serving.codec import MAX_DEPTH, MAX_ITEMS, MessageError, decode, encode, encode_named
+from rlinf.serving import MessageError
+from rlinf.serving.codec import MAX_DEPTH, MAX_ITEMS, decode, encode, encode_named
 from rlinf.serving.layouts import ROBOTS, layout_of
 from rlinf.types import Observation
 

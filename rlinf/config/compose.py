@@ -206,8 +206,8 @@ def compose_on_saved(
     """Lay overrides over the configuration of an earlier run: what is not overridden stays as it was.
 
     Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
-    name a checkpoint, an evaluation or a dataset to write belong to the earlier run and are not taken over. What names code
-    has to be typed.
+    name a checkpoint, an evaluation, a server or a dataset to write belong to the earlier run and are not taken over. What names
+    code has to be typed.
 
     Args:
         saved: Resolved configuration of the earlier run.
@@ -240,7 +240,8 @@ def compose_on_saved(
     fresh = compose_config([item.input_line for item in groups], config_dir)
     config = OmegaConf.create(literal(_in_present_terms(saved, folder)))
     config.resume = config.init_from = config.checkpoint = config.dataset = None
-    OmegaConf.update(config, "evaluation.compare", None, force_add=True)
+    for key in ("evaluation.compare", "model.url", "model.api_key_env"):
+        OmegaConf.update(config, key, None, force_add=True)
     for override in groups:
         config[override.key_or_group] = fresh[override.key_or_group]
     for override in parsed:

@@ -155,6 +155,13 @@ def test_a_name_that_leads_out_of_outputs_is_refused(evil, here, capsys, name):
     assert not (here.parent / "elsewhere").exists()
 
 
+def test_a_checkpoint_sends_neither_pictures_nor_keys_to_a_server():
+    saved = to_mapping(build_config(compose_config(["model=remote", "model.url=ws://evil:1", "model.api_key_env=HOME"])))
+    assert (saved["model"]["url"], saved["model"]["api_key_env"]) == ("ws://evil:1", "HOME")
+    model = compose_on_saved(saved, []).model
+    assert (model.url, model.api_key_env) == (None, None)
+
+
 def test_paths_of_other_commands_are_not_taken_over(evil, here):
     folder = evil(evaluation__compare=str(here / "other"), sft__dataset=None)
     saved = yaml.safe_load((folder / "config.yaml").read_text())

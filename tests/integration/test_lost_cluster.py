@@ -43,15 +43,13 @@ def saved_steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("victim", "number", "ranks", "message"),
     [
-        ("import run_rank", signal.SIGKILL, 2, r"RankKilledError: Rank [01] was killed by SIGKILL.*resume=<run folder>"),
         ("import run_rank", signal.SIGSTOP, 2, r"DeadlineError: Rank [01] .* was in '(\w+)' for more than [12]0 s; no answer from rank [01]\. "
                                           r".*set cluster.deadlines.\1=[24]0"),
         ("gcs_server", signal.SIGKILL, 1, HEAD),
-        ("gcs_server", signal.SIGSTOP, 1, HEAD),
         # Ray may end the process before it can say anything.
         ("raylet/raylet", signal.SIGKILL, 1, ""),
     ],
-    ids=["rank killed", "rank stopped", "head killed", "head stopped", "daemon killed"],
+    ids=["rank stopped", "head killed", "daemon killed"],
 )  # fmt: skip
 def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path, victim, number, ranks, message):
     run, mark = tmp_path / "run", f"{MARK}={tmp_path}"

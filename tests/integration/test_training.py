@@ -375,9 +375,14 @@ def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
         assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "processes", ["cluster.num_processes=1", "cluster.num_processes=2", "rollout.worker_processes=2"]
+    ("number", "processes"),
+    [
+        (signal.SIGTERM, "cluster.num_processes=1"),
+        (signal.SIGTERM, "cluster.num_processes=2"),
+        (signal.SIGINT, "cluster.num_processes=2"),  # which a terminal sends to all of them
+        (signal.SIGINT, "rollout.worker_processes=2"),
+    ],
 )
 def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
     overrides = [*SMALL, "trainer.max_steps=100000", f"output_dir={tmp_path}", processes]

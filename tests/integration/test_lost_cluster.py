@@ -66,13 +66,13 @@ def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path,
             env=kept, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         ) as process,
     ):  # fmt: skip
-        while process.poll() is None and not any(step > 1 for step in saved_steps(run)):
-            time.sleep(0.05)
-        found = [pid for pid, command in processes_of(mark).items() if victim in command]
-        assert len(found) == ranks, (tmp_path / "log").read_text()
-        start = time.monotonic()
-        os.kill(found[-1], number)
         try:
+            while process.poll() is None and not any(step > 1 for step in saved_steps(run)):
+                time.sleep(0.05)
+            found = [pid for pid, command in processes_of(mark).items() if victim in command]
+            assert len(found) == ranks, (tmp_path / "log").read_text()
+            start = time.monotonic()
+            os.kill(found[-1], number)
             status = process.wait(timeout=200)
         finally:
             process.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray_clusters import SURROUNDINGS
+from ray_clusters import one_machine
 from transformers import AutoModelForCausalLM
 
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
@@ -30,23 +30,16 @@ def cluster():
         tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        for name, value in {
-            **SURROUNDINGS,
-            "TMPDIR": folder,
-        }.items():  # Ray kills actor and engine before either can tidy up
-            patch.setenv(name, value)
-        import ray  # reads some of them
+        patch.setenv("TMPDIR", folder)  # Ray kills actor and engine before either can tidy up
+        with one_machine(num_cpus=1, log_to_driver=False, _temp_dir=folder):
+            import ray
 
-        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
-                 _temp_dir=folder)  # fmt: skip
-        try:
             yield ray
-        finally:
-            ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def actor(cluster, tiny_lm):
+    """An actor for both tests, of which the last one kills it."""
     worker = cluster.remote(num_cpus=1)(VllmGenerationWorker).remote(wide(tiny_lm), **SETTINGS)
     yield worker
     cluster.kill(worker)

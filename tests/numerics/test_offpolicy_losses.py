@@ -293,14 +293,15 @@ def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_r
     assert torch.equal(everything.trained_on(batch.base, torch.Generator()), batch.base)
 
 
-def test_a_penalty_keeps_the_chunk_near_the_reference():
+@pytest.mark.parametrize("kind", [SAC, TD3])
+def test_a_penalty_keeps_the_chunk_near_the_reference(kind):
     found = {}
     for weight in (0.0, 10.0):
         settings = HeadConfig(name="chunk", hidden_size=16, reference_weight=weight)
-        config, draw = TD3Config(head=settings, learning_rate=3e-3), torch.Generator().manual_seed(0)
+        config, draw = kind.config_class(head=settings, learning_rate=3e-3), torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-        head = ChunkHead(settings, F, A, config.noise_std)
-        learner, features, base = TD3(config, head, seed=1), torch.zeros(64, F), torch.zeros(64, 1, A)
+        head = ChunkHead(settings, F, A, kind.noise_std(config))
+        learner, features, base = kind(config, head, seed=1), torch.zeros(64, F), torch.zeros(64, 1, A)
         for _ in range(150):
             actions = 2 * torch.rand(64, A, generator=draw) - 1
             rewards = 1 - (actions[:, 0] - 0.6).abs()

@@ -30,6 +30,7 @@ from tests.fixtures.audited_policies import (
     SameTable,
     Sees,
     StateOnly,
+    StateOnlyByDay,
     motions_of_the_expert,
 )
 
@@ -111,8 +112,9 @@ def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
 
 
 def test_a_policy_that_reads_only_the_state_is_found_in_python():
-    audit = rlinf.audit(StateOnly().act, replace(CONFIG, state="full"), episodes=NUM_EPISODES)
+    audit = rlinf.audit(StateOnlyByDay().act, replace(CONFIG, state="full"), episodes=NUM_EPISODES)
     found = answers(audit)
+    assert {row.key: row for row in audit.rows}["black"].success.successes == 0, "which is no sign that it looks"
     assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
     with pytest.raises(ConfigError, match="1 episodes says nothing"):
         rlinf.audit(StateOnly(), CONFIG, episodes=1)

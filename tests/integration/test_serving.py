@@ -95,7 +95,7 @@ def serving(rows, metadata, port=0):
     """Serve in a thread; yield the URL."""
     bound = socket.create_server(("127.0.0.1", port))
     limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_clients=40, infer_timeout_s=60)
-    server = PolicyServer(rows.read, rows.act, metadata, limits, Hello("p", 2, False, 1, 1))
+    server = PolicyServer(rows.read, rows.act, metadata, limits, Hello("p", 2, False, 1, execute=2))
     ready, handles = threading.Event(), {}
 
     async def run():
@@ -171,6 +171,33 @@ def test_the_result_of_a_remote_evaluation_is_that_of_the_local_one(served, loca
     assert result_of(tmp_path / "other") != result_of(local), "a control"
     manifest = json.loads((tmp_path / "remote" / "manifest.json").read_text())
     assert manifest["model"]["class"] == "OpenVLAForRLActionPrediction" and manifest["policy_version"] == 1
+
+
+def test_vla_eval_counts_the_episodes_of_our_evaluation(checkpoints, tmp_path):
+    vla_eval = pytest.importorskip("vla_eval", reason="pip install vla-eval==0.8.0")
+    config = evaluation_of(checkpoints[0], tmp_path / "ours", "evaluation.greedy=true", "evaluation.num_episodes=4")
+    ours = evaluate(config)
+    settings = {"tasks": ["reach", "push"], "cameras": ["front"], "max_episode_steps": 12}
+    entry = {
+        "benchmark": "fixtures.vla_eval_tabletop:Tabletop",
+        "episodes_per_task": 2,
+        "params": {"settings": settings},
+    }
+    rows, metadata = rows_of(checkpoints[0])
+    with serving(rows, metadata) as url:
+        (theirs,) = vla_eval.run(
+            {"benchmarks": [entry], "render": "cpu", "output_dir": str(tmp_path)},
+            server_url=f"{url}/vla-eval",
+            no_save=True,
+            docker=False,
+        )
+    episodes = [episode for task in theirs["tasks"] for episode in task["episodes"]]
+    found = [
+        (each["steps"], each["metrics"]["success"], round(each["metrics"]["episode_return"], 5)) for each in episodes
+    ]
+    in_their_order = sorted(ours.results, key=lambda row: row.spec.task_id)
+    assert found == [(row.num_env_steps, row.success, round(row.episode_return, 5)) for row in in_their_order]
+    assert len({row.episode_return for row in ours.results}) == 4, "a control: episodes differ"
 
 
 def start_command(checkpoint, port):

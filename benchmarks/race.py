@@ -80,14 +80,8 @@ class Method:
 
 
 def _head(algorithm: str, name: str, *more: str) -> Method:
-    own = (
-        f"algorithm={algorithm}",
-        f"algorithm.head.name={name}",
-        "rollout.num_envs=32",
-        "env.reward_mode=sparse",
-        *more,
-    )
-    return Method(own, 32 * 16, 2_048)
+    own = (f"algorithm={algorithm}", f"algorithm.head.name={name}", "model.features=pooled")
+    return Method((*own, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
 
 
 METHODS = {

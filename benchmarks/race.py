@@ -49,6 +49,7 @@ TARGET = 0.9
 SETTING_SEEDS = (0, 1)
 CONTROLS = "controls.json"
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
+TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the picture
 PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
 LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
@@ -195,7 +196,7 @@ def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
     training = episode_list(env, "train", min(NUM_TRAINING_EPISODES, evaluation.num_episodes))
     offset, _ = best_offset(model, env, training, plane_offsets(env.action_dim, LENGTHS))
     moved = ShiftedPolicy(model, env.action_low, env.action_high, offset)
-    found[f"best constant ({', '.join(f'{number:.2g}' for number in offset)})"] = [
+    found[f"best constant ({', '.join(f'{number:.2f}' for number in offset)})"] = [
         evaluate_policy(moved, env, held_out)
     ]
     env.close()
@@ -293,7 +294,7 @@ def draw(output: Path, gaps: dict[str, tuple[dict, dict]]) -> None:
             mean, style = interval(each)[0], ":" if "noise" in name else "--"
             axis.axhline(100 * mean, color="0.6", linestyle=style, linewidth=1)
             axis.annotate(
-                name, (1.0, 100 * mean), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
+                name, (0.01, 100 * mean), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=7
             )
         for method, by_seed in runs.items():
             steps, rates = zip(*mean_curve(by_seed), strict=True)
@@ -303,8 +304,10 @@ def draw(output: Path, gaps: dict[str, tuple[dict, dict]]) -> None:
                     [point.env_steps for point in points], [100 * point.rate for point in points], ".",
                     color=colours[method], markersize=3, alpha=0.5,
                 )  # fmt: skip
-        axis.set_xscale("symlog", linthresh=1_000)
-        axis.set(title=gap, xlabel="env steps", ylim=(0, 102), xlim=(0, None))
+        axis.set_xscale("symlog", linthresh=2_000)
+        axis.set_xticks(TICKS, [f"{tick:,}" for tick in TICKS])
+        axis.minorticks_off()
+        axis.set(title=gap, xlabel="env steps", ylim=(0, 102), xlim=(0, TICKS[-1]))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7, loc="lower right", title="method (seeds)", title_fontsize=7)
     axes[0][0].set_ylabel("success on held-out episodes, %")

@@ -96,7 +96,7 @@ METHODS = {
     "residual_td3": _head("td3", "residual"),
     "edit": _head("sac", "edit"),
     "direct": _head("sac", "direct"),
-    "noise": _head("sac", "noise"),
+    "noise": _head("sac", "noise", "algorithm.head.scale=2"),
     "chunk": _head("td3", "chunk"),
     # Corrections of nothing: the critics choose among the chunks of the clone.
     "best_of_8": _head("sac", "edit", "algorithm.head.num_candidates=8", "algorithm.head.scale=1e-6"),

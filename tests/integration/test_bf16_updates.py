@@ -56,11 +56,11 @@ TOKENS = {"HuggingFacePolicy": None, "HuggingFacePolicy, LoRA": {"rank": 4}}
 SHARDED = [*(name for name in ACTION if name != "cnn"), *TOKENS]
 """All but ``cnn``, which has no repeated blocks. ``mlp`` has no weights in 16 bits."""
 AT_BOTH = ("openvla_oft", "openvla_oft, LoRA", "pi0")
-"""Trained at both learning rates, the others at the smaller one, whose steps are lost sooner."""
+"""Shards of them are trained at both learning rates, those of others at the smaller one, whose steps are lost sooner."""
 
 
-def learning_rates_of(name: str) -> Sequence[float]:
-    return LEARNING_RATES if name in AT_BOTH else LEARNING_RATES[:1]
+def learning_rates_of(name: str, sharded: bool) -> Sequence[float]:
+    return LEARNING_RATES if name in AT_BOTH or not sharded else LEARNING_RATES[:1]
 
 
 class Trained(NamedTuple):
@@ -161,7 +161,7 @@ def measure(
         those of another one that begins with its checkpoint, bit for bit.
     """
     found, shares = {}, None
-    for learning_rate in learning_rates or learning_rates_of(name):
+    for learning_rate in learning_rates or learning_rates_of(name, sharded):
         trained = build(name, folder, learning_rate, sharded)
         start = flat(trained)
         shares = gradients_of(len(start), world_size()) if shares is None else shares
@@ -192,8 +192,8 @@ def token_model(tiny_lm) -> str:
     return tiny_lm(hidden_size=16, intermediate_size=32, num_hidden_layers=1)
 
 
-def check(name: str, found: dict[float, tuple[float, float, bool]]) -> None:
-    assert tuple(found) == tuple(learning_rates_of(name))
+def check(found: dict[float, tuple[float, float, bool]], learning_rates: Sequence[float]) -> None:
+    assert tuple(found) == tuple(learning_rates)
     for learning_rate, (cosine, length, resumes) in found.items():
         print(f"lr {learning_rate:g}: cosine {cosine:.4f}, length {length:.4f}")
         assert cosine >= 0.98 and 0.95 <= length <= 1.05
@@ -202,7 +202,7 @@ def check(name: str, found: dict[float, tuple[float, float, bool]]) -> None:
 
 @pytest.mark.parametrize("name", [*ACTION, *TOKENS])
 def test_replicas_move_as_far_and_in_the_direction_of_float32(tmp_path, token_model, name):
-    check(name, measure(name, token_model, tmp_path, sharded=False))
+    check(measure(name, token_model, tmp_path, sharded=False), LEARNING_RATES)
 
 
 def test_control_replicas_without_float32_masters_do_not(tmp_path, token_model, monkeypatch):
@@ -245,7 +245,7 @@ def shards(tmp_path_factory, token_model) -> list[dict]:
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_move_as_far_and_in_the_direction_of_float32(shards, name):
     for found in shards:
-        check(name, found[name])
+        check(found[name], learning_rates_of(name, sharded=True))
 
 
 def test_control_shards_in_16_bits_do_not(shards):

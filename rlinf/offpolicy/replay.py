@@ -188,7 +188,11 @@ class ReplayBuffer:
         """Append the observations of another buffer's ``state_dict``, whatever its size: of each env those that fit, the newest.
 
         The ring of env ``e`` there goes into that of env ``e % num_envs`` here.
+
+        Raises:
+            CheckpointError: It is of other features or actions.
         """
+        self._check_shapes(state)
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
         for env in range(num_envs):
             count, here = int(state["counts"][env]), env % self.num_envs
@@ -224,14 +228,19 @@ class ReplayBuffer:
                 f"{self.num_slots} for each of {self.num_envs}. Set algorithm.replay_capacity={num_slots * num_envs} "
                 f"rollout.num_envs={num_envs}"
             )
+        self._check_shapes(state)
         for name, tensor in self.tensors.items():
-            if state[name].shape[1:] != tensor.shape[1:]:
-                raise CheckpointError(
-                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
-                    f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
-                )
             if state[name].data_ptr() != tensor.data_ptr():  # not read into place
                 tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])
         self._transitions = None
+
+    def _check_shapes(self, state: dict[str, Tensor]) -> None:
+        """Check that an observation of a ``state_dict`` has the numbers of one here, which indexing would broadcast."""
+        for name, tensor in self.tensors.items():
+            if state[name].shape[2:] != tensor.shape[2:]:
+                raise CheckpointError(
+                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
+                    f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
@@ -126,15 +127,16 @@ def _check_run(config: RunConfig, name: str) -> None:
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that a head that is there already, and in a resumed run its critics, are those of this configuration.
+    """Check that a head that is there already, and in a resumed run critics and rewards, are those of this configuration.
 
-    A run that is resumed before RL has neither.
+    A run that is resumed before RL has none of them.
     """
     source = config.resume or config.init_from
     if source is None:
         return
     folder = resolve_checkpoint(source)
-    saved = read_saved_config(folder).get("algorithm") or {}
+    whole = read_saved_config(folder)
+    saved = whole.get("algorithm") or {}
     in_rl = config.resume is not None and read_loop_state(folder)["phase"] == "rl"
     holds_head = has_policy(folder) and has_head(policy_folder(folder))
     afresh = "" if holds_head else f", or for a new run init_from={config.resume} resume=null output_dir=<a new folder>"
@@ -144,6 +146,18 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
             "one algorithm in a run",
             f"algorithm={saved.get('name')}{afresh}",
         )
+    if in_rl:
+        _check_rewards(config, folder, whole.get("env") or {})
+        if saved.get("offline_dataset") is not None and algorithm.offline_dataset is None:
+            of_demonstrations = " ".join(
+                override_of(f"algorithm.{name}", saved[name])
+                for name in ("offline_dataset", "offline_share", "offline_episodes")
+            )
+            refuse(
+                f"algorithm.offline_dataset=null, and {folder} was made with demonstrations",
+                "those with which the run began",
+                f"{of_demonstrations}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
+            )
     if not holds_head:
         return
     settings, wanted = head_settings(policy_folder(folder)), asdict(algorithm.head)
@@ -163,6 +177,23 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         fixes = [*([] if name == algorithm.name else [f"algorithm={name}"]), *std, *fixes]
     if found:
         refuse(f"The head in {folder} was made with {'; '.join(found)}", "the head that is there", " ".join(fixes))
+
+
+def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) -> None:
+    """Check that a run is resumed with the rewards that its buffer holds; ``saved`` is its env section."""
+    there = {
+        name: saved[name]
+        for name in OF_REWARDS
+        if saved.get(name, getattr(config.env, name)) != getattr(config.env, name)
+    }
+    if there:
+        was = " ".join(override_of(f"env.{name}", value) for name, value in there.items())
+        here = " ".join(override_of(f"env.{name}", getattr(config.env, name)) for name in there)
+        refuse(
+            f"The replay buffer of {folder} holds rewards of {was}, and this run has {here}",
+            "one reward in a buffer",
+            f"{was}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
+        )
 
 
 def _check_token(config: RunConfig) -> None:
@@ -260,16 +291,20 @@ def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy:
 
 def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     """Check that the run whose buffer is taken over asked the same frozen policy for the same, in the same env."""
-    if algorithm.replay_from is None or config.resume is not None:  # a resumed run has its own
+    resumed = None if config.resume is None else read_loop_state(resolve_checkpoint(config.resume))
+    if algorithm.replay_from is None or (resumed is not None and resumed["step"] > 0):  # then the run has its own
         return
     instead = "algorithm.replay_from=null"
     folder = resolve_checkpoint(algorithm.replay_from)
     if not (has_policy(folder) and has_head(policy_folder(folder)) and is_checkpoint(folder)):
         found = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which holds no replay buffer"
         refuse(found, "a checkpoint of an off-policy run", f"algorithm.replay_from=<another run>, or {instead}")
-    if config.sft.max_steps > 0:
+    if config.sft.max_steps > (0 if resumed is None else resumed["sft_step"]):
         found = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which makes another policy"
-        refuse(found, "the frozen policy of that run", f"sft.max_steps=0 init_from={folder}, or {instead}")
+        begun = f"sft.max_steps=0 init_from={folder}" + (
+            "" if resumed is None else " resume=null output_dir=<a new folder>"
+        )
+        refuse(found, "the frozen policy of that run", f"{begun}, or {instead}")
     saved, head = read_saved_config(folder), head_settings(policy_folder(folder))["head"]
     free = set(ENVS.get(config.env.name).free_settings) - set(OF_REWARDS)
     pairs = {
@@ -304,7 +339,9 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
         found = f"algorithm.n_step={algorithm.n_step} policy calls of {chunk_len} env steps"
         refuse(found, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
     per_call = algorithm.updates_per_env_step * config.rollout.num_envs * chunk_len
-    seconds = per_call * update_seconds(algorithm, model)
+    on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
+    # A GPU waits for the next kernel to be launched, whatever the sizes.
+    seconds = per_call * (update_seconds(algorithm, model) if on_cpu else UPDATE_S)
     if seconds > LONGEST_STEP_S:
         refuse(
             f"algorithm.updates_per_env_step={algorithm.updates_per_env_step:g} makes {per_call:,.0f} updates after each policy call "
@@ -315,11 +352,16 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
 
 
 def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
-    """Return about how long an update of a head on ``model`` takes on one core."""
+    """Return about how long an update of a head on ``model`` takes on one core.
+
+    Where a head chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
+    """
     head, chunk_numbers = algorithm.head, model.action_dim * model.action_chunks_len
     num_inputs = model.feature_dim + chunk_numbers + HEADS.get(head.name).num_numbers_of(model)
     num_weights = head.hidden_size * (num_inputs + (head.num_layers - 1) * head.hidden_size)
-    return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * (algorithm.num_critics + 1) * num_weights
+    kind = HEADS.get(head.name)
+    num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(head) if kind.chooses else 0))
+    return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 
 
 def rounded_down(number: float) -> str:

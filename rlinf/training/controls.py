@@ -1,4 +1,4 @@
-"""What the frozen policy reaches without any learning: noise and constant corrections as large as those of the head."""
+"""What the frozen policy reaches without any learning: alone, with noise, and with constant corrections as large as those of the head."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ logger = logging.getLogger("rlinf")
 NUM_SELECTION_EPISODES = 32
 """Training episodes on which each constant correction is tried."""
 
+FROZEN = "the frozen policy"
+"""Name of the first control."""
+
 SHARES = (0.25, 0.5, 1.0)
 """Sizes of the constant corrections, in shares of the scale of the head."""
 
 
 @waiting("evaluate")
 def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None:
-    """Evaluate noise of up to ``scale`` and half of it, and the best constant correction, and write ``controls.json`` (a collective call).
+    """Evaluate the frozen policy ``base``, noise of up to ``scale`` and half of it, and the best constant correction (a collective call).
 
-    The constant is chosen on training episodes. A resumed run that has the file does not repeat this. A signal ends it without a file.
+    ``controls.json`` has the results. The constant is chosen on training episodes. A resumed run that has the file does not repeat
+    this. A signal ends it without a file.
     """
     path = session.folder / CONTROLS_FILE
     if any_rank(rank() == 0 and path.exists()):
@@ -52,7 +56,8 @@ def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None
         write_text(path, json.dumps([{"name": name, **success.as_dict()} for name, success in found], indent=1))
         for name, success in found:
             session.progress.note(f"control, nothing learnt: {name}: {_words(success)}")
-        _warn_if_easy(session, *max(found, key=lambda each: each[1].success_rate))
+        (_, frozen), *others = found
+        _warn_if_easy(frozen.success_rate, *max(others, key=lambda each: each[1].success_rate))
 
 
 def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[str, Success]]:
@@ -63,7 +68,7 @@ def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[s
     options: dict[str, Any] = {
         "on_result": lambda _: go_on(), "rank": rank(), "num_ranks": world_size(), "together": session.stop_signal.together
     }  # fmt: skip
-    found = []
+    found = [(FROZEN, evaluate_policy(base, env, held_out, **options).total)]
     for bound in (scale / 2, scale):
         result = evaluate_noise(base, env, held_out, bound, session.config.seed, **options)
         found.append((f"uniform noise of up to {bound:g}", result.total))
@@ -75,8 +80,13 @@ def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[s
     return [*found, (name, evaluate_policy(moved, env, held_out, **options).total)]
 
 
-def note_warmup(session: Session) -> None:
-    """Say what the warm-up has shown: the success of the frozen policy and noise."""
+def note_warmup(session: Session, begins_as_base: bool) -> None:
+    """Say what the warm-up has shown: the success of the frozen policy and noise.
+
+    Args:
+        session: The run.
+        begins_as_base: The evaluation before RL is that of the frozen policy, because its new head changed nothing yet.
+    """
     if rank() > 0:
         return
     success = warmup_success(read_metrics(session.folder), to_mapping(session.config.algorithm))
@@ -84,7 +94,19 @@ def note_warmup(session: Session) -> None:
         session.progress.note(
             f"warm-up, nothing learnt: the frozen policy and noise: {_words(success)}, training episodes"
         )
-        _warn_if_easy(session, "noise in the warm-up", success)
+        frozen = _success_of_frozen(session, begins_as_base)
+        if frozen is not None:
+            _warn_if_easy(frozen, "noise in the warm-up", success)
+
+
+def _success_of_frozen(session: Session, begins_as_base: bool) -> float | None:
+    """Return the success rate of the frozen policy; None: it was not evaluated alone."""
+    path = session.folder / CONTROLS_FILE
+    for control in json.loads(path.read_text(encoding="utf-8")) if path.exists() else []:
+        if control["name"] == FROZEN:
+            return Success(control["successes"], control["episodes"]).success_rate
+    before = session.state.evaluations.get("before_rl") if begins_as_base else None
+    return None if before is None else before["success_rate"]
 
 
 def constant_offsets(action_dim: int, lengths: Sequence[float]) -> list[tuple[float, ...]]:
@@ -103,13 +125,12 @@ def is_easy(before: float, control: float) -> bool:
     return control - before >= (1 - before) / 2
 
 
-def _warn_if_easy(session: Session, name: str, success: Success) -> None:
-    before = session.state.evaluations.get("before_rl")
-    if before is not None and is_easy(before["success_rate"], success.success_rate):
+def _warn_if_easy(frozen: float, name: str, success: Success) -> None:
+    if is_easy(frozen, success.success_rate):
         logger.warning(
             "%s reaches %s where the frozen policy reaches %.1f %%: most of this gap needs no learning. What a head adds is its "
             "success above that (docs/offpolicy.md)",
-            name, success, 100 * before["success_rate"],
+            name, success, 100 * frozen,
         )  # fmt: skip
 
 

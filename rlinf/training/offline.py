@@ -18,7 +18,7 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
-from rlinf.manifest import POLICY_FIELDS
+from rlinf.manifest import POLICY_FIELDS, Manifest, compare
 from rlinf.models.embodiment.headed import HEAD_WEIGHTS, HeadedPolicy, head_settings
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data
 from rlinf.offpolicy.proposals import Answers, answers_about
@@ -113,7 +113,7 @@ class Offline:
 
 
 def take_over_replay(
-    folder: Path, replay: ReplayBuffer, policy: HeadedPolicy, prefix: str, more: Sequence[str]
+    folder: Path, replay: ReplayBuffer, policy: HeadedPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
     """Fill an empty buffer with that of another run.
 
@@ -121,11 +121,12 @@ def take_over_replay(
         folder: Checkpoint of the other run.
         replay: The buffer.
         policy: Says which frozen policy the buffer must be of.
+        manifest: Says under which conditions the buffer must have asked it.
         prefix: Of the names of the buffer's tensors.
         more: Names of other tensors of the checkpoint, which are returned.
 
     Raises:
-        CheckpointError: It was filled by another frozen policy.
+        CheckpointError: It was filled by another frozen policy, or by this one under other conditions.
     """
     settings = head_settings(policy_folder(folder))
     if settings.get("base_sha256") != policy.base_sha256:
@@ -133,6 +134,14 @@ def take_over_replay(
             f"The replay buffer of {folder} holds what another frozen policy said: the weights there have the digest "
             f"{str(settings.get('base_sha256'))[:12]}, and those of this run {str(policy.base_sha256)[:12]}. "
             f"Set init_from={folder} to begin with its policy, or algorithm.replay_from=null"
+        )
+    others = [
+        str(each) for each in compare(Manifest.load(folder), manifest) if each.field.partition(".")[0] in POLICY_FIELDS
+    ]
+    if others:
+        raise CheckpointError(
+            f"The replay buffer of {folder} holds what the frozen policy said under other conditions: {'; '.join(others)}. "
+            "Restore them, or set algorithm.replay_from=null"
         )
     bounds = load_file(policy_folder(folder) / HEAD_WEIGHTS)
     for name in ("action_low", "action_high"):

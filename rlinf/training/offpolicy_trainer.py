@@ -30,6 +30,7 @@ from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head
 from rlinf.models.heads.direct import DirectHead
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
+from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.training.controls import evaluate_controls, note_warmup
@@ -85,6 +86,7 @@ class OffPolicyTrainer:
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
         self._is_noted = False  # what the warm-up has shown
+        self._begins_as_base = False  # the head is new and changes nothing yet
         num_envs = session.config.rollout.num_envs
         self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names, env.action_dim)
@@ -135,6 +137,7 @@ class OffPolicyTrainer:
                 torch.manual_seed(derive_seed(seed, "head"))
                 head = make_head(config.head, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = HeadedPolicy(model, head, *self._bounds)
+            self._begins_as_base = head.begins_as_base
         self.policy.eval()
         keep_base(self.policy, self.session.folder, self.session.resumed_from if self.session.state.step > 0 else None)
         head = self.policy.head
@@ -160,7 +163,8 @@ class OffPolicyTrainer:
             self._load()
         elif config.replay_from is not None:
             folder = resolve_checkpoint(config.replay_from)
-            more = take_over_replay(folder, self.replay, self.policy, REPLAY, [f"{LOOP}largest_return"])
+            manifest = build_manifest(self.session.config, self.policy, policy_version=0)
+            more = take_over_replay(folder, self.replay, self.policy, manifest, REPLAY, [f"{LOOP}largest_return"])
             self.largest_return = max(self.largest_return, float(more[f"{LOOP}largest_return"]))
             self.session.progress.note(f"the buffer begins with {self.replay.num_transitions} transitions of {folder}")
 
@@ -219,7 +223,7 @@ class OffPolicyTrainer:
         before, updates, staleness = state.env_steps, _Means(), 0
         if not self._is_noted and before >= self.config.warmup_env_steps:
             self._is_noted = True
-            note_warmup(self.session)
+            note_warmup(self.session, self._begins_as_base)
         episodes = _Episodes(self.session.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names, self.env.action_dim)
         said = self._begin_episodes(step)

@@ -173,14 +173,19 @@ def test_a_head_on_merged_adapters_is_exported_like_any_other(tmp_path):
 
 def test_controls_are_evaluated_once_reported_and_not_repeated(run, tmp_path, capsys):
     found = json.loads((run / "controls.json").read_text(encoding="utf-8"))
-    assert [control["name"].partition(" of ")[0] for control in found[:2]] == ["uniform noise"] * 2
-    assert "the best of 24 on 2 training episodes" in found[2]["name"] and all(one["episodes"] == 12 for one in found)
+    assert [control["name"].partition(" of ")[0] for control in found[:3]] == [
+        "the frozen policy",
+        *["uniform noise"] * 2,
+    ]
+    assert "the best of 24 on 2 training episodes" in found[3]["name"] and all(one["episodes"] == 12 for one in found)
     config = read_config(run / "checkpoints" / "rl_000003")
     env = make_env(config.env, 8, auto_reset=False)
     base = open_checkpoint(run, config).policy.base
     noise = evaluate_noise(base, env, episode_list(env, "eval", 12), 1.0, seed=config.seed)
+    frozen = evaluate_policy(base, env, episode_list(env, "eval", 12))
     env.close()
-    assert found[1]["name"].endswith("up to 1") and found[1]["successes"] == noise.successes
+    assert found[2]["name"].endswith("up to 1") and found[2]["successes"] == noise.successes != frozen.successes
+    assert found[0]["successes"] == frozen.successes
     page = (run / "report.html").read_text(encoding="utf-8")
     assert all(control["name"] in page for control in found) and "uniform noise: the warm-up" in page
     again = shutil.copytree(run, tmp_path / "again")

@@ -57,6 +57,11 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
     others = ["algorithm.offline_episodes=successes", f"resume={tmp_path / '0'}", "trainer.max_steps=3"]
     with pytest.raises(CheckpointError, match="not made with the demonstrations of .*=successes. Set both as in"):
         train(config_of(tmp_path / "0", *offline(demonstrations), *others))
+    resumed = ["env.reward_mode=sparse", *others[1:]]
+    with pytest.raises(ConfigError, match="was made with demonstrations; required: those with which") as error:
+        config_of(tmp_path / "0", *resumed)
+    fix = str(error.value).rpartition("Set ")[2].partition(", or")[0]
+    config_of(tmp_path / "0", *resumed, *fix.split())
 
 
 def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(tmp_path, demonstrations):
@@ -80,11 +85,47 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     ):
         with pytest.raises(ConfigError, match=fragment):
             config_of(tmp_path / "four", source, *overrides)
+    changed = tmp_path / "changed"
+    shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", changed)
+    manifest = json.loads((changed / "manifest.json").read_text())
+    manifest["normalization"]["unnorm_key"] = "another"
+    (changed / "manifest.json").write_text(json.dumps(manifest))
+    other = build(config_of(tmp_path / "five", f"algorithm.replay_from={changed}")).rl
+    with pytest.raises(CheckpointError, match='under other conditions: normalization.unnorm_key: saved "another"'):
+        other._begin(other.session.worker.model)
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
     (without / "model" / "head.json").unlink()
     with pytest.raises(ConfigError, match="holds no replay buffer"):
         config_of(tmp_path / "four", f"algorithm.replay_from={without}")
+
+
+def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings(tmp_path):
+    cloning = ["sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=4", "trainer.max_steps=0"]
+    train(config_of(tmp_path / "clone", *cloning))
+    begun = [f"init_from={tmp_path / 'clone'}", "trainer.max_steps=1", "trainer.save_every=1"]
+    train(config_of(tmp_path / "one", *begun))
+    resumed = [*cloning[:3], f"resume={tmp_path / 'clone'}", f"algorithm.replay_from={tmp_path / 'one'}"]
+    for overrides, fragment in (
+        (["algorithm.head.name=edit"], "algorithm.head.name=residual"),
+        (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has"),
+        (["sft.max_steps=2"], "Set sft.max_steps=0 init_from=.* resume=null"),
+    ):
+        with pytest.raises(ConfigError, match=fragment):
+            config_of(tmp_path / "clone", *resumed, *overrides)
+    trainer = build(config_of(tmp_path / "clone", *resumed)).rl  # the control: the same
+    trainer._begin(trainer.session.worker.model)
+    assert trainer.replay.num_transitions == 40
+    with pytest.raises(
+        ConfigError, match="one reward in a buffer"
+    ):  # one that has a buffer of its own is not asked about another
+        config_of(
+            tmp_path / "one",
+            f"resume={tmp_path / 'one'}",
+            "trainer.max_steps=2",
+            *resumed[-1:],
+            "env.reward_mode=sparse",
+        )
 
 
 def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from rlinf.algorithms.offpolicy_config import SACConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.training.controls import constant_offsets, is_easy
+from rlinf.training.controls import FROZEN, constant_offsets, is_easy, note_warmup
 from rlinf.types import ActionPrediction
 
 NUM_EPISODES = 24
@@ -108,3 +112,31 @@ def test_constants_are_tried_in_every_direction_of_the_plane_and_along_each_othe
 )
 def test_a_gap_is_easy_if_a_control_closes_half_of_it(before, control, easy):
     assert is_easy(before, control) is easy
+
+
+@pytest.mark.parametrize(
+    ("begins_as_base", "frozen", "warns"),
+    [(True, None, True), (False, None, False), (False, 3, True), (False, 6, False), (True, 6, False)],
+)
+def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_head(
+    tmp_path, caplog, begins_as_base, frozen, warns
+):
+    """The head solves 10 % before RL, the warm-up 70 %; the frozen policy alone, if it was evaluated, 30 or 60 %."""
+    line = {
+        "rollout/success_rate": 0.7,
+        "rollout/num_episodes": 10,
+        "rollout/base_calls_total": 1,
+        "rollout/env_steps_total": 30,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "phase": "rl", "time_s": 1.0, **line}) + "\n")
+    if frozen is not None:
+        (tmp_path / "controls.json").write_text(json.dumps([{"name": FROZEN, "successes": frozen, "episodes": 10}]))
+    session = SimpleNamespace(
+        folder=tmp_path,
+        config=SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30)),
+        state=SimpleNamespace(evaluations={"before_rl": {"success_rate": 0.1}}),
+        progress=SimpleNamespace(note=lambda text: None),
+    )
+    note_warmup(session, begins_as_base)
+    assert ("noise in the warm-up reaches" in caplog.text) is warns
+    assert not warns or f"the frozen policy reaches {10 if frozen is None else 30}.0 %" in caplog.text

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ConfigError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.headed import HeadedPolicy, make_head
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
@@ -272,6 +272,17 @@ def test_a_buffer_of_any_size_takes_over_another_one(num_slots, num_envs, num_st
     # What follows is another episode, not what the newest action led to.
     replay.observe(torch.arange(num_envs), torch.full((num_envs, 1), 1000.0), torch.zeros(num_envs, 1, 1))
     assert transitions(replay) == wanted
+
+
+def test_a_buffer_of_other_numbers_is_not_taken_over():
+    source = filled(20, 2, 13)
+    for name in ("features", "base", "actions", "executed"):
+        state = source.state_dict()
+        state[name] = state[name].expand(*state[name].shape[:-1], 3)
+        replay = filled(30, 2, 0)
+        with pytest.raises(CheckpointError, match=f"'{name}' of the checkpoint's replay buffer is"):
+            replay.take_over(state)
+        assert not replay.counts.any()
 
 
 def test_a_smaller_buffer_takes_over_the_newest():

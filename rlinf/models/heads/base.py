@@ -30,10 +30,12 @@ class Head(nn.Module):
     Attributes:
         chooses: There are several ``options``, among which the critics choose.
         steers: Its actions are what the frozen policy samples from, and not what the env executes.
+        begins_as_base: A new one acts greedily as the frozen policy does.
     """
 
     chooses: ClassVar[bool] = False
     steers: ClassVar[bool] = False
+    begins_as_base: ClassVar[bool] = False
 
     def __init__(
         self,

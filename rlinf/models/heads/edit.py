@@ -13,6 +13,7 @@ class EditHead(ResidualHead):
     """``N`` chunks and ``clip(b + scale r)`` of each: the critics choose in acting and in the target."""
 
     chooses = True
+    begins_as_base = False  # untrained critics may choose a sampled chunk
 
     @classmethod
     def num_candidates_of(cls, config: HeadConfig) -> int:

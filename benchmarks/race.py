@@ -25,9 +25,10 @@ import argparse
 import json
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -35,13 +36,17 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import rlinf
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.errors import ConfigError
 from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import locked_folder, write_text
+from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
 
@@ -118,30 +123,51 @@ class Point:
         return self.successes / self.episodes
 
 
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """Compose the configuration of a run."""
+    common = ["evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "cluster.num_threads=1"]
+    return build_config(compose_config([*common, *overrides]))
+
+
 def make_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """Compose and check the configuration of a run."""
-    common = ["evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "cluster.num_threads=1"]
-    config = build_config(compose_config([*common, *overrides]))
+    config = compose(overrides)
     config.output_dir = str(folder)
     validate(config)
     return config
 
 
-def finished(folder: Path) -> bool:
-    """Return whether a run ended; remove what one that was stopped has left.
+def finished(folder: Path, overrides: Sequence[str]) -> bool:
+    """Return whether a run of these settings ended; remove what one that was stopped has left.
 
     Raises:
-        ConfigError: It is still running.
+        ConfigError: It is still running, or ended with other settings.
     """
     if not (folder / "summary.json").exists() and folder.exists():
         with locked_folder(folder):
             shutil.rmtree(folder)
-    return folder.exists()
+    if not folder.exists():
+        return False
+    check_settings(folder, read_saved_config(resolve_checkpoint(folder)), overrides)
+    return True
+
+
+def check_settings(folder: Path, saved: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Check that ``saved`` settings are those of a run now.
+
+    Raises:
+        ConfigError: One differs. A setting that came later is not compared.
+    """
+    changed = changes_since(saved, compose(overrides))
+    if changed:
+        raise ConfigError(
+            f"{folder} was made with other settings: {'; '.join(changed)}. Delete it, or give another --output"
+        )
 
 
 def run(folder: Path, overrides: Sequence[str]) -> None:
     """Train, unless it is done."""
-    if not finished(folder):
+    if not finished(folder, overrides):
         train(make_config(folder, overrides))
 
 
@@ -237,7 +263,7 @@ def runs_of(folder: Path, gap: str) -> dict[str, dict[int, list[Point]]]:
 
 def table(gap: str, counts: dict[str, list[tuple[int, int]]], runs: dict[str, dict[int, list[Point]]]) -> list[str]:
     """Return the rows of a gap in Markdown; ``counts`` are those of the controls."""
-    noise = max((interval(each) for name, each in counts.items() if "noise" in name), default=(1.0, 1.0, 1.0))
+    noise = max((interval(each)[2] for name, each in counts.items() if "noise" in name), default=None)
     rows = [
         f"| {gap} | seeds | env steps | success (95 %) | above noise | env steps to 90 % | CPU s to 90 % | CPU s | passes |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -253,7 +279,7 @@ def table(gap: str, counts: dict[str, list[tuple[int, int]]], runs: dict[str, di
         costs = [median_to_target(curves, key) for key in ("env_steps", "cpu_s")]
         reached = " | ".join("not reached" if cost is None else f"{cost:,.0f}" for cost in costs)
         seeds = ", ".join(f"{seed}{'*' if seed in SETTING_SEEDS else ''}" for seed in by_seed)
-        above = "yes" if success[1] > noise[2] else "no"
+        above = "" if noise is None else "yes" if success[1] > noise else "no"
         rows.append(
             f"| {method} | {seeds} | {steps:,.0f} | {percents(success)} | {above} | {reached} | {cpu_s:,.0f} "
             f"| {passes:,.0f} |"

@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (scripts/s
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import race
 
+from rlinf.errors import ConfigError
+
 TINY = ["sft.num_demonstrations=4", "sft.max_steps=1", "trainer.max_steps=1", "evaluation.num_episodes=2"]
 TINY_HEAD = (
     "rollout.num_envs=2",
@@ -67,6 +69,10 @@ def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
     assert "0*, 1*, 2" in rows["| residual"]
     assert "| 87.3 % (" in rows["| edit"] and "| no | 1,024 |" in rows["| edit"], "control: a wide interval"
     assert "80.0 % (75.0 - 85.0)" in rows["| uniform noise 1"]
+    wide = {"uniform noise 1": [(40, 50)] * 3, "uniform noise 0.5": [(30, 50), (39, 50), (45, 50)]}  # 76 %, up to 100
+    for controls, above in ((wide, "no"), ({"base": [(10, 50)]}, "")):
+        (row,) = (row for row in race.table("quickstart", controls, runs) if row.startswith("| residual"))
+        assert f"| 94.0 % (89.0 - 99.0) | {above} | 1,024 |" in row
     result = race.summary({"quickstart": ({}, runs)})
     assert (result["ours"], result["peer"], result["ratio"], result["gap"]) == (1024, 3072, 3.0, "quickstart")
 
@@ -106,6 +112,11 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(race, "train", lambda config: trained.append(Path(config.output_dir).name))
     race.main()
     assert trained == [], "everything is there"
+    present = race.METHODS["residual"]
+    with monkeypatch.context() as patch:
+        patch.setitem(race.METHODS, "residual", replace(present, overrides=(*present.overrides, "algorithm.gamma=0.9")))
+        with pytest.raises(ConfigError, match=r"residual_seed0 was made with other settings: .* -> 0.9\. Delete it"):
+            race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
     (left / "summary.json").unlink()
     race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
     assert trained == ["residual_seed0"] and not left.exists(), "what a stopped run has left is in the way of a new one"

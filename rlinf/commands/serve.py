@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from rlinf.policy import Policy
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
 from rlinf.serving import MessageError
-from rlinf.serving.layouts import KEYS, ROBOTS, check_layout, layout_of
+from rlinf.serving.layouts import KEYS, ROBOTS, Layout, check_layout, layout_of
 from rlinf.serving.server import BATCH, Limits, PolicyServer
 from rlinf.serving.vla_eval import PATH, Hello
 from rlinf.types import Observation
@@ -82,13 +83,22 @@ class PolicyRows:
 
     def __init__(self, policy: Policy, settings: ServeConfig) -> None:
         self.policy, self.num_rows = policy, settings.max_batch
-        self.layout = layout_of(settings.keys, settings.cameras or policy.cameras)
+        names = settings.cameras or policy.cameras
+        self.layout, self.named = layout_of(settings.keys, names), layout_of("rlinf", names)
         self.state_dim = ENVS.get(policy.config.env.name).state_width(policy.config.env) or 0
         self.reads_state = policy.model.reads_state(policy.model.config)
 
     def read(self, request: Mapping[str, Any]) -> Row:
-        """Check a request; raise MessageError or ConfigError if it does not fit the policy."""
-        parts = self.layout.read(request, self.policy.cameras, self.reads_state)
+        """Check a request under ``settings.keys``; raise MessageError or ConfigError if it does not fit the policy."""
+        return self._row(self.layout, request)
+
+    def read_named(self, request: Mapping[str, Any]) -> Row:
+        """Check a request of vla-eval; raise as ``read``."""
+        return self._row(self.named, request)
+
+    def _row(self, layout: Layout, request: Mapping[str, Any]) -> Row:
+        size = self.policy.config.env.image_size
+        parts = layout.read(request, self.policy.cameras, self.reads_state, size)
         if not isinstance(parts["instruction"], str):
             raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: a sentence")
         prompt = parts["instruction"]
@@ -169,8 +179,14 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
             len(rows.policy.cameras),
             min(settings.execute or chunk, chunk),
         )
-        server = PolicyServer(rows.read, rows.act, metadata_of(opened, rows, settings), limits, hello, api_key)
-        asyncio.run(_until_signal(server, bound, partial(_announce, bound, opened, config, settings)))
+        metadata = metadata_of(opened, rows, settings)
+        server = PolicyServer(rows.read, rows.read_named, rows.act, metadata, limits, hello, api_key)
+        try:
+            asyncio.run(_until_signal(server, bound, partial(_announce, bound, opened, config, settings)))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _taken(settings, error) from error
     print("served until a signal came; everything that was asked is answered", flush=True)
 
 
@@ -178,16 +194,19 @@ async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the next server can have the port at once
     await server.run(bound, on_listening, stop)
 
 
 def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
     """Return what a client is told first: plain values, under one key, because openpi's clients look for their own."""
     policy = rows.policy
+    present = replace(opened.present, git_revision=opened.manifest.git_revision)  # an edited comment is no other policy
     return {
         "rlinf": {
             "protocol": PROTOCOL,
             "manifest": opened.manifest.text(),
+            "present": present.text(),
             "digest": opened.manifest.digest,
             "model_type": policy.config.model.model_type,
             "policy_version": opened.manifest.policy_version,
@@ -222,15 +241,22 @@ def _api_key(settings: ServeConfig) -> str | None:
 def _bound(settings: ServeConfig) -> socket.socket:
     """Take the address before a policy loads for minutes; nobody is listened to yet."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((settings.host, settings.port))
-    except OSError as error:
-        bound.close()
-        found = f"host={settings.host} port={settings.port} cannot be used ({error.strerror or error})"
-        raise ConfigError(f"{found}. Set port=0, which takes a free one, or host=127.0.0.1") from error
-    return bound
+    # Two sockets that both reuse an address could have it together. Only what a dead server has left needs that.
+    for reuse in (0, 1):
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            bound.bind((settings.host, settings.port))
+            return bound
+        except OSError as error:
+            bound.close()
+            failure = error
+    raise _taken(settings, failure) from failure
+
+
+def _taken(settings: ServeConfig, error: OSError) -> ConfigError:
+    found = f"host={settings.host} port={settings.port} cannot be used ({error.strerror or error})"
+    return ConfigError(f"{found}. Set port=0, which takes a free one, or host=127.0.0.1")
 
 
 def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings: ServeConfig) -> None:
@@ -242,7 +268,10 @@ def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings:
         f"openpi's protocol at ws://{at}:{port}, vla-eval's at ws://{at}:{port}{PATH}, health at http://{at}:{port}/healthz"
     )
     shown = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "<this machine>"}.get(host, at)
-    print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{shown}:{port} {env_overrides(config)}", flush=True)
+    words = env_overrides(config)
+    if config.evaluation.allow_mismatch:  # what differs here must be allowed there too
+        words += f" 'evaluation.allow_mismatch={override_text(config.evaluation.allow_mismatch)}'"
+    print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{shown}:{port} {words}", flush=True)
 
 
 def env_overrides(config: RunConfig) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING = 16
-"""Batches of rows that may wait. More are refused: they would be answered later and later."""
+"""Batches of rows that may be under way. More are refused: they would be answered later and later."""
 
 
 class BusyError(RuntimeError):
-    """Too many rows wait already."""
+    """Too many rows are under way already."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Batcher:
 
     Args:
         act: ``rows -> one answer for each``, called in the thread. It must not let a row's answer depend on the others.
-        max_rows: Rows of a batch; a single request may have more.
+        max_rows: Rows of a batch. A request with more is answered in pieces.
         wait_s: Longest wait for rows of other clients.
         num_clients: Says how many clients there are.
     """
@@ -45,6 +45,7 @@ class Batcher:
     ) -> None:
         self.act, self.max_rows, self.wait_s, self.num_clients = act, max_rows, wait_s, num_clients
         self._waiting: deque[_Ask] = deque()
+        self._in_hand: list[_Ask] = []
         self._came = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inference")
         self._task = asyncio.create_task(self._run())
@@ -53,15 +54,25 @@ class Batcher:
         """Return the answers to rows.
 
         Raises:
-            BusyError: Too many rows wait.
+            BusyError: Too many rows are under way.
             TimeoutError: There was no answer in time. Rows that still wait are dropped.
         """
-        if sum(len(ask.rows) for ask in self._waiting) >= MAX_WAITING * self.max_rows:
-            raise BusyError(f"more than {MAX_WAITING * self.max_rows} observations wait already")
-        ask = _Ask(rows)
-        self._waiting.append(ask)
+        if sum(len(ask.rows) for ask in (*self._in_hand, *self._waiting)) >= self.most_rows:
+            raise BusyError(f"{self.most_rows} observations or more are under way")
+        asks = [_Ask(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
+        self._waiting += asks
+        self.wake()
+        answers = await asyncio.wait_for(asyncio.gather(*(ask.answer for ask in asks)), timeout_s)
+        return [answer for piece in answers for answer in piece]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one request may have, and after which further requests are refused."""
+        return MAX_WAITING * self.max_rows
+
+    def wake(self) -> None:
+        """Look again whether a batch is full: rows came, or a client has left."""
         self._came.set()
-        return await asyncio.wait_for(ask.answer, timeout_s)
 
     async def close(self) -> None:
         """End the thread after the batch that it works on."""
@@ -73,13 +84,17 @@ class Batcher:
         loop = asyncio.get_running_loop()
         while True:
             await self._next()
+            if not self._waiting:  # a client has left
+                continue
             deadline = loop.time() + self.wait_s
             while not self._is_full() and (left := deadline - loop.time()) > 0:
                 try:
                     await asyncio.wait_for(self._next(), left)
                 except TimeoutError:
                     break
-            await self._answer(self._taken())
+            self._in_hand = self._taken()
+            await self._answer(self._in_hand)
+            self._in_hand = []
 
     async def _next(self) -> None:
         """Wait until a request comes that has not been seen yet."""

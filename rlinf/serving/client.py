@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
+import socket
+import ssl
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +23,16 @@ logger = logging.getLogger("rlinf")
 
 OPEN_TIMEOUT_S, PING_INTERVAL_S = 10, 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
-MESSAGE_TOO_BIG = 1009
+MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1009, 1013
+GOODBYE_S = 1
+"""Longest wait for the end of a connection whose server has said that something is wrong."""
 MAX_REPLY = 256 * 2**20
 COME_BACK = (408, 425, 429, 500, 502, 503, 504)
 """Statuses of a server, or of a proxy before it, that is not ready yet."""
+
+
+class _BusyError(Exception):
+    """The server has too much to do, and asks to be asked later."""
 
 
 class PolicyClient:
@@ -29,12 +40,13 @@ class PolicyClient:
 
     Args:
         url: ``ws://host:port``, perhaps with a path.
-        timeout_s: Longest wait for a reply, and for what the server says first.
+        timeout_s: Longest wait for a reply, for what the server says first, for a server that reads nothing, and for one that is busy.
         connect_timeout_s: Longest time without a server: at the start, and whenever the connection is lost.
         api_key: Sent as ``Authorization: Api-Key <key>``; None: nothing.
 
     Attributes:
         metadata: What the server has said first.
+        digest: SHA-256 of it, which tells one server from another.
 
     Raises:
         ConfigError: The URL is none, or the server refuses the key.
@@ -46,6 +58,7 @@ class PolicyClient:
         self._headers = {} if api_key is None else {"Authorization": f"Api-Key {api_key}"}
         self._connection: ClientConnection | None = None
         self.metadata: dict[str, Any] | None = None
+        self.digest = ""
         self._connect(time.monotonic() + connect_timeout_s)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,13 +67,22 @@ class PolicyClient:
         Raises:
             PolicyServerError: The server refuses the request, answers too late or not at all, or is another one by now.
         """
-        data, deadline = encode(dict(request)), None
+        data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:
             try:
                 if self._connection is None:
                     self._connect(deadline or time.monotonic() + self.connect_timeout_s)
                 self._connection.send(data)
                 return self._read(self._connection.recv(timeout=self.timeout_s))
+            except _BusyError as error:
+                left = busy_until - time.monotonic()
+                if left <= 0:
+                    found = f"{self.url} has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
+                    raise PolicyServerError(
+                        f"{found}. Set model.timeout_s={10 * self.timeout_s:g}, or ask with fewer processes"
+                    ) from None
+                time.sleep(min(wait, left))
+                wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
                 self.close()  # a reply that comes later must not be taken for the next one
                 raise PolicyServerError(
@@ -69,6 +91,11 @@ class PolicyClient:
                 ) from None
             except (ConnectionClosed, OSError) as error:
                 self.close()
+                if isinstance(error.__cause__, BlockingIOError | ssl.SSLWantWriteError):
+                    raise PolicyServerError(
+                        f"{self.url} has read nothing of a request of {len(data) / 2**20:.1f} MiB within {self.timeout_s:g} s "
+                        f"(model.timeout_s). Set model.timeout_s={10 * self.timeout_s:g}, or look at the server's log"
+                    ) from error
                 if (
                     isinstance(error, ConnectionClosed)
                     and error.rcvd is not None
@@ -91,7 +118,10 @@ class PolicyClient:
 
     def _read(self, message: str | bytes) -> dict[str, Any]:
         if isinstance(message, str):  # the protocol's way to say that something is wrong, before it closes
+            code = self._end_code()
             self.close()
+            if code == TRY_AGAIN_LATER:
+                raise _BusyError(message.strip())
             raise PolicyServerError(f"{self.url} answers: {message.strip()}")
         try:
             reply = decode(message)
@@ -102,6 +132,16 @@ class PolicyClient:
                 f"{self.url} has sent a {type(reply).__name__}; required: a map, as openpi's servers send it"
             )
         return reply
+
+    def _end_code(self) -> int | None:
+        """Wait for the end of the connection, and return its code; None: it goes on."""
+        try:
+            self._connection.recv(timeout=GOODBYE_S)
+        except ConnectionClosed as closed:
+            return None if closed.rcvd is None else closed.rcvd.code
+        except TimeoutError:
+            pass
+        return None
 
     def _connect(self, deadline: float) -> None:
         """Connect before a moment of the monotonic clock, and compare the server with that of before."""
@@ -126,18 +166,21 @@ class PolicyClient:
                         f"{found}; required: a policy. Set model.url=<address and path of a server>"
                     ) from error
                 failure: Exception = error
-            except (OSError, WebSocketException) as error:
+            except (OSError, WebSocketException, _BusyError) as error:
                 failure = error
             self._wait(deadline, wait, failure)
             wait = min(2 * wait, LONGEST_WAIT_S)
-        if self.metadata is not None and metadata != self.metadata:
+        digest = hashlib.sha256(encode(metadata)).hexdigest()
+        if self.metadata is not None and digest != self.digest:
             self.close()
             before, now = (_name(each) for each in (self.metadata, metadata))
+            if before == now:
+                now += f" with another {_differing(self.metadata, metadata)}"
             raise PolicyServerError(
                 f"{self.url} serves another policy than before: {now} instead of {before}; half of the episodes with each is no "
                 "result. Serve the first one again, or evaluate anew with output_dir=<another folder>"
             )
-        self.metadata = metadata
+        self.metadata, self.digest = metadata, digest
 
     def _open(self) -> dict[str, Any]:
         """Connect once, and return what the server says first."""
@@ -151,6 +194,10 @@ class PolicyClient:
             ping_interval=PING_INTERVAL_S,
             ping_timeout=self.timeout_s,  # some servers answer nothing while they compute
         )
+        seconds = math.floor(self.timeout_s)
+        limit = struct.pack("ll", seconds, int(1e6 * (self.timeout_s - seconds)))
+        # A timeval. websockets has no limit for sending.
+        self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             return self._read(self._connection.recv(timeout=self.timeout_s))
         except TimeoutError:
@@ -178,3 +225,9 @@ def _name(metadata: Mapping[str, Any]) -> str:
     """Return what tells a served policy from another one."""
     own = metadata.get("rlinf")
     return f"manifest {own['digest']}" if isinstance(own, dict) and "digest" in own else str(dict(metadata))[:200]
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the names of what one policy is served with now and was not before."""
+    old, new = (each.get("rlinf") if isinstance(each.get("rlinf"), dict) else each for each in (before, now))
+    return ", ".join(sorted(name for name in {**old, **new} if encode(old.get(name)) != encode(new.get(name))))

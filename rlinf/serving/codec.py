@@ -26,8 +26,10 @@ MAX_DEPTH = 8
 """Maps and lists inside each other, of which a message of either protocol has three."""
 MAX_ITEMS = 4096
 """Entries of a map or of a list; arrays count as one."""
+MAX_MESSAGE_ITEMS = 65_536
+"""Entries of all maps and lists of a message: each costs time in which no other thread of Python runs."""
 MAX_PIXELS = 4096 * 4096
-"""Of a compressed picture: a small file can hold one that fills the memory."""
+"""Of all compressed pictures of a message, as it declares them: a small file can hold a picture that fills the memory."""
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 
@@ -51,10 +53,31 @@ def decode(data: Any) -> Any:
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")
     try:
-        value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
+        counted = _Budget("entries", MAX_MESSAGE_ITEMS)
+        hooks = {"object_hook": counted.items, "list_hook": counted.items}
+        value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, **hooks)
+    except MessageError:
+        raise
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MessageError(f"The message cannot be read as msgpack ({type(error).__name__}: {error})") from error
-    return _decoded(value, 0)
+    return _decoded(value, 0, _Budget("pixels", MAX_PIXELS))
+
+
+class _Budget:
+    """What a message may still have of something."""
+
+    def __init__(self, what: str, limit: int) -> None:
+        self.what, self.limit, self.left = what, limit, limit
+
+    def take(self, number: int) -> None:
+        self.left -= number
+        if self.left < 0:
+            raise MessageError(f"The message has too many {self.what}; required: {self.limit} at most")
+
+    def items(self, value: Any) -> Any:
+        """Count a map or a list that has been read, and return it."""
+        self.take(len(value))
+        return value
 
 
 def _openpi(value: Any) -> Any:
@@ -88,11 +111,11 @@ def _check_kind(dtype: np.dtype) -> None:
         raise TypeError(f"an array of {dtype} cannot be sent; required: little-endian numbers")
 
 
-def _decoded(value: Any, depth: int) -> Any:
+def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
     if depth > MAX_DEPTH:
         raise MessageError(f"The message has more than {MAX_DEPTH} maps and lists inside each other")
     if isinstance(value, list):
-        return [_decoded(item, depth + 1) for item in value]
+        return [_decoded(item, depth + 1, pixels) for item in value]
     if not isinstance(value, dict):
         return value
     named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
@@ -101,10 +124,10 @@ def _decoded(value: Any, depth: int) -> Any:
     if "__npgeneric__" in named:
         return _scalar(named)
     if "__image__" in named:
-        return _image(named)
+        return _image(named, pixels)
     if not all(isinstance(key, str) for key in value):
         raise MessageError("A map has keys that are not text")
-    return {key: _decoded(item, depth + 1) for key, item in value.items()}
+    return {key: _decoded(item, depth + 1, pixels) for key, item in value.items()}
 
 
 def _array(parts: Mapping[str, Any]) -> np.ndarray:
@@ -127,17 +150,16 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
         raise MessageError(f"{number} is no {dtype}") from error
 
 
-def _image(parts: Mapping[str, Any]) -> np.ndarray:
+def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
     """Decode a picture uint8 ``[H, W, C]``; its size is checked before its pixels exist."""
     shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
-    if len(shape) != 3 or shape[2] not in (1, 3, 4) or shape[0] * shape[1] > MAX_PIXELS:
-        raise MessageError(
-            f"A picture has the shape {list(shape)}; required: [H, W, 1, 3 or 4], {MAX_PIXELS} pixels at most"
-        )
+    if len(shape) != 3 or shape[2] not in (1, 3, 4):
+        raise MessageError(f"A picture has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
     if kind == "raw":
         return _array({"dtype": "uint8", **parts})
     if kind not in FORMATS or not isinstance(data, bytes):
         raise MessageError(f"A picture has the format {kind!r}; required: bytes of png, jpeg or raw")
+    pixels_left.take(shape[0] * shape[1])
     try:
         with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as picture:
             if picture.size != (shape[1], shape[0]):
@@ -163,4 +185,6 @@ def _shape(shape: Any) -> tuple[int, ...]:
     fits = isinstance(shape, list) and len(shape) <= MAX_AXES
     if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
         raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
+    if math.prod(max(1, size) for size in shape) >= 2**31:
+        raise MessageError(f"An array has the shape {shape}; required: a product of the sizes above 0 below 2**31")
     return tuple(shape)

@@ -39,31 +39,37 @@ class Layout:
         widths = [width for _, width in self.states]
         return None if None in widths else sum(widths)
 
-    def read(self, request: Mapping[str, Any], cameras: Sequence[str], reads_state: bool) -> dict[str, Any]:
+    def read(
+        self, request: Mapping[str, Any], cameras: Sequence[str], reads_state: bool, image_size: int | None = None
+    ) -> dict[str, Any]:
         """Return ``images``, ``state`` and ``instruction`` of a request.
 
         Args:
             request: The decoded message.
             cameras: Names that the policy has for ``images``; more pictures than that are ignored.
             reads_state: The policy has a state.
+            image_size: Pictures must have so many rows and columns; None: any.
 
         Raises:
             MessageError: A part is missing, or is none.
         """
-        images = {name: self._picture(request, place) for name, place in zip(cameras, self.images, strict=False)}
+        places = zip(cameras, self.images, strict=False)
+        images = {name: self._picture(request, place, image_size) for name, place in places}
         prompt = _at(request, self.prompt)
         if isinstance(prompt, bytes):
             prompt = prompt.decode("utf-8", "replace")
-        parts = [_numbers(request, place) for place, _ in self.states if reads_state]
+        parts = [_numbers(request, place, width) for place, width in self.states if reads_state]
         return {"images": images, "state": np.concatenate(parts) if parts else None, "instruction": prompt}
 
-    def _picture(self, request: Mapping[str, Any], place: Path) -> np.ndarray:
+    def _picture(self, request: Mapping[str, Any], place: Path, size: int | None) -> np.ndarray:
         picture = _at(request, place)
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             shape = list(getattr(picture, "shape", ())) or type(picture).__name__
             raise MessageError(f"{_text(place)} is {shape}; required: a picture with three axes")
         if self.channels_first and picture.shape[0] == 3:
             picture = picture.transpose(1, 2, 0)
+        if size is not None and picture.shape != (size, size, 3):  # before anything is computed of it
+            raise MessageError(f"{_text(place)} has the shape {list(picture.shape)}; required: {[size, size, 3]}")
         if picture.dtype.kind == "f":  # openpi's clients may send 0 to 1
             if not np.isfinite(picture).all() or picture.min(initial=0) < 0 or picture.max(initial=0) > 1:
                 raise MessageError(
@@ -150,12 +156,17 @@ def _at(request: Mapping[str, Any], place: Path) -> Any:
     return value
 
 
-def _numbers(request: Mapping[str, Any], place: Path) -> np.ndarray:
+def _numbers(request: Mapping[str, Any], place: Path, width: int | None) -> np.ndarray:
     value = _at(request, place)
     try:
-        return np.asarray(value, dtype=np.float32).ravel()
+        numbers = np.asarray(value).ravel()
     except (TypeError, ValueError) as error:
         raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers") from error
+    if numbers.dtype.kind not in "biuf":
+        raise MessageError(f"{_text(place)} is a {type(value).__name__}; required: numbers")
+    if width not in (None, len(numbers)):
+        raise MessageError(f"{_text(place)} has {len(numbers)} numbers; required: {width}")
+    return numbers.astype(np.float32)
 
 
 def _put(request: dict[str, Any], place: Path, value: Any) -> None:

@@ -51,7 +51,8 @@ class PolicyServer:
     """Answers requests of any number of clients.
 
     Args:
-        read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``.
+        read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
+        read_named: The same for ``/vla-eval``, where each picture has a name, and no robot's keys.
         act: Rows -> float32 ``[C, D]`` for each. Runs in a thread of its own, so that a long call delays nothing but actions.
         metadata: What a client is told first: plain values.
         limits: See there.
@@ -60,6 +61,7 @@ class PolicyServer:
     """
 
     read: Callable[[Mapping[str, Any]], Any]
+    read_named: Callable[[Mapping[str, Any]], Any]
     act: Callable[[list[Any]], Sequence[np.ndarray]]
     metadata: Mapping[str, Any]
     limits: Limits
@@ -134,6 +136,7 @@ class PolicyServer:
             pass
         finally:
             del self._busy[connection]
+            self.batcher.wake()  # all who are left may have asked
 
     async def _speak_openpi(self, connection: ServerConnection) -> None:
         """Send the metadata, then one reply for each request; an error is a text, after which the connection ends."""
@@ -161,16 +164,23 @@ class PolicyServer:
                 return
 
     async def _reply(self, message: Any) -> dict[str, Any]:
-        request = await asyncio.to_thread(decode, message)
+        rows, is_batch = await asyncio.to_thread(self._rows, message)
+        actions, seconds = await self._act(rows)
+        timing = {"infer_ms": 1000 * seconds}
+        answer = np.stack(actions) if is_batch else actions[0]
+        return {"actions": answer, "server_timing": dict(timing), "policy_timing": timing}
+
+    def _rows(self, message: Any) -> tuple[list[Any], bool]:
+        """Return the rows of a message, and whether it is a list of requests."""
+        request = decode(message)
         if not isinstance(request, dict):
             raise MessageError(f"The request is a {type(request).__name__}; required: a map")
         requests = request[BATCH] if BATCH in request else [request]
         if not isinstance(requests, list) or not requests or not all(isinstance(one, dict) for one in requests):
             raise MessageError(f"{BATCH} is not a list of requests")
-        actions, seconds = await self._act([self.read(one) for one in requests])
-        timing = {"infer_ms": 1000 * seconds}
-        answer = np.stack(actions) if BATCH in request else actions[0]
-        return {"actions": answer, "server_timing": dict(timing), "policy_timing": timing}
+        if len(requests) > self.batcher.most_rows:
+            raise MessageError(f"{BATCH} has {len(requests)} requests; required: at most {self.batcher.most_rows}")
+        return [self.read(one) for one in requests], BATCH in request
 
     async def _act(self, rows: Sequence[Any]) -> tuple[list[np.ndarray], float]:
         """Return a chunk for each row, and the seconds from the question to the answer."""
@@ -190,7 +200,7 @@ class PolicyServer:
             try:
                 seq, request = session.read(await asyncio.to_thread(decode, message))
                 if request is not None:
-                    actions, _ = await self._act([self.read(request)])
+                    actions, _ = await self._act([await asyncio.to_thread(self.read_named, request)])
                     session.take(actions[0])
                 reply = session.reply(seq)
             except MessageError as error:

@@ -35,6 +35,8 @@ class Numbers:
     def read(self, request):
         if "prompt" not in request or request["prompt"] is None:
             raise MessageError("The observation has no prompt")
+        if request["prompt"] == "read slowly":
+            assert SLOW.wait(60)
         self.num_read += 1
         return request
 
@@ -60,7 +62,9 @@ def serving(policy=None, api_key=None, host="127.0.0.1", execute=2, **limits):
         "infer_timeout_s": 30,
     } | limits
     hello = Hello("numbers", 2, reads_state=True, num_cameras=1, execute=execute)
-    server = PolicyServer(policy.read, policy.act, {"rlinf": {"digest": "abc"}}, Limits(**limits), hello, api_key)
+    server = PolicyServer(
+        policy.read, policy.read, policy.act, {"rlinf": {"digest": "abc"}}, Limits(**limits), hello, api_key
+    )
     bound = socket.create_server((host, 0))
     ready, handles = threading.Event(), {}
 
@@ -153,6 +157,11 @@ def test_a_list_of_requests_is_answered_together(shared):
     requests = [{"prompt": "go", "state": float(number)} for number in range(6)]
     actions = ask(shared[0], {BATCH: requests})["actions"]
     assert np.array_equal(actions, np.stack([CHUNK + number for number in range(6)]))
+    assert shared[1].batches[-2:] == [[0, 1, 2, 3], [4, 5]], "in calls of max_batch=4"
+    with open_client(shared[0]) as client:
+        client.recv(timeout=30)
+        client.send(encode({BATCH: requests[:1] * 65}))
+        assert f"{BATCH} has 65 requests; required: at most 64" in client.recv(timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +209,37 @@ def test_clients_that_ask_at_once_share_a_batch_and_one_alone_does_not_wait():
         assert np.array_equal(ask(port, {"prompt": "go", "state": 9.0})["actions"], CHUNK + 9), "within 30 s"
 
 
+def test_a_client_that_leaves_is_not_waited_for():
+    with serving(batch_wait_s=30) as (port, _, _), open_client(port) as silent, open_client(port) as asking:
+        silent.recv(timeout=30), asking.recv(timeout=30)
+        asking.send(encode({"prompt": "go", "state": 1.0}))
+        with pytest.raises(TimeoutError):
+            asking.recv(timeout=0.3)  # a control: it waits for the silent one
+        silent.close()
+        assert np.array_equal(decode(asking.recv(timeout=25))["actions"], CHUNK + 1)
+
+
 # -- limits ------------------------------------------------------------------------------------------------------
 
 
 def test_health_is_answered_while_the_policy_computes_and_a_late_answer_is_an_error():
-    with serving(infer_timeout_s=0.5, batch_wait_s=0) as (port, _, _):
+    with serving(infer_timeout_s=0.5, batch_wait_s=0) as (port, policy, _):
         with open_client(port) as client:
             client.recv(timeout=30)
             client.send(encode({"prompt": "wait"}))
+            until(lambda: policy.batches)
             assert health(port) == (200, "OK\n") and json.loads(health(port, "/health")[1]) == {"status": "ok"}
             assert "infer_timeout_s=0.5" in client.recv(timeout=30)
         SLOW.set()
         assert np.array_equal(ask(port, {"prompt": "go"})["actions"], CHUNK)
+
+
+def test_a_request_that_takes_long_to_read_delays_nobody():
+    with serving(batch_wait_s=0) as (port, _, _), open_client(port) as slow, open_client(port) as other:
+        slow.recv(timeout=30), other.recv(timeout=30)
+        slow.send(encode({"prompt": "read slowly"}))
+        other.send(encode({"prompt": "go", "state": 2.0}))
+        assert np.array_equal(decode(other.recv(timeout=30))["actions"], CHUNK + 2) and health(port)[0] == 200
 
 
 def test_a_message_that_is_too_large_is_closed_with_1009_and_others_are_served():
@@ -257,6 +285,15 @@ def test_more_waiting_rows_than_allowed_are_refused():
             assert closed.value.rcvd.code == 1013
             SLOW.set()
             assert decode(pool.submit(many.recv, 30).result())["actions"].shape == (16, 3, 2)
+
+
+def test_rows_that_the_policy_works_on_count_as_waiting():
+    with serving(max_batch=1, batch_wait_s=0) as (port, policy, _), open_client(port) as many, open_client(port) as one:
+        many.recv(timeout=30), one.recv(timeout=30)
+        many.send(encode({BATCH: [{"prompt": "wait"}] * 16}))
+        until(lambda: policy.batches)  # 15 wait
+        one.send(encode({"prompt": "go"}))
+        assert "busy: 16 observations" in one.recv(timeout=30)
 
 
 def test_the_key_is_asked_for_before_anything_else():

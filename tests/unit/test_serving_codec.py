@@ -111,6 +111,7 @@ BROKEN = {
     "big endian": array_of(dtype=">f4"), "a structure": array_of(dtype="f4,f4", shape=[1]), "type as a list": array_of(dtype=["<f4"]),
     "too few bytes": array_of(data=b"\0" * 7), "too many bytes": array_of(data=b"\0" * 9), "text as bytes": array_of(data="0" * 8),
     "negative size": array_of(shape=[-1]), "huge size": array_of(shape=[2**40]), "overflow": array_of(shape=[2**31 - 1] * 3),
+    "product of the sizes": array_of(data=b"", shape=[0, 2**31 - 1, 2**31 - 1, 2**31 - 1]),
     "size of 2.0": array_of(shape=[2.0]), "size of true": array_of(shape=[True, 2]), "nine axes": array_of(shape=[1] * 8 + [2]),
     "no shape": {b"__ndarray__": True}, "number that is none": {b"__npgeneric__": True, b"data": "x", b"dtype": "<f4"},
     "number out of range": {b"__npgeneric__": True, b"data": 2**40, b"dtype": "<i4"},
@@ -151,6 +152,24 @@ def packed(value) -> bytes:
 def test_bytes_that_are_no_message_are_refused(message):
     with pytest.raises(MessageError):
         decode(message)
+
+
+def test_pictures_of_a_message_share_one_budget(monkeypatch):
+    """Each of ten pictures would be allowed alone."""
+    monkeypatch.setattr("rlinf.serving.codec.MAX_PIXELS", 9 * 100)
+    data = io.BytesIO()
+    Image.new("RGB", (10, 10)).save(data, "png")
+    picture = picture_of(data=data.getvalue(), shape=[10, 10, 3])
+    assert len(decode(packed({"images": [picture] * 9}))["images"]) == 9, "a control"
+    with pytest.raises(MessageError, match="too many pixels; required: 900 at most"):
+        decode(packed({"images": [picture] * 10}))
+
+
+@pytest.mark.parametrize("broken", [[[[0] * 100] * 40] * 40, [[{"a": 0}] * 1000] * 50])
+def test_entries_are_counted_over_the_whole_message(broken):
+    with pytest.raises(MessageError, match="too many entries; required: 65536 at most"):
+        decode(packed(broken))
+    assert decode(packed(broken[:10])) == broken[:10], "a control"
 
 
 def test_a_message_at_the_limits_is_read():
@@ -240,9 +259,23 @@ def test_pictures_of_floats_are_those_of_bytes():
         ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}}, "no prompt"),
         ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x"}, "no state"),
         ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": "far"}, "state is"),
+        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": ["1", "2"]}, "state is a list; required: numbers"),
         ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": [[1], [2, 3]]}, "state is"),
     ],
 )  # fmt: skip
 def test_an_observation_that_does_not_fit_is_refused_by_name(request_, said):
     with pytest.raises(MessageError, match=said.replace("[", r"\[").replace("]", r"\]")):
         layout_of("rlinf", ["front"]).read(request_, ["front"], reads_state=True)
+
+
+def test_widths_are_those_of_each_part_and_sizes_are_compared_before_anything_is_computed():
+    picture = np.zeros((4, 4, 3), np.uint8)
+    request = {"observation/exterior_image_1_left": picture, "prompt": "x"}
+    request |= {"observation/joint_position": np.zeros(6), "observation/gripper_position": np.zeros(2)}
+    with pytest.raises(MessageError, match="observation/joint_position has 6 numbers; required: 7"):
+        ROBOTS["droid"].read(request, ["front"], reads_state=True)
+    request |= {"observation/joint_position": np.zeros(7), "observation/gripper_position": 1.0}
+    assert ROBOTS["droid"].read(request, ["front"], reads_state=True)["state"].shape == (8,)
+    nan = {"images": {"front": np.full((4, 4, 3), np.nan)}, "prompt": "x"}
+    with pytest.raises(MessageError, match=r"has the shape \[4, 4, 3\]; required: \[8, 8, 3\]"):
+        layout_of("rlinf", ["front"]).read(nan, ["front"], False, image_size=8)

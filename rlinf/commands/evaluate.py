@@ -38,7 +38,7 @@ from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy, share_of
+from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.report import write_report
@@ -66,6 +66,9 @@ logger = logging.getLogger("rlinf")
 
 VERSION_FIELDS = ("versions.", "simulators.")
 """Fields of a manifest whose differences are told also where they are not refused."""
+
+CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
+"""Settings of ``model`` that change no episode."""
 
 
 def evaluate(config: RunConfig) -> EvaluationResult:
@@ -137,13 +140,18 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
             else:
                 players = _players(config, reservation, model)
             # The fingerprint of the simulator is that of rank 0.
-            present = gather_objects({"device": device, **conditions(config, manifest, saved, specs)})[0]
+            server = None if config.model.url is None else model.client.digest
+            present = gather_objects({"device": device, **conditions(config, manifest, saved, specs, server)})[0]
         with (
             waiting("evaluate"),
             PartialResults(output, present, rank()) as partial,
             autocast(model, config.model.precision),
         ):
             known = gather_objects(partial.known)[0]
+            if known and server is not None and saved is None:
+                doubt = f"whether {config.model.url} served the same policy during the {len(known)} episodes of earlier processes"
+                warnings.append(f"It is not known {doubt}: it tells nothing of its policy")
+                _warn(warnings[-1:])
             progress = _Progress(partial, known, len(specs), config.tracking.progress)
             result = evaluate_policy(
                 model,
@@ -322,6 +330,9 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
             warnings.append(
                 f"{config.model.url} tells nothing of its policy, so neither weights nor conditions were compared"
             )
+        elif opened.policy.rows_of_call != NUM_ROWS:
+            rows = f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), an evaluation with {NUM_ROWS}"
+            warnings.append(f"{config.model.url} {rows}: actions may be rounded differently")
     elif config.checkpoint is not None:
         opened = open_checkpoint(config.checkpoint, config, allowed)
     else:
@@ -379,7 +390,11 @@ def _stopped(result: EvaluationResult) -> list[str]:
 
 
 def conditions(
-    config: RunConfig, manifest: Manifest, saved: Manifest | None, specs: Sequence[EpisodeSpec]
+    config: RunConfig,
+    manifest: Manifest,
+    saved: Manifest | None,
+    specs: Sequence[EpisodeSpec],
+    server: str | None = None,
 ) -> dict[str, Any]:
     """Return all that a result depends on, as JSON values.
 
@@ -388,8 +403,10 @@ def conditions(
         manifest: Of the present conditions; the weights below adapters are in it.
         saved: The checkpoint's; None: there is none, and the weights are those that ``config.model`` names.
         specs: The episodes.
+        server: Digest of what the server of the policy says; None: there is none.
     """
     model = config.model
+    free = {*CONNECTION_FIELDS, *([] if saved is None else ["url"])}  # a known policy may move
     return {
         "episodes": [len(specs), str(specs[0]), str(specs[-1])],
         "weights": [weights_digest(path) for path in (model.model_path, model.lora_path)]
@@ -400,5 +417,6 @@ def conditions(
         **{name: value for name, value in manifest.flatten().items() if name not in ("git_revision", "policy_version")},
         "greedy": config.evaluation.greedy,
         "temperature": config.rollout.temperature,
-        "model.settings": to_mapping(model),
+        "model.settings": {name: value for name, value in to_mapping(model).items() if name not in free},
+        "server": server,
     }

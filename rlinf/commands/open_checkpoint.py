@@ -89,7 +89,8 @@ def open_checkpoint(
 def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
     """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
 
-    What a policy does with an observation is the server's business: of its manifest, only what concerns the world is compared.
+    What a policy does with an observation is the server's business, so these conditions are those that the server runs it with;
+    what concerns the world is that of this process. Both are compared with the checkpoint's.
 
     Raises:
         ConfigError: Its actions are not those of the env.
@@ -104,10 +105,11 @@ def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[s
     saved = policy.manifest
     if saved is None:
         return Opened(None, None, policy, build_manifest(config, policy, policy_version=0))
-    preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
-    world = {**conditions_of(config), "versions": saved.versions, "precision": saved.precision}
+    there = policy.present
+    preprocessing = {**there.preprocessing, "cameras": list(config.env.cameras)}
+    world = {**conditions_of(config), "versions": there.versions, "precision": there.precision}
     renderer = os.environ.get("MUJOCO_GL")
-    present = replace(saved, **world, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
+    present = replace(there, **world, preprocessing=preprocessing, renderer=renderer, probe=None, files={})
     return Opened(None, saved, policy, present, check(saved, present, allow_mismatch))
 
 

@@ -28,11 +28,13 @@ from rlinf.envs import make_env
 from rlinf.errors import ConfigError, ManifestMismatchError, PolicyServerError
 from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import act_for_rows
+from rlinf.evaluation.partial import PartialResults
 from rlinf.models import build_policy
 from rlinf.options import to_mapping
 from rlinf.policy import Policy
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import validate
+from rlinf.serving import MessageError
 from rlinf.serving.client import PolicyClient
 from rlinf.serving.codec import encode
 from rlinf.serving.server import Limits, PolicyServer
@@ -95,7 +97,7 @@ def serving(rows, metadata, port=0):
     """Serve in a thread; yield the URL."""
     bound = socket.create_server(("127.0.0.1", port))
     limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_clients=40, infer_timeout_s=60)
-    server = PolicyServer(rows.read, rows.act, metadata, limits, Hello("p", 2, False, 1, execute=2))
+    server = PolicyServer(rows.read, rows.read_named, rows.act, metadata, limits, Hello("p", 2, False, 1, execute=2))
     ready, handles = threading.Event(), {}
 
     async def run():
@@ -173,6 +175,60 @@ def test_the_result_of_a_remote_evaluation_is_that_of_the_local_one(served, loca
     assert manifest["model"]["class"] == "OpenVLAForRLActionPrediction" and manifest["policy_version"] == 1
 
 
+def test_a_result_names_what_the_server_runs_otherwise_than_the_checkpoint(checkpoints, tmp_path):
+    config = evaluation_of(checkpoints[0], "unused", "model.precision=bf16")
+    opened, settings = open_checkpoint(checkpoints[0], config, ["precision"]), ServeConfig(max_batch=4)
+    rows = PolicyRows(Policy(opened.policy.eval(), config), settings)
+    with serving(rows, metadata_of(opened, rows, settings)) as url:
+        with pytest.raises(ManifestMismatchError, match=r"allow_mismatch=\[precision\]"):
+            evaluate(remote(url, tmp_path / "out"))
+        result = evaluate(remote(url, tmp_path / "out", "evaluation.allow_mismatch=[precision]"))
+    said = " ".join(result.warnings)
+    assert f"{url} calls its policy with 4 rows (max_batch), an evaluation with 16" in said
+    assert 'precision: saved "fp32", present "bf16"' in said
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["precision"] == "bf16"
+
+
+def interrupted(folder) -> None:
+    """Leave an evaluation behind that was killed after three episodes."""
+    lines = (folder / "result.partial.jsonl").read_text().splitlines(keepends=True)
+    (folder / "result.partial.jsonl").write_text("".join(lines[:4]))
+
+
+@contextmanager
+def killed_at_the_end(monkeypatch):
+    """An evaluation that plays all episodes and does not write its result."""
+    with monkeypatch.context() as patch:
+        patch.setattr("rlinf.commands.evaluate._write", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            yield
+
+
+def test_an_interrupted_evaluation_goes_on_with_the_same_server_only(checkpoints, served, local, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with killed_at_the_end(monkeypatch):
+        evaluate(remote(served[0], out))
+    interrupted(out)
+    rows, metadata = rows_of(checkpoints[0])
+    for changed in ({"digest": "other"}, {"max_batch": 8}):
+        with serving(rows, {"rlinf": metadata["rlinf"] | changed}) as url:
+            with pytest.raises(ConfigError, match=r"3 results .* other conditions \(server\)"):
+                evaluate(remote(url, out))
+    with serving(rows, metadata) as url:  # at another address
+        evaluate(remote(url, out, "model.timeout_s=600", "model.connect_timeout_s=7"))
+    assert result_of(out) == result_of(local)
+
+
+def test_a_continued_evaluation_of_a_server_that_tells_nothing_says_so(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with foreign({"actions": np.zeros((5, 2))}) as url:
+        with killed_at_the_end(monkeypatch):
+            evaluate(remote(url, out, *FOREIGN))
+        interrupted(out)
+        result = evaluate(remote(url, out, *FOREIGN))
+    assert any("during the 3 episodes of earlier processes" in warning for warning in result.warnings)
+
+
 def test_vla_eval_counts_the_episodes_of_our_evaluation(checkpoints, tmp_path):
     vla_eval = pytest.importorskip("vla_eval", reason="pip install vla-eval==0.8.0")
     config = evaluation_of(checkpoints[0], tmp_path / "ours", "evaluation.greedy=true", "evaluation.num_episodes=4")
@@ -214,31 +270,24 @@ def start_command(checkpoint, port):
 
 
 def test_a_server_that_is_killed_and_comes_back_changes_nothing_and_sigterm_ends_it(
-    checkpoints, local, tmp_path, caplog
+    checkpoints, local, tmp_path, caplog, monkeypatch
 ):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    servers = [start_command(checkpoints[0], port)]
+    servers, add = [start_command(checkpoints[0], port)], PartialResults.add
 
-    def kill_once(results=tmp_path / "remote" / "result.partial.jsonl"):
-        while not results.exists() or results.read_text().count("\n") < 2:
-            if done.wait(0.01):
-                return
-        servers[0].kill()
-        servers.append(start_command(checkpoints[0], port))
+    def add_and_kill(self, result):
+        add(self, result)
+        if len(servers) == 1:
+            servers[0].kill()
+            servers[0].wait(60)
+            servers.append(start_command(checkpoints[0], port))
 
-    done = threading.Event()
-    killer = threading.Thread(target=kill_once)
-    killer.start()
+    monkeypatch.setattr(PartialResults, "add", add_and_kill)
     try:
-        evaluate(remote(f"ws://127.0.0.1:{port}", tmp_path / "remote", "evaluation.num_envs=2"))
-        done.set()
-        killer.join(60)
-        assert (
-            len(servers) == 2
-            and servers[0].wait(60) == -signal.SIGKILL
-            and "waiting for it to come back" in caplog.text
-        )
+        more = ["evaluation.num_envs=2", "model.connect_timeout_s=300"]  # the start of a command
+        evaluate(remote(f"ws://127.0.0.1:{port}", tmp_path / "remote", *more))
+        assert servers[0].returncode == -signal.SIGKILL and "waiting for it to come back" in caplog.text
         assert result_of(tmp_path / "remote") == result_of(local)
         servers[1].send_signal(signal.SIGTERM)
         printed, _ = servers[1].communicate(timeout=60)
@@ -247,7 +296,6 @@ def test_a_server_that_is_killed_and_comes_back_changes_nothing_and_sigterm_ends
         words = [word for word in line.split()[4:]]
         assert f"model.url=ws://127.0.0.1:{port}" in words and "env.max_episode_steps=12" in words
     finally:
-        done.set()
         for server in servers:
             server.kill()
             server.wait(60)
@@ -403,6 +451,8 @@ def test_the_command_refuses_open_addresses_taken_ports_and_names_that_do_not_fi
     assert main(["serve"]) == 2 and "needs a checkpoint" in capsys.readouterr().err
     with closing(_bound(ServeConfig(port=0))) as bound:
         assert bound.getsockname()[0] == "127.0.0.1", "unless an address is typed, only this machine can connect"
+        with pytest.raises(ConfigError, match="cannot be used"):  # though nobody listens there yet
+            _bound(ServeConfig(port=bound.getsockname()[1]))
 
 
 def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
@@ -420,6 +470,10 @@ def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
         with pytest.raises(PolicyServerError) as error:
             client.ask(request)
         assert said in str(error.value)
+    robot = PolicyRows(rows.policy, ServeConfig(keys="libero"))
+    assert robot.read_named({"images": {"front": picture}, "prompt": "go"}).observation.instruction == ["go"]
+    with pytest.raises(MessageError, match="no observation/image"):
+        robot.read({"images": {"front": picture}, "prompt": "go"})
     names = PolicyRows(rows.policy, ServeConfig(cameras=["agentview"]))
     row = names.read({"images": {"agentview": picture}, "prompt": "go"})
     assert list(row.observation.images) == ["front"] and row.observation.instruction == ["go"]

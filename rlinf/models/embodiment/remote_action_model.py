@@ -63,6 +63,8 @@ class RemotePolicy(ActionModel, nn.Module):
 
     Attributes:
         manifest: Conditions under which the policy was made; None: the server has not told.
+        present: Conditions under which the server runs it; None: as above.
+        rows_of_call: Rows with which our server calls the policy; None: as above.
     """
 
     config_class = RemoteConfig
@@ -74,6 +76,8 @@ class RemotePolicy(ActionModel, nn.Module):
     value_head = None
     detach_value = True
     manifest: Manifest | None = None
+    present: Manifest | None = None
+    rows_of_call: int | None = None
 
     @classmethod
     def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
@@ -130,7 +134,10 @@ class RemotePolicy(ActionModel, nn.Module):
             found = f"{self.config.url} speaks version {own.get('protocol')} of our protocol"
             raise PolicyServerError(f"{found}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
-            self.manifest = Manifest.from_text(own["manifest"], f"The manifest of {self.config.url}")
+            self.manifest, self.present = (
+                Manifest.from_text(own[name], f"The {name} of {self.config.url}") for name in ("manifest", "present")
+            )
+            self.rows_of_call = int(own["max_batch"])
             self.action_dim, self.action_chunks_len = int(own["action_dim"]), int(own["action_chunks_len"])
             self._num_uniforms, self._batch_key = int(own["num_uniforms"]), str(own["batch_key"])
             self.layout = layout_of(own["keys"], [str(name) for name in own["client_cameras"]])

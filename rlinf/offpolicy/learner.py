@@ -99,9 +99,10 @@ class OffPolicyLearner(ABC):
         loss = (values - target).square().mean(1).sum()
         self._step("critics", loss)
         metrics = {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "target_mean": target.mean()}
-        if 0 < num_offline < len(target):
+        if num_offline > 0:
             online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
-            metrics |= {"q_mean_online": online.mean(), "q_mean_offline": offline.mean()}
+            metrics |= {"q_mean_online": online.mean()} if online.numel() else {}
+            metrics |= {"q_mean_offline": offline.mean()}
         if self.head_is_trained():
             loss, more = self.head_loss(batch)
             self._step("head", loss)

@@ -74,6 +74,7 @@ def answers_about(
         "chunk": policy.action_chunks_len,
         "seed": seed if policy.head.num_candidates > 1 else None,
         "conditions": conditions,
+        "rounding": [policy.device.type, batch_size],  # of sums, which differ a little
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
     path = cache_folder() / f"{key}.safetensors"

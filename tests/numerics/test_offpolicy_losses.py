@@ -168,6 +168,14 @@ def test_an_update_of_sac_by_hand():
     assert float(learner.log_alpha.detach()) == pytest.approx(math.log(0.05) + step, abs=1e-5)
 
 
+def test_values_of_own_transitions_and_of_demonstrations_are_told_apart_also_where_one_is_all():
+    for num_offline, names in ((0, []), (2, ["q_mean_offline", "q_mean_online"]), (None, ["q_mean_offline"])):
+        learner, batch = a_learner(SAC), a_batch()
+        metrics = learner.update(batch, len(batch.returns) if num_offline is None else num_offline)
+        assert sorted(name for name in metrics if name.startswith("q_mean_")) == names
+        assert num_offline is not None or metrics["q_mean_offline"] == metrics["q_mean"]
+
+
 def test_the_head_waits_for_the_critics():
     learner = a_learner(SAC, critic_only_updates=2)
     before = copy.deepcopy(learner.head.state_dict())

@@ -65,9 +65,16 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "rlinf" / "proposals"
 
 
-def fill(dataset: StoredDemonstrations, policy: HeadedPolicy, env=None, which="all", seed=3, precision="fp32"):
+def fill(
+    dataset: StoredDemonstrations, policy: HeadedPolicy, env=None, which="all", seed=3, precision="fp32", batch_size=4
+):
     def ask(rows):
-        settings = {"conditions": {"precision": precision}, "batch_size": 4, "autocast": nullcontext, "seed": seed}
+        settings = {
+            "conditions": {"precision": precision},
+            "batch_size": batch_size,
+            "autocast": nullcontext,
+            "seed": seed,
+        }
         return answers_about(dataset, rows, policy, **settings)
 
     return offline_data(dataset, policy, env or EnvConfig(reward_mode="sparse"), which, seed, ask)
@@ -214,7 +221,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     for name, tensor in first.replay.tensors.items():
         assert torch.equal(tensor, second.replay.tensors[name]), name
     assert answers(dataset, edit, env=EnvConfig(reward_mode="shaped"))[1] == 0  # rewards are not the policy's
-    for more in ({"seed": 4}, {"precision": "bf16-mixed"}, {"which": "successes"}):
+    for more in ({"seed": 4}, {"precision": "bf16-mixed"}, {"batch_size": 2}, {"which": "successes"}):
         assert answers(dataset, edit, **more)[1] > 0, more
     assert answers(dataset, policy_of("edit", seed=1))[1] == 6  # other weights
     assert answers(dataset, policy_of("edit", num_candidates=2))[1] == 6

@@ -49,6 +49,10 @@ class ConfigError(RLinfError, ValueError):
     """A configuration value is unknown, out of range or contradicts another one."""
 
 
+class RefusedInputError(ConfigError):
+    """A policy refuses what it is shown, or answers with what are no actions; it may take other input."""
+
+
 class MissingDependencyError(RLinfError, ImportError):
     """An optional package or system library is missing; the message holds the command that installs it."""
 
@@ -63,6 +67,10 @@ class SimulatorError(RLinfError):
 
 class PolicyServerError(RLinfError):
     """A policy that acts elsewhere does not answer, answers what does not fit, or refuses what it is asked."""
+
+
+class RefusedRequestError(PolicyServerError):
+    """A policy server is there and refuses one request; it may take another one."""
 
 
 class ManifestMismatchError(CheckpointError):

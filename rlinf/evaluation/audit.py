@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
@@ -193,7 +193,7 @@ class Auditor:
         records: dict[EpisodeSpec, Record] | None = None,
         note: str = "",
     ) -> None:
-        """Play one condition and keep its row. What the policy refuses is told in its place."""
+        """Play one condition and keep its row. What the policy refuses is told in its place; what else goes wrong is raised."""
         played = DisturbedEnv(self.env if env is None else env, sight, motion, records)
         try:
             result = evaluate_policy(
@@ -202,9 +202,11 @@ class Auditor:
                 self.specs if specs is None else specs,
                 **self.options,
             )
-        except RLinfError as error:
-            if key in ("clean", "idle", "random"):
+        except (RefusedInputError, RefusedRequestError) as error:
+            if key == "clean":
                 raise
+            if env is None:  # a policy that refuses whatever it is shown is lost
+                evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
         self.warnings += [] if specs is not None else result.warnings

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, RefusedInputError
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
@@ -106,10 +106,14 @@ class ObjectPolicy(RowPolicy):
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
-        actions = np.asarray(getattr(self.model, "act", self.model)(observation), dtype=np.float32)
+        try:
+            returned = getattr(self.model, "act", self.model)(observation)
+        except ConfigError as error:
+            raise RefusedInputError(*error.args, **error.cure) from error
+        actions = np.asarray(returned, dtype=np.float32)
         actions = actions[:, None] if actions.ndim == 2 else actions
         if actions.ndim != 3 or len(actions) != len(streams) or not np.isfinite(actions).all():
-            raise ConfigError(
+            raise RefusedInputError(
                 f"{_name_of(self.model)} returned actions of the shape {list(actions.shape)}; required: finite "
                 f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )

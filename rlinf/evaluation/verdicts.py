@@ -160,6 +160,8 @@ def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_bett
     question = "Does it react to what happens?"
     if not is_better:
         return _not_better(question)
+    if rows["frozen"].pairs is None:
+        return Verdict(question, UNTOLD, rows["frozen"].note)
     frozen = _lost(rows["frozen"], stake)
     reason = f"a view that stays that of the start costs {frozen}"
     answers = [frozen.answer]
@@ -204,7 +206,7 @@ def _remembers(
         else:
             answers.append(NO if effect.answer == YES else UNCLEAR)
             reasons.append(f"its actions of other episodes cost {effect}")
-    if not answers:
+    if not answers or (seen is None and answers == [NO]):
         return Verdict(question, UNTOLD, "; ".join(reasons) or "there is nothing to compare")
     answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
     return Verdict(question, answer, "; ".join(reasons), answer == YES)
@@ -216,6 +218,8 @@ def _breaks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
     if not is_better:
         return _not_better(question)
     played = [row for key, row in rows.items() if key.startswith(SMALL_CHANGES) and row.pairs is not None]
+    if not played:
+        return Verdict(question, UNTOLD, "none of them was possible")
     effects = {row.title: _lost(row, stake) for row in played}
     answers = {title: effect.answer for title, effect in effects.items()}
     shown = [f"{title}: {effect}" for title, effect in effects.items() if answers[title] == YES]

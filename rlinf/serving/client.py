@@ -15,7 +15,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from rlinf.errors import ConfigError, PolicyServerError
+from rlinf.errors import ConfigError, PolicyServerError, RefusedRequestError
 from rlinf.serving import MessageError
 from rlinf.serving.codec import decode, encode
 
@@ -65,7 +65,8 @@ class PolicyClient:
         """Return the reply to a request, from another connection if the first one is lost.
 
         Raises:
-            PolicyServerError: The server refuses the request, answers too late or not at all, or is another one by now.
+            RefusedRequestError: The server refuses the request.
+            PolicyServerError: It is too busy, answers too late or not at all, or is another one by now.
         """
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:
@@ -122,7 +123,8 @@ class PolicyClient:
             self.close()
             if code == TRY_AGAIN_LATER:
                 raise _BusyError(message.strip())
-            raise PolicyServerError(f"{self.url} answers: {message.strip()}")
+            kind = PolicyServerError if message.startswith(TimeoutError.__name__) else RefusedRequestError
+            raise kind(f"{self.url} answers: {message.strip()}")
         try:
             reply = decode(message)
         except MessageError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.errors import ConfigError
+from rlinf.errors import RefusedInputError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
@@ -48,7 +48,7 @@ class TokenActionModel(ActionModel):
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
-            raise ConfigError(
+            raise RefusedInputError(
                 f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), and the "
                 f"language model was made for {positions} positions (max_position_embeddings), behind which its numbers mean "
                 "nothing. Shorten the instructions of the environment, or set fewer env.cameras or a smaller "

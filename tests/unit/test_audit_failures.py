@@ -1,0 +1,100 @@
+"""Audits in which something fails: what the policy refuses is a row, and what is lost or broken ends the audit."""
+
+import numpy as np
+import pytest
+
+from rlinf.envs import make_env
+from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.errors import ConfigError, NonFiniteError, PolicyServerError, RefusedRequestError, SimulatorError
+from rlinf.evaluation.audit import Auditor
+from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.result import Success
+from rlinf.evaluation.verdicts import NO, UNTOLD, YES, Row, verdicts
+from tests.fixtures.audited_policies import StateOnly
+
+CONFIG = TabletopConfig(tasks=["reach"], state="full", cameras=["front"], image_size=8, max_episode_steps=12)
+
+
+@pytest.fixture(scope="module")
+def table():
+    env = make_env(CONFIG, 6, auto_reset=False)
+    yield env
+    env.close()
+
+
+class Fails(StateOnly):
+    """Raises in the calls that ``when`` is true of, or returns what is given instead of an error."""
+
+    def __init__(self, when, failure) -> None:
+        self.when, self.failure = when, failure
+
+    def act(self, seen):
+        if not self.when(seen):
+            return super().act(seen)
+        if isinstance(self.failure, Exception):
+            raise self.failure
+        return self.failure
+
+
+def is_blank(seen) -> bool:
+    return "" in seen.instruction
+
+
+def audited(policy, env):
+    specs, seen = ([env.episode_specs(split)[n] for n in range(6)] for split in ("eval", "train"))
+    audit = Auditor(policy, env, specs).run(seen, "not known", lambda what: None)
+    return audit, {row.key: row for row in audit.rows}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "note"),
+    [
+        (ConfigError("no instruction"), "no instruction"),
+        (RefusedRequestError("ws://a answers: no instruction"), "ws://a answers: no instruction"),
+        (np.full((6, 2), np.nan), "returned actions of the shape [6, 1, 2]"),
+    ],
+    ids=["error", "server", "nan"],
+)
+def test_what_a_policy_refuses_is_a_row(refusal, note, table):
+    audit, rows = audited(Fails(is_blank, refusal), table)
+    assert rows["blank"].success is None and note in rows["blank"].note
+    assert rows["black"].success is not None and rows["pushed"].success is not None and len(audit.verdicts) == 8
+
+
+@pytest.mark.parametrize("error", [PolicyServerError("lost"), SimulatorError("lost"), NonFiniteError("NaN")])
+def test_what_is_lost_or_broken_ends_the_audit(error, table):
+    with pytest.raises(type(error), match=str(error)):
+        audited(Fails(is_blank, error), table)
+
+
+def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
+    class IsGone:
+        gone = False
+
+        def __call__(self, seen) -> bool:
+            self.gone = self.gone or is_blank(seen)
+            return self.gone
+
+    with pytest.raises(RefusedRequestError, match="out of memory"):
+        audited(Fails(IsGone(), RefusedRequestError("out of memory")), table)
+
+
+def test_questions_whose_conditions_were_refused_cannot_be_told():
+    """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
+    clean, none = Row("clean", "", Success(90, 100)), Row("", "", note="refused")
+    costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)
+    changed = {key: Row(key, key, pairs.b, pairs) for key, pairs in (
+        ("swapped", costs), ("other_pictures", costs), ("other_state", costs), ("frozen", costs), ("other_actions", costs),
+        ("pushed_replay", costs), ("paraphrased", nothing), ("idle", costs), ("random", costs),
+    )}  # fmt: skip
+    rows = {"clean": clean, "seen": Row("seen", "", Success(90, 100)), **changed}
+    matched = {"baseline": Pairs(5, 0, 85, 10), "pushed": Pairs(5, 0, 85, 10)}
+
+    def answers(**refused: Row) -> list[str]:
+        return [f"{one.answer}: {one.reason}" for one in verdicts(rows | refused, 0, matched)[5:]]
+
+    reacts, remembers, breaks = answers()
+    assert reacts.startswith(YES) and remembers.startswith(NO) and breaks.startswith(NO), "a control"
+    reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
+    assert reacts == f"{UNTOLD}: refused" and remembers.startswith(f"{UNTOLD}: refused")
+    assert breaks == f"{UNTOLD}: none of them was possible"

@@ -81,14 +81,22 @@ def lengths(tables: Tables, rates: tuple[float, float], runs: int) -> dict[str, 
         values, rejects, leads = read(tables, played)
         for power in POWERS:
             right = (rejects & leads).mean(0) >= power
+            if not right[-1]:
+                raise SystemExit(
+                    f"McNemar's test has no power of {power:.0%} within {LONGEST} episodes; use other --rates"
+                )
             fixed = int(1 + np.flatnonzero(~right)[-1] + 1)  # from here on the power stays
             length = fixed
             while True:
                 times = first_time(values, length)
                 decided = times <= length
                 right_ones = decided & leads[np.arange(runs), np.minimum(times, length) - 1]
-                if right_ones.mean() >= power or length >= LONGEST:
+                if right_ones.mean() >= power:
                     break
+                if length >= LONGEST:
+                    raise SystemExit(
+                        f"The sequential test has no power of {power:.0%} within {LONGEST} episodes; use other --rates"
+                    )
                 length += 1
             mean = float(np.minimum(times, length).mean())
             print(f"{together:8.0%}  {power:5.0%}  {fixed:10}  {length:15}  {mean:17.1f}  {mean / fixed:.2f}")

@@ -31,7 +31,7 @@ from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import CheckpointError, ConfigError, closest
-from rlinf.evaluation.audit import Audit, Auditor, check_episodes
+from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.compare_folders import compare_folders
@@ -237,6 +237,7 @@ def audit(
         return auditing.audit(auditing.configured(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides])))
     with _opened_object(policy, env, overrides, "audit") as (model, made, config):
         settings = config.evaluation
+        check_held_out(settings.split)
         specs = episode_list(made, settings.split, settings.num_episodes)
         check_episodes(specs)
         options = {"greedy": settings.greedy, "temperature": config.rollout.temperature, "seed": config.seed}

@@ -4,40 +4,56 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from rlinf.checkpoints.checkpoint import is_checkpoint, read_loop_state
+from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.envs import env_maker
-from rlinf.cluster.factory import episode_sampler
 from rlinf.commands.evaluate import open_policy
 from rlinf.commands.hydra_app import configure, given_value
+from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
-from rlinf.evaluation.audit import Audit, Auditor, check_episodes, row_text
+from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.audit_page import AUDIT_FILE, write_audit
 from rlinf.evaluation.evaluator import episode_list
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
+from rlinf.options import to_mapping
 from rlinf.preflight.refuse import refuse
 from rlinf.rollout.demonstrations import demonstration_specs
+from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
 from rlinf.types import EpisodeSpec
 
 NUM_EPISODES = 100
-"""Episodes of each condition, unless ``evaluation.num_episodes`` is given."""
+"""Episodes of each condition, unless ``evaluation.num_episodes`` is typed."""
 TITLE_WIDTH = 44
 NOT_KNOWN = "of the training split; which of them it has seen is not known"
+EVAL_STATES = "env.num_eval_init_states"
+SEEN_KEYS = (
+    "seed",
+    "rollout.num_envs",
+    "rollout.group_size",
+    "rollout.init_states",
+    "sft.dataset",
+    "sft.num_demonstrations",
+)
+"""Settings that say which episodes a run plays first."""
 
 
 def configured(args: Namespace) -> RunConfig | None:
     """Return the configuration of an audit, with its number of episodes and its folder; None: ``--cfg`` has printed it."""
-    if given_value(args.overrides, "evaluation.num_episodes") is None:
-        args.overrides = [*args.overrides, f"evaluation.num_episodes={NUM_EPISODES}"]
+    key = "evaluation.num_episodes"
+    if not any(item.key_or_group == key for item in parse_overrides(args.overrides)):  # null is a value, too
+        args.overrides = [*args.overrides, f"{key}={NUM_EPISODES}"]
     config = configure(args, "evaluate")
     if config is not None and given_value(args.overrides, "output_dir") is None:
         config.output_dir = f"outputs/{config.experiment_name}/audit_{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -64,9 +80,9 @@ def audit(config: RunConfig) -> Audit:
     try:
         specs = episode_list(env, settings.split, settings.num_episodes)
         check_episodes(specs)
-        model, manifest, _, warnings = open_policy(config, env)
+        model, _, _, warnings = open_policy(config, env)
         model = model.to(resolve_device(config.cluster.device, 1))
-        seen, note = seen_episodes(config, env, len(specs), is_trained_by_rl=manifest.policy_version > 0)
+        seen, note = seen_episodes(config, env, len(specs))
 
         def moved(what: str) -> VectorEnv | None:
             elsewhere = world.moved(config.env, what)
@@ -108,25 +124,48 @@ def check(config: RunConfig) -> None:
         if getattr(settings, key) is not None:
             found = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
             refuse(found, "`rlinf evaluate`", f"evaluation.{key}=null")
+    check_held_out(settings.split)
     folder = Path(config.output_dir)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"output_dir is '{folder}', which is not empty. Delete it, or set output_dir=<new folder>")
 
 
-def seen_episodes(
-    config: RunConfig, env: VectorEnv, count: int, is_trained_by_rl: bool
-) -> tuple[Sequence[EpisodeSpec], str]:
-    """Return up to ``count`` episodes from initial states that the policy was trained on, and what is known of them."""
-    if config.checkpoint is not None and is_trained_by_rl:
-        sampler = episode_sampler(config, env)
-        groups = range(0, config.rollout.num_envs, config.rollout.group_size)
-        played = (sampler.spec(step, first, 0) for step in range(config.trainer.max_steps) for first in groups)
-        return _first(played, count), "those of its first rollouts"
-    if config.checkpoint is not None and config.sft.dataset is None:
-        cloned = demonstration_specs(env, config.sft.num_demonstrations, config.seed)
-        return _first(cloned, count), "those of its demonstrations"
-    split = env.episode_specs("train")
-    return split[:count], NOT_KNOWN
+def seen_episodes(config: RunConfig, env: VectorEnv, count: int) -> tuple[Sequence[EpisodeSpec], str]:
+    """Return up to ``count`` episodes from initial states that the policy was trained on, and what is known of them.
+
+    What a checkpoint has seen follows from its own configuration and from how far it had come, not from the audit's settings.
+    """
+    folder = Path(config.checkpoint) if config.checkpoint is not None else None
+    if folder is not None and is_checkpoint(folder):
+        state, saved = read_loop_state(folder), flat(read_saved_config(folder))
+        given = flat({"env": to_mapping(config)["env"]})
+        same_env = all(given.get(key) == saved[key] for key in saved if key.startswith("env.") and key != EVAL_STATES)
+        if same_env and saved.keys() >= set(SEEN_KEYS):
+            seen, note = _played_episodes(env, state, saved)
+            if found := _first(seen, count):
+                return found, note
+    return env.episode_specs("train")[:count], NOT_KNOWN
+
+
+def _played_episodes(
+    env: VectorEnv, state: Mapping[str, Any], saved: Mapping[str, Any]
+) -> tuple[Iterable[EpisodeSpec], str]:
+    """Return the training episodes that a run has played, by its ``loop_state`` and its configuration with dotted keys."""
+    if state.get("env_steps", 0) > 0:
+        sampler = EpisodeSampler(
+            env.episode_specs("train"),
+            len(env.task_names),
+            num_groups=saved["rollout.num_envs"] // saved["rollout.group_size"],
+            seed=saved["seed"],
+            init_states=saved["rollout.init_states"],
+        )
+        groups = range(sampler.num_groups)
+        return (
+            sampler.spec(step, group, 0) for step in range(state["step"]) for group in groups
+        ), "those of its first rollouts"
+    if state.get("sft_step", 0) > 0 and saved["sft.dataset"] is None:
+        return demonstration_specs(env, saved["sft.num_demonstrations"], saved["seed"]), "those of its demonstrations"
+    return (), NOT_KNOWN
 
 
 def _first(specs: Iterable[EpisodeSpec], count: int) -> list[EpisodeSpec]:

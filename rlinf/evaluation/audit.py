@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
-from rlinf.evaluation.compare import compare
+from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
     Motion,
@@ -127,7 +127,7 @@ class Auditor:
     Args:
         model: Whatever ``evaluate_policy`` plays.
         env: Without auto-reset.
-        specs: The episodes of all conditions but ``seen``.
+        specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
         greedy, temperature, seed: See ``evaluate_policy``.
         on_row: Called with each row as soon as it is known.
     """
@@ -211,8 +211,8 @@ class Auditor:
             return
         self.warnings += [] if specs is not None else result.warnings
         self.results[key] = result
-        is_paired = key != "clean" and specs is None
-        pairs = compare(self.results["clean"], result).total if is_paired else None
+        is_paired = key not in ("clean", "seen")
+        pairs = compare(self.results["clean"], result, [EPISODES]).total if is_paired else None
         self._keep(Row(key, title, result.total, pairs, note))
 
     def skip(self, key: str, title: str, why: str) -> None:
@@ -223,8 +223,8 @@ class Auditor:
         self.rows[row.key] = row
         self.on_row(row)
 
-    def _without_policy(self, key: str, title: str, motion: Motion) -> None:
-        self.play(key, title, motion=motion, model=NoPolicy(self.env.action_dim))
+    def _without_policy(self, key: str, title: str, motion: Motion, specs: list[EpisodeSpec] | None = None) -> None:
+        self.play(key, title, motion=motion, model=NoPolicy(self.env.action_dim), specs=specs)
 
     def _baselines(self) -> None:
         env, horizon = self.env, self.env.max_episode_steps
@@ -259,7 +259,7 @@ class Auditor:
             if differ(self.records[spec].images, self.records[other].images)
         }
         if 2 * len(others) > len(self.specs):
-            self.play("other_pictures", titles["other_pictures"], sight=pictures_of(others))
+            self.play("other_pictures", titles["other_pictures"], sight=pictures_of(others), specs=list(others))
         else:
             self.skip("other_pictures", titles["other_pictures"], "the episodes of a task begin with the same picture")
         self.play("black", titles["black"], sight=through(cameras, np.zeros_like))
@@ -282,7 +282,7 @@ class Auditor:
             ("frozen_state", "state of the start throughout", own),
         ):
             if 2 * len(states) > len(self.specs):
-                self.play(key, title, sight=states_of(states))
+                self.play(key, title, sight=states_of(states), specs=list(states))
             else:
                 self.skip(key, title, why)
         self.play("frozen", "pictures and state of the start throughout", sight=both(pictures, states_of(own)))
@@ -303,12 +303,11 @@ class Auditor:
         if not succeeded:
             self.skip("other_actions", title, "no episode succeeded")
             return
-        nothing = np.zeros((0, self.env.action_dim), dtype=np.float32)
-        actions = {
-            spec: as_array(self.records[found[spec]], self.env.action_dim) if spec in found else nothing
-            for spec in self.specs
-        }
-        self._without_policy("other_actions", title, fixed(actions))
+        if 2 * len(found) <= len(self.specs):
+            self.skip("other_actions", title, "most episodes have no other one of their task that succeeded")
+            return
+        actions = {spec: as_array(self.records[other], self.env.action_dim) for spec, other in found.items()}
+        self._without_policy("other_actions", title, fixed(actions), list(found))
 
     def _moved(self, what: str, title: str, moved: Callable[[str], VectorEnv | None]) -> None:
         env = moved(what)
@@ -362,4 +361,13 @@ def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
     if len(specs) < 2:
         raise ConfigError(
             f"An audit of {len(specs)} episodes says nothing; required: at least 2. Set evaluation.num_episodes=100"
+        )
+
+
+def check_held_out(split: str) -> None:
+    """Raise ConfigError for the training split, whose episodes are those that a policy may remember."""
+    if split == "train":
+        raise ConfigError(
+            "evaluation.split=train in an audit compares episodes of training with themselves; required: held-out episodes. "
+            "Set evaluation.split=eval"
         )

@@ -105,7 +105,12 @@ class SequentialPairs(Pairs):
         more = episodes_to_decide(self.signs, self.num_planned)
         if more is None:
             return f"Not decided {played}: the two differ too little for a forecast"
-        return f"Not decided {played}: about {more} more would decide, if the two go on to differ as so far"
+        if self.episodes + more <= self.num_planned:
+            return f"Not decided {played}: about {more} more would decide, if the two go on to differ as so far"
+        return (
+            f"Not decided {played}: a list of about {self.episodes + more}, planned from the start, would decide, if the two differ as so far; "
+            "these episodes, played on and read again, are no such list"
+        )
 
 
 @dataclass
@@ -209,14 +214,16 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
-    short = next((one for one in (result_b, result_a) if one.stopping is not None), None)
+    stopped = [one for one in (result_a, result_b) if one.stopping is not None]
+    short = min(stopped, key=lambda one: len(one.results), default=None)
     if short is not None and {episode_of(one) for one in short.results} <= first.keys() & second.keys():
         allow_mismatch = [*allow_mismatch, EPISODES]  # it has the beginning of the other's list
     comparison = _pair(first, second, EPISODES, cure, allow_mismatch)
     comparison.mismatches = [str(one) for one in mismatches]
     if short is not None:
         order = [episode_of(one) for one in short.results if episode_of(one) in first and episode_of(one) in second]
-        _make_sequential(comparison, [(first[key], second[key]) for key in order], short.stopping["num_planned"])
+        num_planned = max(one.stopping["num_planned"] for one in stopped)
+        _make_sequential(comparison, [(first[key], second[key]) for key in order], num_planned)
     return comparison
 
 

@@ -249,7 +249,7 @@ def evaluate_policy(
         together: Runs a function on this rank and returns the results of all ranks, in rank order.
         episodes: Plays them elsewhere, with the same settings and weights; None: ``model`` plays in ``env``.
         stop: Says after which number of first episodes the list ends. What was played beyond does not count, so the result depends
-            neither on ``look_every`` nor on who played what. None: the whole list.
+            neither on ``look_every`` nor on who played what; each task is played at least once. None: the whole list.
         look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
 
     Raises:
@@ -267,6 +267,8 @@ def evaluate_policy(
     restarts_before = episodes.num_restarts
     found = {result.spec: result for result in known}
     size = len(specs) if stop is None else look_every or env.num_envs * num_ranks
+    tasks = [spec.task_id for spec in specs]
+    num_planned, least = len(specs), 1 + max(tasks.index(task) for task in set(tasks))  # each task once
 
     with evaluation_mode(model):
         for first in range(0, len(specs), size):
@@ -274,8 +276,8 @@ def evaluate_policy(
             parts = together(partial(episodes.play, queue, on_result))
             found |= {result.spec: result for played in parts for result in played}
             count = stop.stop_at([found[spec] for spec in specs[: first + size]]) if stop is not None else None
-            if count is not None:
-                specs = specs[:count]
+            if count is not None and len(specs[: first + size]) >= least:
+                specs = specs[: max(count, least)]
                 break
         evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
         if video_folder is not None:
@@ -298,7 +300,7 @@ def evaluate_policy(
     num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
     if num_missing:
         evaluation.warnings.append(
-            f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
+            f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {num_planned} "
             "(evaluation.num_episodes), so the total is that of the other tasks"
         )
     evaluation.wall_s = time.monotonic() - start

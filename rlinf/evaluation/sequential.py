@@ -16,8 +16,12 @@ LEVEL = 0.05
 """Probability, at most, that two equally good policies are ever told apart."""
 PRIOR = 3.0
 """Both parameters of the beta distribution over the share of wins. Larger ones expect smaller differences."""
+LEAST_EPISODES = 6
+"""Shortest list that can decide: policies that differ in all of 5 episodes win all of them with probability 1/16 if none is better."""
 MOST_MORE = 100_000
 """Episodes beyond which no forecast is made."""
+MOST_COUNTED = 2000
+"""Episodes of the longest list for which a forecast counts the threshold; longer ones take Ville's, which is hardly larger."""
 
 
 def log_e_value(wins: float, differing: float) -> float:
@@ -94,9 +98,23 @@ def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
 
 
 def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Return about how many more episodes would decide if the two go on to differ as so far; None: more than ``MOST_MORE``."""
+    """Return about how many more episodes would decide if the two go on to differ as so far; None: more than ``MOST_MORE``.
+
+    If that is more than the list of ``num_episodes`` has, the threshold is that of a list so long, planned from the start.
+    """
+    more = _more_to_reach(log_threshold(num_episodes), signs)
+    if more is None or len(signs) + more <= num_episodes:
+        return more
+    more = _more_to_reach(math.log(1 / LEVEL), signs)
+    if more is None or len(signs) + more > MOST_COUNTED:
+        return more
+    return _more_to_reach(log_threshold(len(signs) + more), signs)
+
+
+def _more_to_reach(threshold: float, signs: Sequence[int]) -> int | None:
+    """Return after how many more episodes that differ as ``signs`` the e-value reaches a threshold; None: more than ``MOST_MORE``."""
     wins, losses = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
-    differing, threshold = wins + losses, log_threshold(num_episodes)
+    differing = wins + losses
     share, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
 
     def decides(more: int) -> bool:

@@ -18,6 +18,7 @@ from rlinf.data.stored import DatasetInfo
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
 from rlinf.options import override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
@@ -106,6 +107,10 @@ def check_evaluation(config: RunConfig) -> None:
             "an earlier evaluation of the same episodes",
             "evaluation.compare=<its folder>",
         )
+    number = config.evaluation.num_episodes
+    if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
+        found = f"{given} with evaluation.num_episodes={number}, which cannot decide even if the two differ in every episode"
+        refuse(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
         refuse(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:

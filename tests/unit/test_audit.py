@@ -118,6 +118,8 @@ def test_a_policy_that_reads_only_the_state_is_found_in_python():
     assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
     with pytest.raises(ConfigError, match="1 episodes says nothing"):
         rlinf.audit(StateOnly(), CONFIG, episodes=1)
+    with pytest.raises(ConfigError, match="evaluation.split=train in an audit compares .* Set evaluation.split=eval"):
+        rlinf.audit(StateOnly(), CONFIG, overrides=["evaluation.split=train"])
     assert (found["reads"], found["looks"], found["state"], found["reacts"]) == (NO, NO, YES, YES)
 
 
@@ -263,9 +265,12 @@ def test_what_an_audit_does_not_do_is_refused(tmp_path):
     for section, key, value in (
         ("evaluation", "stop_when", 0.1),
         ("evaluation", "compare", "a"),
+        ("evaluation", "split", "train"),
         ("cluster", "num_players", 2),
         ("cluster", "num_processes", 2),
     ):
         wrong = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-        with pytest.raises(ConfigError, match=f"{section}.{key}={value} with `rlinf audit`.* Set {section}.{key}=null"):
+        with pytest.raises(
+            ConfigError, match=f"{section}.{key}={value} (with `rlinf audit`|in an audit).* Set {section}.{key}="
+        ):
             check(wrong)

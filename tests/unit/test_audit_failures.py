@@ -1,5 +1,7 @@
 """Audits in which something fails: what the policy refuses is a row, and what is lost or broken ends the audit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -98,3 +100,21 @@ def test_questions_whose_conditions_were_refused_cannot_be_told():
     reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
     assert reacts == f"{UNTOLD}: refused" and remembers.startswith(f"{UNTOLD}: refused")
     assert breaks == f"{UNTOLD}: none of them was possible"
+
+
+def test_conditions_that_need_another_episode_play_those_that_have_one():
+    """Three episodes of a task and one of another task, which has no other one."""
+    env = make_env(replace(CONFIG, tasks=["reach", "reach_zone"], max_episode_steps=None), 4, auto_reset=False)
+    reach, zone = ([spec for spec in env.episode_specs("eval")[:8] if spec.task_id == task] for task in (0, 1))
+
+    def rows_of(specs) -> dict[str, Row]:
+        auditor = Auditor(StateOnly(), env, specs)
+        return {row.key: row for row in auditor.run([], "not known", lambda what: None).rows}
+
+    rows = rows_of([*reach[:3], zone[0]])
+    assert rows["clean"].success == Success(4, 4)
+    for key in ("other_actions", "other_pictures", "other_state"):
+        assert rows[key].success.episodes == rows[key].pairs.episodes == rows[key].pairs.a.successes == 3, key
+    rows = rows_of([reach[0], zone[0]])
+    env.close()
+    assert rows["other_actions"].note == "most episodes have no other one of their task that succeeded"

@@ -11,6 +11,10 @@ import pytest
 from rlinf.checks.env import PROPERTIES
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.cli.play import show
+from rlinf.commands.audit import NOT_KNOWN, configured, seen_episodes
+from rlinf.commands.hydra_app import parse
+from rlinf.envs import make_env
+from rlinf.seeding import derive_seed
 
 DOT = """
 import numpy as np
@@ -187,6 +191,40 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     assert main(["audit", *words, f"output_dir={folder}"]) == EXIT_USER_ERROR
     assert "not empty. Delete it, or set output_dir=<new folder>" in capsys.readouterr().err
     assert main(["audit", "env=tabletop"]) == EXIT_USER_ERROR and "needs a checkpoint" in capsys.readouterr().err
+
+
+def test_what_a_policy_has_seen_follows_from_its_own_run_and_not_from_the_settings_of_the_audit(run):
+    def known(*overrides: str):
+        config = configured(parse([f"checkpoint={run}", *overrides]))
+        env = make_env(config.env, 1, auto_reset=False)
+        seen, note = seen_episodes(config, env, 100)
+        split = env.episode_specs("train")
+        env.close()
+        return list(seen), note, split
+
+    seen, note, split = known()
+    draws = [derive_seed(0, "episode", 0, group, 0, 0) % 100_000 for group in range(8)]
+    num_tasks = len(split) // 100_000
+    played = [split[draw * num_tasks + group % num_tasks] for group, draw in enumerate(draws)]
+    assert (seen, note) == (played, "those of its first rollouts"), "one iteration of eight envs"
+    others = [
+        "seed=7",
+        "trainer.max_steps=50",
+        "rollout.num_envs=64",
+        "env.num_eval_init_states=500",
+        "sft.num_demonstrations=3",
+    ]
+    assert known(*others)[:2] == (seen, note)
+    for changed in ("env.tasks=[reach_zone]", "env.num_train_init_states=1000"):
+        assert known(changed)[1] == NOT_KNOWN
+
+
+def test_an_audit_takes_the_number_of_episodes_that_is_typed(run):
+    def number(*overrides: str):
+        words = [f"checkpoint={run}", "env.num_eval_init_states=5", *overrides]
+        return configured(parse(words)).evaluation.num_episodes
+
+    assert (number("evaluation.num_episodes=null"), number("evaluation.num_episodes=4")) == (None, 4)
 
 
 def test_a_video_is_shown_where_there_is_a_display_and_a_player(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.evaluation.sequential import decided_at
 from rlinf.preflight import validation
 from rlinf.preflight.derived import derive, format_derived
 from rlinf.preflight.validation import validate
@@ -278,6 +279,13 @@ def test_a_rule_that_cannot_end_an_evaluation_is_refused(stop_when, cure):
     with pytest.raises(ConfigError, match=f"evaluation.stop_when={stop_when}.* Set {cure}"):
         validate(build(f"evaluation.stop_when={stop_when}"), "evaluate")
     validate(build("evaluation.stop_when=0.2"), "evaluate")
+
+
+def test_a_list_that_is_too_short_to_decide_is_refused():
+    words = ["evaluation.stop_when=decided", "evaluation.compare=outputs/a", "evaluation.num_episodes=5"]
+    with pytest.raises(ConfigError, match="cannot decide .* at least 6. Set evaluation.num_episodes=200"):
+        validate(build(*words), "evaluate")
+    assert (decided_at([1] * 5, 5), decided_at([1] * 6, 6)) == (None, 6)
 
 
 def test_float16_is_accepted_for_evaluation():

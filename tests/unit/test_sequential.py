@@ -98,6 +98,18 @@ def test_the_forecast_is_where_a_steady_difference_decides():
     )
 
 
+def test_a_forecast_beyond_the_list_is_that_of_a_longer_list_planned_from_the_start():
+    signs = [1, 0, 0, 1, 0, -1, 1, 0, 0, 0] * 4
+    longest = 40 + sequential.episodes_to_decide(signs, 40)
+    assert sequential.log_e_value(0.3 * longest, 0.4 * longest) >= sequential.log_threshold(longest)
+    read_again = 40 + sequential._more_to_reach(sequential.log_threshold(40), signs)
+    assert sequential.log_e_value(0.3 * read_again, 0.4 * read_again) < sequential.log_threshold(longest), "a control"
+    assert sequential.decided_at(signs * 2, longest) == pytest.approx(longest, abs=10)
+    rare = [1, *[0] * 400, 1, -1, 1]
+    beyond = sequential.episodes_to_decide(rare, len(rare))
+    assert beyond == sequential._more_to_reach(math.log(20), rare) > sequential.MOST_COUNTED
+
+
 def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
     """The definition, on a grid of shares instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):
@@ -132,8 +144,8 @@ def test_confidence_sequences_miss_seldom_at_any_moment():
     assert missed / 300 <= 0.05
 
 
-def played(num_envs: int, stop, **options) -> EvaluationResult:
-    return evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs_of(40), stop=stop, **options)
+def played(num_envs: int, stop, policy=None, **options) -> EvaluationResult:
+    return evaluate_policy(policy or BinPolicy(), NumberLineEnv(num_envs), specs_of(40), stop=stop, **options)
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +173,22 @@ def test_an_evaluation_that_ends_early_is_the_beginning_of_the_whole_one(whole, 
     assert played(7, UntilNarrow(0.01)).results == whole.results
 
 
+def test_no_task_is_left_out_by_an_end():
+    class AtOnce:
+        def stop_at(self, results):
+            return 1
+
+    specs = sorted(specs_of(20), key=lambda spec: spec.task_id)
+    for num_envs in (1, 4, 16):
+        found = evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs, stop=AtOnce())
+        assert [one.spec for one in found.results] == specs[:11] and found.warnings == []
+    assert len(played(1, AtOnce()).results) == 2, "tasks that take turns"
+
+
 def test_an_end_does_not_depend_on_the_ranks(whole):
     stop, num_ranks = rule_that_ends(whole, 30), 3
-    barrier, made = threading.Barrier(num_ranks), [None] * num_ranks
+    barrier, made = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
+    policies = [BinPolicy() for _ in range(num_ranks)]  # not by the threads, which share torch's generator
 
     def evaluate(rank):
         def together(part):
@@ -173,7 +198,12 @@ def test_an_end_does_not_depend_on_the_ranks(whole):
             barrier.wait()
             return everything
 
-        return played(1 + rank, stop, look_every=6, rank=rank, num_ranks=num_ranks, together=together).results
+        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
+        try:
+            return played(1 + rank, stop, policies[rank], look_every=6, **shared).results
+        except BaseException:
+            barrier.abort()
+            raise
 
     with ThreadPoolExecutor(num_ranks) as ranks:
         for results in ranks.map(evaluate, range(num_ranks)):
@@ -197,6 +227,12 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     assert "p (sequential)" in comparisons(data) and "Robbins" in comparisons(data)
     assert compare(better, result_of([False] * 20)).total.p_value == found.total.p_value, "the other way round"
     undecided = compare(result_of(A), replace(result_of(B), stopping={"stop_when": "decided", "num_planned": 8}))
-    assert "Not decided after 8 of 8 episodes: about" in undecided.table()
+    assert "Not decided after 8 of 8 episodes: a list of about" in undecided.table()
+    ongoing = compare(result_of(A), replace(result_of(B), stopping={"stop_when": 0.1, "num_planned": 500}))
+    assert "Not decided after 8 of 500 episodes: about" in ongoing.table()
+    shorter = replace(result_of([False] * 7), stopping={"stop_when": 0.9, "num_planned": 40})
+    both = [compare(shorter, better).total, compare(better, shorter).total]
+    assert [one.episodes for one in both] == [7, 7] and [one.num_planned for one in both] == [40, 40], "in either order"
+    assert both[0].p_value == both[1].p_value == sequential.sequential_p_value([1] * 7, 40)
     with pytest.raises(ConfigError, match="11 of them in common"):
         compare(result_of([False] * 20), replace(better, stopping=None))

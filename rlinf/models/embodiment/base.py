@@ -294,7 +294,13 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     def _prefix_features(self, states: Tensor, mask: Tensor | None) -> Tensor:
         """Return the features ``pooled`` or ``token`` of the states ``[B, P, H]`` of images and prompt; ``mask`` as in ``masked_mean``."""
-        return masked_mean(states, mask) if self.readout_token is None else self.readout_token(states, mask)
+        readout = self._readout
+        return masked_mean(states, mask) if readout is None else readout(states, mask)
+
+    @property
+    def _readout(self) -> ReadoutToken | None:
+        """``readout_token``; None also in a class that has never called ``_add_readout_token``."""
+        return getattr(self, NAME, None)  # no class attribute: it would hide the module
 
     def _add_readout_token(self, features: str, hidden_size: int) -> None:
         """Set ``feature_kind``, and add the module that it needs, in the constructor."""

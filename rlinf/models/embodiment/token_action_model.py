@@ -91,10 +91,11 @@ class TokenActionModel(ActionModel):
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
-        prefix: list[PrefixStates] = []
-        logits, _ = self._score(inputs, tokens, prefix if self.readout_token is not None else None)
+        readout, prefix = self._readout, list[PrefixStates]()
+        # A class without the token, such as one of the user's, need not take a prefix.
+        logits, _ = self._score(inputs, tokens) if readout is None else self._score(inputs, tokens, prefix)
         losses = -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
-        return losses if self.readout_token is None else losses + self.readout_token.loss(*prefix[0])
+        return losses if readout is None else losses + readout.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""

@@ -1,5 +1,5 @@
 """The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``collect``,
-``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
+``convert``, ``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ COMMANDS = {
         "rlinf.cli.collect:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
     ),
+    "convert": ("rlinf.cli.convert:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
     "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
@@ -49,6 +50,7 @@ USAGES = {
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
     "report": "<run folder> ... [output=runs.html]",
     "collect": "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",
+    "convert": "source=<HDF5 file or folder> dataset=<new folder> [key=value ...]",
     "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
     "doctor": "[experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]",
     "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
@@ -69,6 +71,7 @@ EXAMPLES = """examples:
   rlinf play checkpoint=outputs/quickstart/latest episode=3
   rlinf report multirun/quickstart/latest                the runs of a sweep on one page
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
+  rlinf convert source=libero_spatial dataset=data/libero_spatial
   rlinf export checkpoint=outputs/quickstart/latest output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
   rlinf check env=gymnasium env.id=Pendulum-v1

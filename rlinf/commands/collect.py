@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere
+from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_writer import LeRobotWriter
@@ -95,7 +94,7 @@ def collect(config: RunConfig) -> Path:
             robot_type=env.suite,
             has_executed=policy is None and config.sft.expert.jitter > 0,
         )
-        with _sigterm_is_ctrl_c(), writer:
+        with sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
             cut_short: KeyboardInterrupt | SimulatorError | None = None
             try:
@@ -179,7 +178,7 @@ def _record(
             )
             played = play_episodes(env, batch, actor)
         for row, result in enumerate(played.results):
-            with _ctrl_c_waits():
+            with ctrl_c_waits():
                 if result.success or not config.collect.only_success:
                     _write_episode(writer, played, row)
                 results.append(result)
@@ -201,35 +200,6 @@ def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> Non
         truncated=bool(played.truncated[row]),
         executed=played.executed[times, row],
     )
-
-
-@contextlib.contextmanager
-def _sigterm_is_ctrl_c():
-    """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _ctrl_c_waits():
-    """Let SIGINT take effect after the block, which must not be half done; signals arrive in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _frame: arrived.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if arrived:
-        signal.raise_signal(arrived[0])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,113 @@
+"""Writes demonstrations in HDF5 as a LeRobotDataset."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rlinf.commands.signals import sigterm_is_ctrl_c
+from rlinf.data.hdf5 import ConvertConfig, Hdf5Demonstrations, Hdf5Episode, open_demonstrations
+from rlinf.data.lerobot_dataset import OWN_FILE
+from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.errors import ConfigError
+from rlinf.options import override_text, to_mapping
+from rlinf.preflight.compatibility import require_package
+from rlinf.preflight.folders import check_writable
+from rlinf.preflight.refuse import refuse
+from rlinf.tracking.progress import Progress
+
+SHOWN_TASKS = 10
+
+
+def convert(config: ConvertConfig) -> Path:
+    """Write all episodes of ``config.source`` into the new folder ``config.dataset``, one episode in memory at a time.
+
+    Every episode is checked before the first one is written. The folder appears when it is whole; Ctrl-C and SIGTERM leave nothing.
+
+    Raises:
+        ConfigError: A file or an option is wrong, or the folder exists.
+        MissingDependencyError: h5py, pyarrow, or PyAV with ``video``, is not installed.
+    """
+    for key in ("source", "dataset"):
+        if getattr(config, key) is None:
+            usage = "rlinf convert source=<HDF5 file or folder> dataset=data/<name>"
+            raise ConfigError(f"`rlinf convert` needs {key}=<path>. Run {usage}")
+    if os.path.lexists(Path(config.dataset).expanduser()):
+        refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
+    check_writable(config.dataset, "dataset")
+    for package in ("h5py", "pyarrow"):
+        require_package(package, "`rlinf convert`", package, "sft.dataset=<a folder in another format>, which needs no conversion")
+    if config.video:
+        require_package("av", "video=true", "av", "video=false")
+    demonstrations = open_demonstrations(config)
+    for camera, (height, width) in demonstrations.image_shapes.items():
+        if config.video and (height % 2 or width % 2):
+            refuse(f"The pictures of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false")
+    writer = LeRobotWriter(
+        config.dataset,
+        fps=demonstrations.fps,
+        image_shapes=demonstrations.image_shapes,
+        state_dim=demonstrations.state_dim,
+        action_dim=demonstrations.action_dim,
+        video=config.video,
+        robot_type=demonstrations.layout.name.lower(),
+    )
+    progress, outcomes = Progress(), []
+    with sigterm_is_ctrl_c(), writer:
+        for episode, arguments in demonstrations.read():
+            writer.add_episode(**arguments)
+            outcomes.append(bool(arguments["success"].any()))
+            progress.update("convert", len(outcomes), len(demonstrations.episodes))
+        writer.about[OWN_FILE] = _conditions(config, demonstrations, outcomes)
+    progress.close()
+    print(_summary(writer.folder, demonstrations, outcomes), flush=True)
+    return writer.folder
+
+
+def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> dict[str, Any]:
+    """What the dataset records besides the format's own files."""
+
+    def row(number: int, episode: Hdf5Episode) -> dict[str, Any]:
+        return {
+            "episode_index": number,
+            "file": episode.path.name,
+            "name": episode.name,
+            "num_env_steps": episode.num_rows,
+            "success": outcomes[number],
+            "seen_after_action": episode.seen_after_action,
+        }
+
+    return {
+        "demonstrator": "hdf5",
+        "layout": demonstrations.layout.name,
+        "convert": to_mapping(config),
+        "cameras": demonstrations.cameras,
+        "state_keys": list(demonstrations.state_keys),
+        "rotate_images": demonstrations.rotate_images,
+        "env": dict(demonstrations.layout.env),
+        "env_args": demonstrations.env_args,
+        "whole": True,
+        "episodes": [row(number, episode) for number, episode in enumerate(demonstrations.episodes)],
+    }
+
+
+def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> str:
+    """The closing lines: what was read, how its rows were understood, and how to clone it."""
+    episodes = demonstrations.episodes
+    late = sum(episode.seen_after_action for episode in episodes)
+    tasks = list(dict.fromkeys(episode.task for episode in episodes))
+    sizes = ", ".join(f"{name} {height} x {width}" for name, (height, width) in demonstrations.image_shapes.items())
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    num_rows = sum(episode.num_rows for episode in episodes)
+    lines = [
+        f"read      {len(episodes)} episodes in the layout of {demonstrations.layout.name}, {sum(outcomes)} with a reward of 1 (success)",
+        f"pictures  {sizes}{', turned by 180 degrees' if demonstrations.rotate_images else ''}",
+        *([f"paired    each observation with the next action in {late} episodes, where rows were seen after their action"] if late else []),
+        *(f"task      {task}" for task in tasks[:SHOWN_TASKS]),
+        *([f"          and {len(tasks) - SHOWN_TASKS} more"] if len(tasks) > SHOWN_TASKS else []),
+        f"stored    {len(episodes)} episodes, {num_rows:,} rows, {num_bytes / 2**20:.1f} MiB",
+        f"dataset   {folder}",
+        f"clone it  sft.dataset={folder} 'sft.cameras={override_text(list(demonstrations.cameras))}'",
+    ]
+    return "\n".join(lines)

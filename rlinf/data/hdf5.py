@@ -1,0 +1,357 @@
+"""Read demonstrations in HDF5, as robomimic and LIBERO publish them, episode by episode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from rlinf.data.damage import damaged
+from rlinf.envs.libero.tasks import instruction
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.options import option, override_text
+
+CONTROL_FREQ_HZ = 20
+"""Env steps per second of robosuite, where a file does not say its own."""
+
+
+@dataclass
+class ConvertConfig:
+    """What `rlinf convert` reads, and where it writes."""
+
+    source: str | None = option(None, "HDF5 file, or folder of such files (.hdf5, .h5), of robomimic or of LIBERO.")
+    dataset: str | None = option(None, "New folder of the LeRobotDataset.")
+    task: str | None = option(None, "Instruction of all episodes; null: what each file says.")
+    cameras: list[str] | None = option(None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels).")
+    state_keys: list[str] | None = option(
+        None, "Keys under obs that make up the state, one after the other; []: no state; null: those of the layout."
+    )
+    mask: str | None = option(None, "Filter key of robomimic: only the episodes named in mask/<key>; null: all.")
+    rotate_images: bool | None = option(
+        None, "Turn pictures by 180 degrees; null: those of LIBERO, which stores them upside down."
+    )
+    seen_after_action: bool | None = option(
+        None,
+        "Row t holds what was seen after action t, so that each observation goes with the next action; null: measured in files "
+        "of LIBERO, false in others.",
+    )
+    fps: int | None = option(None, "Env steps per second; null: what the file says of its env, else 20.", minimum=1)
+    video: bool = option(False, "Store MP4 files, which are small and lossy; false: PNG images, which are exact.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the files of a project have in common.
+
+    Attributes:
+        name: For messages and the record.
+        state: Keys under ``obs`` that make up the state.
+        rotated: Pictures are upside down.
+        cameras: Keys under ``obs`` to names; of other keys, the name is the key without ``_image``.
+        env: Settings of our env that follow from the layout; empty: we have no such env.
+    """
+
+    name: str
+    state: tuple[str, ...]
+    rotated: bool = False
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, Any] = field(default_factory=dict)
+
+
+ROBOMIMIC = Layout("robomimic", ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"))
+LIBERO = Layout(
+    "LIBERO",
+    ("ee_states", "gripper_states"),
+    rotated=True,
+    cameras={"agentview_rgb": "agentview", "eye_in_hand_rgb": "wrist"},
+    env={"name": "libero", "gripper": "env", "rendering": "full"},
+)
+"""``ee_states`` are the hand's position and rotation (axis times angle): with ``gripper_states``, the state of ``env=libero``."""
+
+
+@dataclass(frozen=True)
+class Hdf5Episode:
+    """Where an episode is: file, group, instruction, rows, and whether row ``t`` was seen after action ``t`` of the file."""
+
+    path: Path
+    name: str
+    task: str
+    num_rows: int
+    seen_after_action: bool
+
+
+@dataclass(frozen=True)
+class Hdf5Demonstrations:
+    """The checked episodes of one or several files; their pictures are read when it is their turn.
+
+    Attributes:
+        layout: Whose files they are.
+        episodes: In the order of the files and of the numbers in their names.
+        cameras: Name to key under ``obs``.
+        image_shapes: Name of the camera to (height, width).
+        state_keys: Keys under ``obs``.
+        state_dim, action_dim: Widths; state 0: none.
+        rotate_images: Pictures are turned by 180 degrees.
+        fps: Env steps per second.
+        env_args: What the first file says of its env.
+    """
+
+    layout: Layout
+    episodes: list[Hdf5Episode]
+    cameras: dict[str, str]
+    image_shapes: dict[str, tuple[int, int]]
+    state_keys: tuple[str, ...]
+    state_dim: int
+    action_dim: int
+    rotate_images: bool
+    fps: int
+    env_args: dict[str, Any]
+
+    def read(self) -> Iterator[tuple[Hdf5Episode, dict[str, Any]]]:
+        """Yield each episode with the arguments of ``LeRobotWriter.add_episode``."""
+        for path in dict.fromkeys(episode.path for episode in self.episodes):
+            with _opened(path) as file:
+                for episode in (each for each in self.episodes if each.path == path):
+                    try:
+                        found = self._read(file["data"][episode.name], episode)
+                    except OSError as error:
+                        raise damaged(f"{episode.name} of {path}", error) from error
+                    yield episode, found
+
+    def _read(self, demo: Any, episode: Hdf5Episode) -> dict[str, Any]:
+        seen = slice(0, episode.num_rows)
+        done = slice(1, None) if episode.seen_after_action else seen
+        images = {camera: demo[f"obs/{key}"][seen] for camera, key in self.cameras.items()}
+        if self.rotate_images:
+            images = {camera: np.ascontiguousarray(each[:, ::-1, ::-1]) for camera, each in images.items()}
+        rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
+        success = rewards >= 1.0
+        ended = bool(demo["dones"][-1]) if "dones" in demo else bool(success[-1])
+        return {
+            "images": images,
+            "state": _state(demo, self.state_keys)[seen] if self.state_keys else None,
+            "actions": np.asarray(demo["actions"][done], np.float32),
+            "task": episode.task,
+            "rewards": rewards,
+            "success": success,
+            "truncated": not ended,
+        }
+
+
+def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
+    """Check all episodes of ``config.source`` but their pixels.
+
+    Raises:
+        ConfigError: A file is damaged, lacks something, or does not fit the first one; or an option names what is not there.
+        MissingDependencyError: h5py is not installed.
+    """
+    paths = _files(config)
+    episodes: list[Hdf5Episode] = []
+    first: Hdf5Demonstrations | None = None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        with _opened(path) as file:
+            names = _names(file, path, config.mask)
+            for name in names:
+                demo, place = file["data"][name], f"{name} of {path}"
+                if first is None:
+                    first = _describe(file, demo, path, config)
+                found = _checked_shapes(demo, first, place)
+                if shapes and found != shapes:
+                    key = next(key for key in shapes if shapes[key] != found[key])
+                    raise ConfigError(
+                        f"{key} of {place} has rows of shape {list(found[key])}, and of {episodes[0].name} of "
+                        f"{episodes[0].path} {list(shapes[key])}; required: one shape. Convert them into two datasets"
+                    )
+                shapes = found
+                if name == names[0]:
+                    late = _seen_after_action(demo, first.layout, config)
+                num_rows = len(demo["actions"]) - late
+                if num_rows < 1:
+                    raise ConfigError(f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use another file")
+                task = _task(file, demo, path, first.layout, config)
+                episodes.append(Hdf5Episode(path, name, task, num_rows, late))
+    return replace(first, episodes=episodes)
+
+
+def _files(config: ConvertConfig) -> list[Path]:
+    source = Path(config.source).expanduser()
+    if source.is_file():
+        return [source]
+    found = sorted(path for path in source.rglob("*") if path.suffix in (".hdf5", ".h5")) if source.is_dir() else []
+    if not found:
+        what = "holds no file *.hdf5 or *.h5" if source.is_dir() else "does not exist"
+        raise ConfigError(f"source='{config.source}' {what}. Set source=<HDF5 file, or folder of such files>")
+    return found
+
+
+def import_h5py() -> ModuleType:
+    """Return the module ``h5py``; raise MissingDependencyError if it is not installed."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingDependencyError(
+            "`rlinf convert` needs the package 'h5py' for HDF5 files. Run pip install 'rlinf[lerobot]'"
+        ) from error
+    return h5py
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return import_h5py().File(path, "r")
+    except OSError as error:
+        raise damaged(path, error) from error
+
+
+def _names(file: Any, path: Path, mask: str | None) -> list[str]:
+    """Return the names of the episodes to take, in the order of their numbers."""
+    if "data" not in file or not len(file["data"]):
+        has = ", ".join(file) or "nothing"
+        raise ConfigError(f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use another file")
+    names = sorted(file["data"], key=lambda name: (len(name), name))
+    if mask is None:
+        return names
+    masks = list(file["mask"]) if "mask" in file else []
+    if mask not in masks:
+        has = f"mask/ with {', '.join(masks)}" if masks else "no group 'mask'"
+        raise ConfigError(f"mask={mask}, but {path} has {has}.{did_you_mean(mask, masks)} Set mask={masks[0] if masks else 'null'}")
+    wanted = {_text(name) for name in file["mask"][mask][()]}
+    if unknown := sorted(wanted - set(names)):
+        raise damaged(path, f"mask/{mask} names {unknown[0]}, which is not under 'data'")
+    return [name for name in names if name in wanted]
+
+
+def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5Demonstrations:
+    """Return what the first episode tells of all of them."""
+    if "obs" not in demo:
+        raise ConfigError(
+            f"{demo.name[1:]} of {path} has no observations ('obs'), but {', '.join(demo)}. Extract them first, with robomimic's "
+            "dataset_states_to_obs.py or LIBERO's create_dataset.py"
+        )
+    observed = list(demo["obs"])
+    layout = LIBERO if set(LIBERO.cameras) & set(observed) else ROBOMIMIC
+    pictures = [key for key in observed if _is_picture(demo[f"obs/{key}"])]
+    keys = pictures if config.cameras is None else config.cameras
+    _check_named("cameras", keys, pictures, observed, path)
+    cameras: dict[str, str] = {}
+    for key in keys:
+        name = layout.cameras.get(key, key.removesuffix("_image"))
+        cameras[key if name in cameras else name] = key
+    vectors = [key for key in observed if key not in pictures]
+    state_keys = layout.state if config.state_keys is None else tuple(config.state_keys)
+    if state_keys:
+        _check_named("state_keys", state_keys, vectors, observed, path)
+    convention = _text(file["data"].attrs.get("macros_image_convention", "opengl"))
+    if layout.rotated and config.rotate_images is None and convention != "opengl":
+        raise ConfigError(
+            f"{path} says of its pictures macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
+            "upside down. Look at a picture, and set rotate_images=true or rotate_images=false"
+        )
+    env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
+    fps = config.fps or round(env_args.get("env_kwargs", {}).get("control_freq") or CONTROL_FREQ_HZ)
+    return Hdf5Demonstrations(
+        layout=layout,
+        episodes=[],
+        cameras=cameras,
+        image_shapes={camera: demo[f"obs/{key}"].shape[1:3] for camera, key in cameras.items()},
+        state_keys=tuple(state_keys),
+        state_dim=sum(int(np.prod(demo[f"obs/{key}"].shape[1:])) for key in state_keys),
+        action_dim=demo["actions"].shape[-1] if "actions" in demo else 0,
+        rotate_images=layout.rotated if config.rotate_images is None else config.rotate_images,
+        fps=fps,
+        env_args=env_args,
+    )
+
+
+def _check_named(option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path) -> None:
+    """Refuse keys that are not there, and the same key twice."""
+    what = "pictures (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
+    example = f"Set '{option_name}={override_text(known[:2])}'" + ("" if option_name == "cameras" else " or state_keys=[]")
+    wrong = next((key for key in keys if key not in known), None)
+    if wrong is not None or not keys:
+        found = f"{option_name} names '{wrong}'" if keys else "There are no pictures to take"
+        raise ConfigError(f"{found}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"{option_name} is {override_text(list(keys))}, which names a key twice; required: each once. {example}")
+
+
+def _is_picture(data: Any) -> bool:
+    return data.dtype == np.uint8 and data.ndim == 4 and data.shape[-1] == 3
+
+
+def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of a row of each key, all of which must be there, equally long, and finite where they are numbers."""
+    pictures = [f"obs/{key}" for key in described.cameras.values()]
+    numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
+    missing = next((key for key in (*numbers, *pictures) if key not in demo), None)
+    if missing is not None:
+        known = [*demo, *(f"obs/{key}" for key in demo.get("obs", ()))]
+        raise ConfigError(f"{place} has no '{missing}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys=")
+    lengths = {key: demo[key].shape[0] for key in (*numbers, *pictures)}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{key} {length}" for key, length in lengths.items())
+        raise damaged(place, f"its rows are {told}; required: the same number everywhere")
+    for key in numbers:
+        try:
+            bad = np.flatnonzero(~np.isfinite(np.asarray(demo[key][()], np.float64).reshape(len(demo[key]), -1)).all(1))
+        except OSError as error:
+            raise damaged(place, error) from error
+        if len(bad):
+            raise damaged(place, f"{key} of row {bad[0]} is not finite")
+    return {key: demo[key].shape[1:] for key in (*numbers, *pictures)}
+
+
+def _seen_after_action(demo: Any, layout: Layout, config: ConvertConfig) -> bool:
+    """Return whether row ``t`` was seen after action ``t``.
+
+    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state before it. The arm's
+    joints, which are in both, tell: they come first in ``states``, after the time.
+    """
+    if config.seen_after_action is not None or layout is not LIBERO:
+        return bool(config.seen_after_action)
+    if "states" not in demo or "obs/joint_states" not in demo or len(demo["states"]) < 2:
+        return False
+    joints, states = demo["obs/joint_states"][:-1], demo["states"][()]
+    arm = states[:, 1 : 1 + joints.shape[1]]
+    return bool(np.abs(joints - arm[1:]).mean() < np.abs(joints - arm[:-1]).mean())
+
+
+def _task(file: Any, demo: Any, path: Path, layout: Layout, config: ConvertConfig) -> str:
+    """Return the instruction: the option, LIBERO's file name (as in published evaluations), or what the file says."""
+    if config.task is not None:
+        return config.task
+    if layout is LIBERO and path.stem.endswith("_demo"):
+        return instruction(path.stem.removesuffix("_demo"))
+    about = _json(demo.attrs.get("ep_meta"), f"ep_meta of {demo.name[1:]} in {path}")
+    problem = _json(file["data"].attrs.get("problem_info"), f"problem_info of {path}")
+    text = about.get("lang") or "".join(problem.get("language_instruction", "")).strip('"')
+    if not text:
+        raise ConfigError(
+            f"{path} does not say the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
+            "Set 'task=<what the robot is to do>'"
+        )
+    return text
+
+
+def _state(demo: Any, keys: Sequence[str]) -> np.ndarray:
+    parts = [np.asarray(demo[f"obs/{key}"][()], np.float32) for key in keys]
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _json(value: Any, place: str) -> dict[str, Any]:
+    """Return an attribute that holds a JSON object; empty without it."""
+    if value is None:
+        return {}
+    try:
+        return dict(json.loads(_text(value)))
+    except (ValueError, TypeError) as error:
+        raise damaged(place, error) from error

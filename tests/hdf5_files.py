@@ -34,7 +34,9 @@ def robomimic_episode(seed: int, length: int, size: tuple[int, int] = (12, 16)) 
     }
 
 
-def robomimic_file(path: Path, episodes: Mapping[str, Episode], masks: Mapping[str, list[str]] | None = None, **kwargs) -> Path:
+def robomimic_file(
+    path: Path, episodes: Mapping[str, Episode], masks: Mapping[str, list[str]] | None = None, **kwargs
+) -> Path:
     """Write a file as robomimic's ``dataset_states_to_obs.py`` does; ``kwargs`` are ``env_kwargs``."""
     env_args = {"env_name": "Lift", "type": 1, "env_kwargs": kwargs}
     return _write(path, episodes, {"env_args": json.dumps(env_args)}, masks)
@@ -68,7 +70,11 @@ def libero_file(path: Path, episodes: Mapping[str, Episode], language: str | Non
     """Write a file as LIBERO's ``create_dataset.py`` does; without ``language``, as those that others made again: no attributes."""
     attrs: dict[str, Any] = {}
     if language is not None:
-        problem = {"problem_name": "libero_tabletop_manipulation", "domain_name": "robosuite", "language_instruction": language}
+        problem = {
+            "problem_name": "libero_tabletop_manipulation",
+            "domain_name": "robosuite",
+            "language_instruction": language,
+        }
         env_args = {"type": 1, "env_name": "Libero_Tabletop_Manipulation", "env_kwargs": {"control_freq": 20}}
         attrs = {
             "problem_info": json.dumps(problem), "macros_image_convention": "opengl", "env_args": json.dumps(env_args),
@@ -82,11 +88,11 @@ def _write(path: Path, episodes: Mapping[str, Episode], attrs: dict, masks: Mapp
 
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
-        data.attrs["total"] = sum(len(episode.get("actions", ())) for episode in episodes.values())
+        data.attrs["total"] = sum(np.size(episode.get("actions", ())) // 7 for episode in episodes.values())
         data.attrs.update(attrs)
         for name, episode in episodes.items():
             demo = data.create_group(name)
-            demo.attrs["num_samples"] = len(episode.get("actions", ()))
+            demo.attrs["num_samples"] = np.size(episode.get("actions", ())) // 7
             demo.attrs.update(episode.get("attrs", {}))
             for key, values in episode.items():
                 if key not in ("obs", "attrs"):

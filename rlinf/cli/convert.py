@@ -23,6 +23,8 @@ def convert(arguments: Sequence[str]) -> int:
     for item in given:
         if item.is_sweep_override():
             key, _, value = item.input_line.partition("=")
-            raise ConfigError(f"'{item.input_line}' lists several values; required: one. Quote a comma. Set '{key}=\"{value}\"'")
+            raise ConfigError(
+                f"'{item.input_line}' lists several values; required: one. Quote a comma. Set '{key}=\"{value}\"'"
+            )
     command.convert(from_mapping(ConvertConfig, {item.key_or_group: item.value() for item in given}))
     return 0

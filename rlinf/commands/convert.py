@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.commands.signals import sigterm_is_ctrl_c
-from rlinf.data.hdf5 import ConvertConfig, Hdf5Demonstrations, Hdf5Episode, open_demonstrations
+from rlinf.data.hdf5 import ConvertConfig, Hdf5Demonstrations, Hdf5Episode, import_h5py, open_demonstrations
 from rlinf.data.lerobot_dataset import OWN_FILE
+from rlinf.data.lerobot_format import import_pyarrow
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.errors import ConfigError
 from rlinf.options import override_text, to_mapping
@@ -36,14 +37,16 @@ def convert(config: ConvertConfig) -> Path:
     if os.path.lexists(Path(config.dataset).expanduser()):
         refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
-    for package in ("h5py", "pyarrow"):
-        require_package(package, "`rlinf convert`", package, "sft.dataset=<a folder in another format>, which needs no conversion")
+    import_h5py()
+    import_pyarrow("`rlinf convert`")
     if config.video:
         require_package("av", "video=true", "av", "video=false")
     demonstrations = open_demonstrations(config)
     for camera, (height, width) in demonstrations.image_shapes.items():
         if config.video and (height % 2 or width % 2):
-            refuse(f"The pictures of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false")
+            refuse(
+                f"The pictures of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false"
+            )
     writer = LeRobotWriter(
         config.dataset,
         fps=demonstrations.fps,
@@ -55,7 +58,7 @@ def convert(config: ConvertConfig) -> Path:
     )
     progress, outcomes = Progress(), []
     with sigterm_is_ctrl_c(), writer:
-        for episode, arguments in demonstrations.read():
+        for arguments in demonstrations.read():
             writer.add_episode(**arguments)
             outcomes.append(bool(arguments["success"].any()))
             progress.update("convert", len(outcomes), len(demonstrations.episodes))
@@ -103,11 +106,15 @@ def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bo
     lines = [
         f"read      {len(episodes)} episodes in the layout of {demonstrations.layout.name}, {sum(outcomes)} with a reward of 1 (success)",
         f"pictures  {sizes}{', turned by 180 degrees' if demonstrations.rotate_images else ''}",
-        *([f"paired    each observation with the next action in {late} episodes, where rows were seen after their action"] if late else []),
         *(f"task      {task}" for task in tasks[:SHOWN_TASKS]),
-        *([f"          and {len(tasks) - SHOWN_TASKS} more"] if len(tasks) > SHOWN_TASKS else []),
         f"stored    {len(episodes)} episodes, {num_rows:,} rows, {num_bytes / 2**20:.1f} MiB",
         f"dataset   {folder}",
         f"clone it  sft.dataset={folder} 'sft.cameras={override_text(list(demonstrations.cameras))}'",
     ]
+    if len(tasks) > SHOWN_TASKS:
+        lines.insert(-3, f"          and {len(tasks) - SHOWN_TASKS} more")
+    if late:
+        lines.insert(
+            2, f"paired    each observation with the next action in {late} episodes, seen after the action of their row"
+        )
     return "\n".join(lines)

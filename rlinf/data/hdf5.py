@@ -27,7 +27,9 @@ class ConvertConfig:
     source: str | None = option(None, "HDF5 file, or folder of such files (.hdf5, .h5), of robomimic or of LIBERO.")
     dataset: str | None = option(None, "New folder of the LeRobotDataset.")
     task: str | None = option(None, "Instruction of all episodes; null: what each file says.")
-    cameras: list[str] | None = option(None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels).")
+    cameras: list[str] | None = option(
+        None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels)."
+    )
     state_keys: list[str] | None = option(
         None, "Keys under obs that make up the state, one after the other; []: no state; null: those of the layout."
     )
@@ -112,8 +114,8 @@ class Hdf5Demonstrations:
     fps: int
     env_args: dict[str, Any]
 
-    def read(self) -> Iterator[tuple[Hdf5Episode, dict[str, Any]]]:
-        """Yield each episode with the arguments of ``LeRobotWriter.add_episode``."""
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of ``LeRobotWriter.add_episode``, episode by episode."""
         for path in dict.fromkeys(episode.path for episode in self.episodes):
             with _opened(path) as file:
                 for episode in (each for each in self.episodes if each.path == path):
@@ -121,7 +123,7 @@ class Hdf5Demonstrations:
                         found = self._read(file["data"][episode.name], episode)
                     except OSError as error:
                         raise damaged(f"{episode.name} of {path}", error) from error
-                    yield episode, found
+                    yield found
 
     def _read(self, demo: Any, episode: Hdf5Episode) -> dict[str, Any]:
         seen = slice(0, episode.num_rows)
@@ -135,7 +137,7 @@ class Hdf5Demonstrations:
         return {
             "images": images,
             "state": _state(demo, self.state_keys)[seen] if self.state_keys else None,
-            "actions": np.asarray(demo["actions"][done], np.float32),
+            "actions": np.asarray(demo["actions"][done], np.float32).reshape(episode.num_rows, -1),
             "task": episode.task,
             "rewards": rewards,
             "success": success,
@@ -173,10 +175,14 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                     late = _seen_after_action(demo, first.layout, config)
                 num_rows = len(demo["actions"]) - late
                 if num_rows < 1:
-                    raise ConfigError(f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use another file")
+                    raise ConfigError(
+                        f"{place} has {len(demo['actions'])} actions; required: at least {1 + late}. Use another file"
+                    )
                 task = _task(file, demo, path, first.layout, config)
                 episodes.append(Hdf5Episode(path, name, task, num_rows, late))
-    return replace(first, episodes=episodes)
+    if not episodes:
+        raise ConfigError(f"mask={config.mask} names no episode in {config.source}. Set mask=null")
+    return replace(first, episodes=episodes, action_dim=int(np.prod(shapes["actions"])))
 
 
 def _files(config: ConvertConfig) -> list[Path]:
@@ -210,16 +216,22 @@ def _opened(path: Path) -> Any:
 
 def _names(file: Any, path: Path, mask: str | None) -> list[str]:
     """Return the names of the episodes to take, in the order of their numbers."""
-    if "data" not in file or not len(file["data"]):
+    group, data = import_h5py().Group, file.get("data")
+    found = [name for name, child in data.items() if isinstance(child, group)] if isinstance(data, group) else []
+    if not found:
         has = ", ".join(file) or "nothing"
-        raise ConfigError(f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use another file")
-    names = sorted(file["data"], key=lambda name: (len(name), name))
+        raise ConfigError(
+            f"{path} has no episodes under 'data', but {has}; required: the layout of robomimic or LIBERO. Use another file"
+        )
+    names = sorted(found, key=lambda name: (len(name), name))
     if mask is None:
         return names
     masks = list(file["mask"]) if "mask" in file else []
     if mask not in masks:
         has = f"mask/ with {', '.join(masks)}" if masks else "no group 'mask'"
-        raise ConfigError(f"mask={mask}, but {path} has {has}.{did_you_mean(mask, masks)} Set mask={masks[0] if masks else 'null'}")
+        raise ConfigError(
+            f"mask={mask}, but {path} has {has}.{did_you_mean(mask, masks)} Set mask={masks[0] if masks else 'null'}"
+        )
     wanted = {_text(name) for name in file["mask"][mask][()]}
     if unknown := sorted(wanted - set(names)):
         raise damaged(path, f"mask/{mask} names {unknown[0]}, which is not under 'data'")
@@ -261,37 +273,47 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
         image_shapes={camera: demo[f"obs/{key}"].shape[1:3] for camera, key in cameras.items()},
         state_keys=tuple(state_keys),
         state_dim=sum(int(np.prod(demo[f"obs/{key}"].shape[1:])) for key in state_keys),
-        action_dim=demo["actions"].shape[-1] if "actions" in demo else 0,
+        action_dim=0,  # told by the checks that follow
         rotate_images=layout.rotated if config.rotate_images is None else config.rotate_images,
         fps=fps,
         env_args=env_args,
     )
 
 
-def _check_named(option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path) -> None:
+def _check_named(
+    option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path
+) -> None:
     """Refuse keys that are not there, and the same key twice."""
     what = "pictures (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
-    example = f"Set '{option_name}={override_text(known[:2])}'" + ("" if option_name == "cameras" else " or state_keys=[]")
+    example = f"Set '{option_name}={override_text(known[:2])}'" + (
+        "" if option_name == "cameras" else " or state_keys=[]"
+    )
     wrong = next((key for key in keys if key not in known), None)
     if wrong is not None or not keys:
         found = f"{option_name} names '{wrong}'" if keys else "There are no pictures to take"
-        raise ConfigError(f"{found}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}")
+        raise ConfigError(
+            f"{found}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}"
+        )
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{option_name} is {override_text(list(keys))}, which names a key twice; required: each once. {example}")
+        raise ConfigError(
+            f"{option_name} is {override_text(list(keys))}, which names a key twice; required: each once. {example}"
+        )
 
 
 def _is_picture(data: Any) -> bool:
-    return data.dtype == np.uint8 and data.ndim == 4 and data.shape[-1] == 3
+    return getattr(data, "dtype", None) == np.uint8 and data.ndim == 4 and data.shape[-1] == 3
 
 
 def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of a row of each key, all of which must be there, equally long, and finite where they are numbers."""
     pictures = [f"obs/{key}" for key in described.cameras.values()]
     numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
-    missing = next((key for key in (*numbers, *pictures) if key not in demo), None)
+    missing = next((key for key in (*numbers, *pictures) if not getattr(demo.get(key), "shape", ())), None)
     if missing is not None:
         known = [*demo, *(f"obs/{key}" for key in demo.get("obs", ()))]
-        raise ConfigError(f"{place} has no '{missing}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys=")
+        raise ConfigError(
+            f"{place} has no '{missing}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys="
+        )
     lengths = {key: demo[key].shape[0] for key in (*numbers, *pictures)}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{key} {length}" for key, length in lengths.items())

@@ -53,7 +53,10 @@ def episodes_of(folder: Path) -> dict[str, dict]:
 
 def test_a_converted_file_trains_the_same_policy_as_the_dataset_it_was_made_from(tmp_path):
     collected = tmp_path / "collected"
-    assert main(["collect", *ENV, *QUIET, f"dataset={collected}", "collect.num_episodes=12", "collect.only_success=false"]) == 0
+    assert (
+        main(["collect", *ENV, *QUIET, f"dataset={collected}", "collect.num_episodes=12", "collect.only_success=false"])
+        == 0
+    )
     source = robomimic_file(tmp_path / "demo.hdf5", episodes_of(collected))
     for name, more in (("converted", []), ("turned", ["rotate_images=true"])):
         words = [f"source={source}", f"dataset={tmp_path / name}", "state_keys=[robot0_eef_pos]", *more]
@@ -81,7 +84,9 @@ def missing() -> str | None:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("seen_after_action", [True, False])
-def test_a_converted_episode_of_libero_replays_in_the_simulator_picture_by_picture(seen_after_action, tmp_path, monkeypatch):
+def test_a_converted_episode_of_libero_replays_in_the_simulator_picture_by_picture(
+    seen_after_action, tmp_path, monkeypatch
+):
     monkeypatch.setenv(ASSETS_VARIABLE, str(ASSETS))
     config = LiberoConfig(
         suite="libero_goal", tasks=[STOVE], image_size=32, rendering="fast", num_settling_steps=2, num_processes=0,
@@ -104,7 +109,7 @@ def test_a_converted_episode_of_libero_replays_in_the_simulator_picture_by_pictu
             "eye_in_hand_rgb": np.stack([view.images["wrist"][::-1, ::-1] for view in seen]),
             "ee_states": np.stack([view.state[:6] for view in seen]),
             "gripper_states": np.stack([view.state[6:] for view in seen]),
-            "joint_states": np.stack((states[1:] if seen_after_action else states[:-1]))[:, 1:8],
+            "joint_states": np.stack(states[1:] if seen_after_action else states[:-1])[:, 1:8],
         },
         "actions": acted, "states": np.stack(states[:-1]), "rewards": ends, "dones": ends,
         "attrs": {"init_state": states[0]},

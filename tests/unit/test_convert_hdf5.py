@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +47,11 @@ def recorded(folder: Path) -> dict:
 
 
 def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path, capsys):
-    episodes = {"demo_0": robomimic_episode(0, 5), "demo_10": robomimic_episode(1, 2), "demo_2": robomimic_episode(2, 3)}
+    episodes = {
+        "demo_0": robomimic_episode(0, 5),
+        "demo_10": robomimic_episode(1, 2),
+        "demo_2": robomimic_episode(2, 3),
+    }
     episodes["demo_2"]["rewards"][:], episodes["demo_2"]["dones"][:] = 0, 0  # a failure, cut by the time limit
     source = robomimic_file(tmp_path / "image.hdf5", episodes, control_freq=25)
     folder = convert(source, tmp_path / "data", "task=lift the cube")
@@ -68,7 +72,10 @@ def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path
     np.testing.assert_array_equal(observation.images["robot0_eye_in_hand"], joined("robot0_eye_in_hand_image"))
     assert set(observation.instruction) == {"lift the cube"}
     came = dataset.outcomes
-    assert came.rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1] and came.success.tolist() == (came.rewards == 1).tolist()
+    assert (
+        came.rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+        and came.success.tolist() == (came.rewards == 1).tolist()
+    )
     assert np.flatnonzero(came.terminated).tolist() == [4, 9], "the failure was cut, and is no end of the task"
     about = recorded(folder)
     assert about["layout"] == "robomimic" and not about["rotate_images"] and about["env"] == {} and about["whole"]
@@ -83,12 +90,23 @@ def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path
 
 def test_a_filter_key_cameras_and_state_are_chosen(tmp_path):
     episodes = {f"demo_{number}": robomimic_episode(number, 2 + number) for number in range(3)}
-    source = robomimic_file(tmp_path / "image.hdf5", episodes, masks={"train": ["demo_2", "demo_0"], "valid": ["demo_1"]})
-    words = ["task=lift", "mask=train", "cameras=[agentview_image]", "state_keys=[object]", "rotate_images=true", "fps=7"]
+    source = robomimic_file(
+        tmp_path / "image.hdf5", episodes, masks={"train": ["demo_2", "demo_0"], "valid": ["demo_1"]}
+    )
+    words = [
+        "task=lift",
+        "mask=train",
+        "cameras=[agentview_image]",
+        "state_keys=[object]",
+        "rotate_images=true",
+        "fps=7",
+    ]
     dataset = opened(convert(source, tmp_path / "data", *words), "agentview")
     observation, _ = dataset.rows(np.arange(len(dataset)))
     kept = [episodes["demo_0"], episodes["demo_2"]]
-    np.testing.assert_array_equal(observation.state, np.concatenate([e["obs"]["object"] for e in kept]).astype(np.float32))
+    np.testing.assert_array_equal(
+        observation.state, np.concatenate([e["obs"]["object"] for e in kept]).astype(np.float32)
+    )
     turned = np.concatenate([e["obs"]["agentview_image"] for e in kept])[:, ::-1, ::-1]
     np.testing.assert_array_equal(observation.images["agentview"], turned)
     assert list(dataset.info.image_shapes) == ["observation.images.agentview"]
@@ -120,10 +138,18 @@ def test_a_file_of_libero_is_turned_and_each_observation_goes_with_the_action_th
     for camera, key in (("agentview", "agentview_rgb"), ("wrist", "eye_in_hand_rgb")):
         expected = np.concatenate([e["obs"][key][:-1, ::-1, ::-1] for e in episodes.values()])
         np.testing.assert_array_equal(observation.images[camera], expected)
-    state = [np.concatenate([e["obs"]["ee_states"], e["obs"]["gripper_states"]], axis=1)[:-1] for e in episodes.values()]
+    state = [
+        np.concatenate([e["obs"]["ee_states"], e["obs"]["gripper_states"]], axis=1)[:-1] for e in episodes.values()
+    ]
     np.testing.assert_array_equal(observation.state, np.concatenate(state).astype(np.float32))
-    assert dataset.tasks == ["turn on the stove"], "that of the evaluation, not that of the file: 'Turn on the stove now'"
-    assert np.flatnonzero(dataset.outcomes.success).tolist() == [2, 6] == np.flatnonzero(dataset.outcomes.terminated).tolist()
+    assert dataset.tasks == ["turn on the stove"], (
+        "that of the evaluation, not that of the file: 'Turn on the stove now'"
+    )
+    assert (
+        np.flatnonzero(dataset.outcomes.success).tolist()
+        == [2, 6]
+        == np.flatnonzero(dataset.outcomes.terminated).tolist()
+    )
     about = recorded(folder)
     assert about["env"] == {"name": "libero", "gripper": "env", "rendering": "full"} and about["rotate_images"]
     assert all(episode["seen_after_action"] for episode in about["episodes"])
@@ -158,7 +184,13 @@ def test_a_folder_of_files_becomes_one_dataset_with_all_tasks(tmp_path):
 
 def test_a_converted_file_of_libero_is_for_that_env_and_its_conventions(tmp_path):
     folder = convert(libero_file(tmp_path / STOVE, {"demo_0": libero_episode(0, 3)}), tmp_path / "data")
-    libero = ["env=libero_goal", "model=openvla_tiny", "model.action_token_len=7", "env.cameras=[agentview]", "env.image_size=16"]
+    libero = [
+        "env=libero_goal",
+        "model=openvla_tiny",
+        "model.action_token_len=7",
+        "env.cameras=[agentview]",
+        "env.image_size=16",
+    ]
 
     def checked(*words: str):
         return check_dataset(build_config(compose_config([*words, f"sft.dataset={folder}", "sft.max_steps=1"])), None)
@@ -181,7 +213,7 @@ def robomimic(tmp_path: Path, change: Callable[[dict], None] | None = None) -> l
     episodes = {f"demo_{number}": robomimic_episode(number, 3) for number in range(3)}
     if change is not None:
         change(episodes["demo_1"])
-    robomimic_file(tmp_path / "image.hdf5", episodes, masks={"train": ["demo_0"]})
+    robomimic_file(tmp_path / "image.hdf5", episodes, masks={"train": ["demo_0"], "none": []})
     return [f"source={tmp_path / 'image.hdf5'}", "task=lift"]
 
 
@@ -239,7 +271,10 @@ def other_convention(tmp_path: Path) -> list[str]:
         (with_obs("agentview_image", lambda images: images[:-1]), "demo_1 .*actions 3, .*obs/agentview_image 2, "),
         (with_obs("robot0_eef_pos", lambda x: x * np.nan), "demo_1 .*obs/robot0_eef_pos of row 0 is not finite"),
         (with_obs("agentview_image", lambda images: images[:, :-1]), r"demo_1 .*\[11, 16, 3\], and of demo_0 .*\[12, 16, 3\]"),
-        (option("mask=trian"), "mask=trian, but .* has mask/ with train.*Set mask=train"),
+        (option("mask=none"), "mask=none names no episode"),
+        (written(lambda file: file.create_dataset("data", data=1.0)), "no episodes under 'data', but data"),
+        (lambda tmp_path: robomimic(tmp_path, lambda e: e.update(actions=np.float64(1))), "demo_1 of .* has no 'actions'"),
+        (option("mask=trian"), "mask=trian, but .* has mask/ with none, train.*Did you mean 'train'.*Set mask="),
         (option("cameras=[agentview]"), "cameras names 'agentview'; .* agentview_image, robot0_eye_in_hand_image among"),
         (option("cameras=[]"), "There are no pictures"),
         (option("cameras=[agentview_image,agentview_image]"), "names a key twice"),
@@ -272,10 +307,12 @@ def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):
         converting.convert(config)
 
 
-def test_a_missing_package_is_told_first(tmp_path, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "h5py" else find_spec(name, *a))
-    with pytest.raises(MissingDependencyError, match="needs the package 'h5py'. Run pip install h5py"):
+@pytest.mark.parametrize("package", ["h5py", "pyarrow"])
+def test_a_missing_package_is_told_first(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        MissingDependencyError, match=f"needs the package '{package}' .*Run pip install 'rlinf.lerobot.'"
+    ):
         converting.convert(ConvertConfig("nowhere", str(tmp_path / "data")))
 
 

@@ -23,6 +23,7 @@ from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
+from rlinf.data.hdf5 import ConvertConfig
 from rlinf.options import from_mapping, public_fields
 from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
@@ -176,9 +177,9 @@ def check_command(line: str) -> None:
         arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(PlayConfig)]
     if command == "serve":
         arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(ServeConfig)]
-    if command == "export":
+    if command in ("export", "convert"):
         keys = {word.partition("=")[0] for word in arguments}
-        assert keys <= set(public_fields(ExportConfig)), line
+        assert keys <= set(public_fields(ExportConfig if command == "export" else ConvertConfig)), line
         return
     if any(word.startswith("questions=") for word in arguments):
         from_mapping(QuestionsConfig, with_overrides({}, [word for word in arguments if "<" not in word]))
@@ -217,7 +218,7 @@ def test_readme_shows_the_main_commands():
 @pytest.mark.parametrize(
     "line",
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
-     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x",
+     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "rlinf convert sorce=x dataset=y", "pip install x",
      "rlinf launch --config nope", "rlinf launch --config mistral-7b-fsdp4-sft train.epochs=2",
      "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf serve checkpoint=x prot=1", "rlinf check env=tabeltop"],
 )  # fmt: skip

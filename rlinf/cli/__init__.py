@@ -1,5 +1,5 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``collect``,
-``convert``, ``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
+"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
+``collect``, ``convert``, ``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": ("rlinf.cli.serve:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
+    "why": ("rlinf.cli.why:why", "what the metrics of a run say: what is wrong, and the key to change"),
     "collect": (
         "rlinf.cli.collect:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
@@ -49,6 +50,7 @@ USAGES = {
     "serve": "checkpoint=<folder> [port=8000] [host=127.0.0.1] [key=value ...]",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
     "report": "<run folder> ... [output=runs.html]",
+    "why": "<run folder> [--json]",
     "collect": "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",
     "convert": "source=<HDF5 file or folder> dataset=<new folder> [key=value ...]",
     "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
@@ -70,6 +72,7 @@ EXAMPLES = """examples:
   rlinf serve checkpoint=outputs/quickstart/latest port=8000
   rlinf play checkpoint=outputs/quickstart/latest episode=3
   rlinf report multirun/quickstart/latest                the runs of a sweep on one page
+  rlinf why outputs/quickstart/latest                    what its metrics say, and what to change
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
   rlinf convert source=libero_spatial dataset=data/libero_spatial
   rlinf export checkpoint=outputs/quickstart/latest output=my_policy merge_lora=true

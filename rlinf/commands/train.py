@@ -67,6 +67,7 @@ from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
+from rlinf.training.collapse import RolledBack
 from rlinf.training.evaluator import Evaluator
 from rlinf.training.offpolicy_trainer import OffPolicyTrainer
 from rlinf.training.outcome import write_failed_batch, write_summary
@@ -75,7 +76,7 @@ from rlinf.training.session import Session
 from rlinf.training.sft_trainer import SFTTrainer
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
-from rlinf.training.train_worker import TrainWorker, sft_trainer_config
+from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trainer_config
 
 logger = logging.getLogger("rlinf")
 
@@ -132,17 +133,19 @@ class Run:
 
 
 @waiting("start")
-def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
+def build(config: RunConfig, reservation: Reservation | None = None, rollbacks: int = 0) -> Run:
     """Build the parts of one rank.
 
     Args:
         config: Validated configuration with ``output_dir`` set.
         reservation: Places in a Ray cluster; None: there is none.
+        rollbacks: Times that the run has gone back in this process; the checkpoint that it goes back to may know of fewer.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     resumed_from, state = _where_to_begin(config)
+    state.rollbacks = max(state.rollbacks, rollbacks)
     has_players = reservation is not None and reservation.group is not None
     if reservation is not None and (has_players or config.cluster.env_nodes):
         reservation.join()  # env nodes are in the same cluster
@@ -292,7 +295,8 @@ def _on_ranks(
 
 def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWorker:
     in_sft = state.phase == "sft"
-    settings = sft_trainer_config(config.trainer, config.sft) if in_sft else config.trainer
+    rl = rl_trainer_config(config.trainer, state.rollbacks)
+    settings = sft_trainer_config(config.trainer, config.sft) if in_sft else rl
     is_frozen = not in_sft and isinstance(
         config.algorithm, OffPolicyConfig
     )  # float32 masters of it would be for nothing
@@ -332,11 +336,21 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     has_engine = config.rollout.backend == "vllm" and (reservation is None or reservation.group is None)
     if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
-    run = build(config, reservation)
+    rollbacks = 0
+    while (back := _execute(config, reservation, rollbacks)) is not None:
+        config, rollbacks = replace(config, resume=str(back.checkpoint), init_from=None), back.rollbacks
+
+
+def _execute(config: RunConfig, reservation: Reservation | None, rollbacks: int) -> RolledBack | None:
+    """Build and execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
+    run = build(config, reservation, rollbacks)
     stop_signal = run.session.stop_signal
     try:
         with stop_signal.handled():
             run.execute()
+        return None
+    except RolledBack as back:
+        return back.with_traceback(None)  # which holds the policy
     except StopRequested as stop:
         if rank() == 0:
             words = f"rlinf train resume={run.session.folder} {code_overrides(to_mapping(config))}".rstrip()

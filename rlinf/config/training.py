@@ -50,6 +50,13 @@ class TrainerConfig:
     target_success_rate: float | None = option(
         None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
     )
+    on_collapse: str = option(
+        "off",
+        "What a run does when two evaluations of RL in a row succeed certainly less than half as often as the best one before them. stop: it "
+        "ends. rollback: it goes back to the best checkpoint with half the learning rate, three times at most, then it ends. Needs "
+        "trainer.eval_every.",
+        choices=("off", "stop", "rollback"),
+    )
     profile_steps: list[int] | None = option(
         None,
         "[first, last]: the steps of RL (of cloning where trainer.max_steps is 0) whose operations are recorded, numbered from 0 as in "

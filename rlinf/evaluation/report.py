@@ -14,6 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from rlinf.evaluation.charts import SMALL, Interval, Series
+from rlinf.evaluation.finding_rules import findings_section
+from rlinf.evaluation.findings import Record
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
 from rlinf.evaluation.report_offpolicy import head_section
 from rlinf.evaluation.report_page import card, charts, comparisons, header, page, profile, texts, training_curves
@@ -38,13 +40,17 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     parts = (
-        headline, warnings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, _gallery, _training_curves,
+        headline, warnings, _findings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, _gallery, _training_curves,
         _profile, _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     newest = data.after or next(reversed(data.evaluations), None)
     tab = f"{title}: {newest.result.total}" if newest else title
     return write_text(data.folder / REPORT_FILE, page(tab, sections))
+
+
+def _findings(data: RunData) -> str:
+    return findings_section(Record(data.lines, data.settings))
 
 
 def _title(data: RunData) -> str:

@@ -46,12 +46,12 @@ def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **opt
     return f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else ""
 
 
-def warning_card(lines: Sequence[str]) -> str:
+def warning_card(lines: Sequence[str], title: str = "Before you trust these numbers") -> str:
     """Return a card with what a reader should know; "" without any."""
     if not lines:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<section class="card warning"><h3>Before you trust these numbers</h3><ul>{items}</ul></section>'
+    return f'<section class="card warning"><h3>{escape(title)}</h3><ul>{items}</ul></section>'
 
 
 def tile(name: str, success: Success, colour: int, unit: str = "episodes") -> str:

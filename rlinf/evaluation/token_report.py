@@ -12,6 +12,8 @@ from typing import Any
 
 from rlinf.evaluation.answers import Answer
 from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series
+from rlinf.evaluation.finding_rules import findings_section
+from rlinf.evaluation.findings import Record
 from rlinf.evaluation.report_data import REPORT_FILE
 from rlinf.evaluation.report_page import (
     card,
@@ -84,7 +86,7 @@ def write_token_report(folder: str | os.PathLike) -> Path:
     run = read_token_run(folder)
     title = _title(run)
     parts = (
-        _headline, _warnings, _rewards, _categories, _comparison, _before_and_after, _answers, _training_curves, _profile, _checkpoints,
+        _headline, _warnings, _findings, _rewards, _categories, _comparison, _before_and_after, _answers, _training_curves, _profile, _checkpoints,
         _versions, _texts,
     )  # fmt: skip
     sections = [_header(title, run), *(part(run) for part in parts)]
@@ -146,6 +148,10 @@ def _headline(run: TokenRun) -> str:
 
 def _warnings(run: TokenRun) -> str:
     return warning_card([warning for result in run.results.values() for warning in result.warnings])
+
+
+def _findings(run: TokenRun) -> str:
+    return findings_section(Record(run.lines, run.settings))
 
 
 def _rewards(run: TokenRun) -> str:

@@ -100,6 +100,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if trains:
         check_no_comparison(config, command)
         check_phases(config, command)
+        check_collapse(config)
         check_sharding(config)
         check_performance(config, policy)
         check_precision(config)
@@ -262,6 +263,30 @@ def check_phases(config: RunConfig, command: str) -> None:
     if config.sft.dataset is not None and not cloning:
         found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
         refuse(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
+
+
+def check_collapse(config: RunConfig) -> None:
+    """Check that a run that watches for a collapse is evaluated, and can go back where it is to."""
+    mode = f"trainer.on_collapse={config.trainer.on_collapse}"
+    if config.trainer.on_collapse == "off" or config.trainer.max_steps == 0:
+        return
+    if not config.trainer.eval_every:
+        every = max(1, config.trainer.max_steps // 10)
+        refuse(f"{mode} with trainer.eval_every=0", "evaluations, which show a collapse", f"trainer.eval_every={every}")
+    if config.trainer.on_collapse == "stop":
+        return
+    if isinstance(config.algorithm, OffPolicyConfig):
+        found = f"{mode} with algorithm.name={config.algorithm.name}"
+        refuse(found, "an algorithm whose rate trainer.learning_rate is", "trainer.on_collapse=stop")
+    elsewhere = {
+        f"rollout.backend={config.rollout.backend}": config.rollout.backend != "torch",
+        f"cluster.placement={config.cluster.placement}": config.cluster.placement != "colocated",
+        f"cluster.start={config.cluster.start}": ranks_by_ray(config),
+        f"cluster.env_nodes={config.cluster.env_nodes}": config.cluster.env_nodes > 0,
+    }
+    for found, is_so in elsewhere.items():
+        if is_so:
+            refuse(f"{mode} with {found}", "ranks that are started here and play", "trainer.on_collapse=stop")
 
 
 def check_batches(config: RunConfig) -> None:

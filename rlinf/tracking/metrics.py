@@ -123,6 +123,9 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
+    "sft/demonstrator_success_rate": Metric(
+        "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"
+    ),
     "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
     "eval/successes": Metric("Successful evaluation episodes.", "episodes"),

@@ -9,20 +9,21 @@ import torch
 
 from rlinf.distributed.process_group import any_rank
 from rlinf.memory import memory_metrics
+from rlinf.training.collapse import ends_by_collapse
 from rlinf.training.session import Session
 
 
 def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> None:
-    """Iterate from ``state.step`` to ``trainer.max_steps``, or until an evaluation reaches the target.
+    """Iterate from ``state.step`` to ``trainer.max_steps``, or until an evaluation reaches the target or shows a collapse.
 
     Args:
         session: The run.
         iteration: Takes the number of the iteration and returns its metrics.
     """
     state, config = session.state, session.config.trainer
-    reached = _evaluate_if_due(session, last=state.step == config.max_steps)
+    ends = _ends_by_evaluation(session, last=state.step == config.max_steps)
     session.stop_if_asked()
-    while state.step < config.max_steps and not reached:
+    while state.step < config.max_steps and not ends:
         start, cpu_start = time.monotonic(), time.process_time()
         step = state.step
         with session.profile_window.step("rl", step):
@@ -40,17 +41,19 @@ def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> N
             env_steps_per_s=metrics["throughput/env_steps_per_s"],
         )  # fmt: skip
         session.log(step, metrics)
-        reached = _evaluate_if_due(session, last)
-        session.checkpoint_if_due(last or reached)
+        ends = _ends_by_evaluation(session, last)
+        session.checkpoint_if_due(last or ends)
 
 
-def _evaluate_if_due(session: Session, last: bool) -> bool:
-    """Return whether the evaluation after the present step, made now or before a resume, reaches the target."""
+def _ends_by_evaluation(session: Session, last: bool) -> bool:
+    """Return whether the evaluation after the present step, made now or before a resume, reaches the target or shows a collapse."""
     config, evaluations = session.config.trainer, session.state.evaluations
     tag, target = session.evaluate_if_due("step", config.eval_every, last), config.target_success_rate
-    if tag is None or target is None:
+    if tag is None:
         return False
-    return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)
+    if target is not None and any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target):
+        return True
+    return ends_by_collapse(session)
 
 
 class Clock:

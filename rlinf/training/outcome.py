@@ -60,6 +60,8 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
         if tag in state.evaluations:
             names = ("success_rate", "successes", "episodes", "interval")
             summary[key] = {name: state.evaluations[tag][name] for name in names}
+    if state.rollbacks:
+        summary["rollbacks"] = state.rollbacks
     if best is not None:
         found = state.evaluations[best]
         summary["best_checkpoint"] = {
@@ -83,6 +85,8 @@ def closing_table(summary: dict[str, Any]) -> str:
         lines.append(
             f"best checkpoint: {best['name']} ({best['success_rate']:.1%} in the evaluation {best['evaluation']})"
         )
+    if "rollbacks" in summary:
+        lines.append(f"times that the run went back to its best checkpoint: {summary['rollbacks']}")
     lines.append(
         f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
     )

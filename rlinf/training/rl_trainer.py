@@ -32,6 +32,7 @@ from rlinf.training.iterations import Clock, iterate
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
 from rlinf.training.state import RolloutAhead
+from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import RolloutBatch
 
 REFERENCE_FILE = "reference.safetensors"
@@ -95,7 +96,7 @@ class RLTrainer:
         session, state = self.session, self.session.state
         if state.phase != "rl":  # cloning has ended: RL has an optimiser of its own
             state.phase = "rl"
-            self.worker.start_phase(session.config.trainer)
+            self.worker.start_phase(rl_trainer_config(session.config.trainer, state.rollbacks))
         self._issue_again()  # before anything is saved, because a checkpoint has what is under way
         session.evaluate_once("before_rl")
         self.sync.push(state.policy_version)

@@ -39,7 +39,7 @@ class SFTTrainer:
         session, state = self.session, self.session.state
         config, run_seed = session.config.sft, session.config.seed
         start = time.monotonic()
-        demonstrations = self._demonstrations()
+        demonstrations, demonstrator = self._demonstrations()
         if state.sft_step == 0:  # a resumed run has paid for them before
             state.train_wall_s += time.monotonic() - start
         seed = derive_seed(run_seed, "sft")
@@ -69,6 +69,8 @@ class SFTTrainer:
                 if step % 10 == 0 or last:
                     named = {f"sft/{name}": value for name, value in metrics.items()}
                     named |= {"time/update_s": times[-1], "time/total_s": state.train_wall_s}
+                    if step == 0:
+                        named |= demonstrator
                     named |= {"time/data_wait_s": sum(waits) / len(waits)}
                     named |= {"throughput/data_wait_fraction": sum(waits) / sum(times)}
                     session.log(step, named | {"throughput/samples_per_s": config.batch_size / times[-1]})
@@ -84,15 +86,15 @@ class SFTTrainer:
         return state.sft_step < config.max_steps or any_rank(within_time)
 
     @waiting("rollout")
-    def _demonstrations(self) -> BatchSource:
-        """Return the dataset, or let the scripted expert play (the same on every rank)."""
+    def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
+        """Return the dataset, or let the scripted expert play (the same on every rank); with the metric of how often that succeeds."""
         session, config = self.session, self.session.config.sft
         chunk_len = session.worker.model.sft_chunk_len
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
             found = f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}"
             session.progress.note(found)
-            return self.dataset
+            return self.dataset, {}
         env, stop_signal = session.evaluator.env, session.stop_signal
         with suppress(StopRequested), stop_signal.at_once():
             played = collect_demonstrations(
@@ -104,4 +106,4 @@ class SFTTrainer:
         session.progress.note(
             f"{len(played.episodes)} demonstrations, {len(played)} rows; the demonstrator succeeds in {played.success_rate:.1%}"
         )
-        return played
+        return played, {"sft/demonstrator_success_rate": played.success_rate}

@@ -47,6 +47,7 @@ class LoopState:
         tracker_run_id: Identity of the metric run.
         evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
+        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rate.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
 
@@ -59,6 +60,7 @@ class LoopState:
     tracker_run_id: str | None = None
     evaluations: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None
+    rollbacks: int = 0
     rollouts_ahead: list[dict[str, Any]] = field(default_factory=list)
 
     @property

@@ -330,6 +330,11 @@ def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:
     return mine.clamp_max(num_rows - 1), mine < num_rows
 
 
+def rl_trainer_config(trainer: TrainerConfig, rollbacks: int) -> TrainerConfig:
+    """The optimiser settings of RL: the learning rate is half of what it was for each time that the run went back."""
+    return replace(trainer, learning_rate=trainer.learning_rate / 2**rollbacks)
+
+
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
     """The optimiser settings of behaviour cloning: those of the trainer with SFT's learning rate and warm-up."""
     return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)

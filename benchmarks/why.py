@@ -29,15 +29,18 @@ SMALL = (
     "tracking.progress=false", "cluster.num_threads=1", "cluster.device=cpu", "trainer.save_every_minutes=0",
 )  # fmt: skip
 PPO = ("experiment=tabletop_ppo_mlp", "trainer.max_steps=16")
+MLP = (
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "trainer.learning_rate=2e-3", "trainer.minibatch_size=256",
+)  # fmt: skip
 GROUPS = (
-    "experiment=tabletop_ppo_mlp", "rollout@_global_.rollout=groups", "algorithm=grpo", "rollout.group_size=8", "rollout.num_envs=64", "rollout.num_chunks=16",
+    *MLP, "algorithm=grpo", "rollout.group_size=8", "rollout.num_envs=64", "rollout.num_chunks=16",
     "trainer.max_steps=16", "algorithm.update_epochs=2",
 )  # fmt: skip
 CLONE = ("sft.max_steps=200", "sft.num_demonstrations=150", "sft.learning_rate=1e-3", "sft.expert.jitter=0.3")
 SFT = ("experiment=tabletop_ppo_mlp", "trainer.max_steps=0", *CLONE)
 CLONED_PPO = (*PPO, *CLONE, "trainer.learning_rate=5e-4")
 HEAD = (
-    "experiment=tabletop_ppo_mlp", "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=32", "rollout.num_chunks=16", *CLONE,
+    *MLP, "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=32", "rollout.num_chunks=16", *CLONE,
     "sft.expert.aim_offset_m=[0.07,0.0]", "trainer.max_steps=10", "trainer.eval_every=5",
 )  # fmt: skip
 
@@ -64,13 +67,13 @@ def fault(rule: str, words: Sequence[str], *more: str) -> Case:
 
 
 FAULTS = (
-    fault("critic_blind", PPO, "trainer.value_learning_rate=1e-7"),
+    fault("critic_blind", PPO, "trainer.value_learning_rate=1e-7", "env.tolerance_m=0.01"),
     fault("critic_diverges", PPO, "trainer.value_learning_rate=1.0"),
     fault("ratios_clipped", PPO, "trainer.learning_rate=0.05"),
     fault("policy_stands_still", PPO, "trainer.learning_rate=1e-7"),
     fault("rate_rounds_away", PPO, "trainer.learning_rate=1e-10"),
-    fault("entropy_explodes", PPO, "algorithm.entropy_coef=1.0"),
-    fault("entropy_gone", PPO, "trainer.learning_rate=0.02"),
+    fault("entropy_explodes", PPO, "algorithm.entropy_coef=30"),
+    fault("entropy_gone", PPO, "model.init_config.initial_log_std=-5"),
     fault("gradient_clipped", PPO, "trainer.max_grad_norm=1e-4"),
     fault("equal_groups", GROUPS, "env.reward_mode=sparse"),
     fault("never_a_success", PPO, "env.max_episode_steps=2", "rollout.num_chunks=16"),

@@ -65,11 +65,11 @@ CASES = {  # rule: faulty lines and settings, words of the sentence, override; l
         lines(train__clip_fraction=0.1, train__approx_kl=0.01), SEVERAL,
     ),
     "critic_diverges": (
-        lines(train__value_loss=falls(1, 100), train__explained_variance=falls(0, -5)), {}, "is -4.32", "trainer.value_learning_rate=0.0001",
-        lines(train__value_loss=falls(1, 100), train__explained_variance=falls(0, 0.5)), {},
+        lines(train__value_loss=100.0, rollout__return_mean=1.5), {}, "errs by 10", "trainer.value_learning_rate=0.0001",
+        lines(train__value_loss=2.0, rollout__return_mean=0.0), {},
     ),
     "critic_blind": (
-        lines(train__explained_variance=lambda step: 0.01 + 0.02 * (-1) ** step), {}, "no better than a constant", "trainer.value_learning_rate=0.01",
+        lines(train__explained_variance=lambda step: -0.01 + 0.02 * (-1) ** step), {}, "no better than a constant", "trainer.value_learning_rate=0.01",
         lines(train__explained_variance=falls(-0.5, 0.5)), {},
     ),
     "rate_rounds_away": (

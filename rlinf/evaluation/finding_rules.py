@@ -213,7 +213,9 @@ def entropy_gone(record: Record) -> Finding | None:
     before, after = median(entropy.early), median(entropy.late)
     # Of Gaussian actions, -2.5 nat is a deviation of 1 % of the range, and 3 nat less a twentieth of it. Of tokens, the entropy ends at 0.
     is_gaussian = min(entropy.values) < 0
-    is_gone = after < -2.5 or before - after > 3 if is_gaussian else after < 0.01 or (after < 0.05 and after < before / 10)
+    is_gone = (
+        after < -2.5 or before - after > 3 if is_gaussian else after < 0.01 or (after < 0.05 and after < before / 10)
+    )
     if not is_gone or is_mastered(record):
         return None
     return Finding(

@@ -13,7 +13,7 @@ import yaml
 from rlinf.cli import main
 from rlinf.config.schema import field_types
 from rlinf.evaluation.collapse import has_collapsed, is_collapsed
-from rlinf.evaluation.finding_rules import RULES, explain
+from rlinf.evaluation.finding_rules import RULES
 from rlinf.evaluation.findings import NotMeasured, Record, Series, diagnose
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success

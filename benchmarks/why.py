@@ -40,8 +40,8 @@ CLONE = ("sft.max_steps=200", "sft.num_demonstrations=150", "sft.learning_rate=1
 SFT = ("experiment=tabletop_ppo_mlp", "trainer.max_steps=0", *CLONE)
 CLONED_PPO = (*PPO, *CLONE, "trainer.learning_rate=5e-4")
 HEAD = (
-    *MLP, "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=32", "rollout.num_chunks=16", *CLONE,
-    "sft.expert.aim_offset_m=[0.07,0.0]", "trainer.max_steps=10", "trainer.eval_every=5",
+    *MLP, "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=16", "rollout.num_chunks=16", "algorithm.warmup_env_steps=256", *CLONE,
+    "sft.expert.aim_offset_m=[0.07,0.0]", "trainer.max_steps=9", "trainer.eval_every=4",
 )  # fmt: skip
 
 
@@ -82,8 +82,9 @@ FAULTS = (
     fault("cloning_diverges", SFT, "sft.learning_rate=1.0"),
     fault("cloning_stands_still", SFT, "sft.learning_rate=1e-8"),
     fault("clone_is_bound", SFT, "sft.expert.aim_offset_m=[0.07,0.0]"),
-    fault("critic_dreams", HEAD, "algorithm.learning_rate=0.05", "algorithm.updates_per_env_step=2", "algorithm.tau=1.0"),
-    fault("head_saturated", HEAD, "algorithm.head.scale=0.02"),
+    fault("critic_dreams", HEAD, "algorithm=td3", "algorithm.learning_rate=0.3", "algorithm.gamma=1.0",
+          "algorithm.num_critics=1", "algorithm.num_target_critics=1", "algorithm.tau=1.0"),
+    fault("head_saturated", HEAD, "algorithm=td3", "algorithm.head.scale=0.05"),
     fault("stale_rollouts", PPO, "cluster.max_staleness=4", "rollout.worker_processes=1", "algorithm.tis_cap=1.0",
           "trainer.learning_rate=0.02"),
 )  # fmt: skip

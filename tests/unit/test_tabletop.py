@@ -1,8 +1,10 @@
 """The built-in simulator: goals, rewards, experts, pictures."""
 
+import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +119,38 @@ def test_layouts_are_spread_over_the_workspace():
     gaps = np.linalg.norm(points[:, :, None] - points[:, None], axis=-1) + 9 * np.eye(7)
     assert gaps.min() >= MIN_DISTANCE_M and np.abs(points).max() <= WORKSPACE_M
     assert {*env._goals[:, 0]} == {0, 1, 2} and {*env._goals[:, 1]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("offset_m", "tolerance_m"), [(0.03, 0.045), (0.05, 0.1)])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_moved_objects_touch_nothing_and_no_episode_begins_with_success(family, offset_m, tolerance_m):
+    """And a push is still possible. A single draw of directions, the control, breaks this in some layouts."""
+
+    def is_fine(layout) -> bool:
+        gaps = [
+            np.linalg.norm(a - b)
+            for a, b in itertools.combinations([layout.pusher, *layout.blocks, *layout.zones], 2)
+            if not np.isnan(a).any() and not np.isnan(b).any()
+        ]
+        return min(gaps) >= max(0.08, tolerance_m) and family.accepts(layout)
+
+    num_unfit = 0
+    for seed in range(60):
+        layout = family.sample(np.random.default_rng(seed), distractors=True)
+        found = family.moved(layout, np.random.default_rng(seed), offset_m, tolerance_m)
+        for before, after in ((layout.blocks, found.blocks), (layout.zones, found.zones)):
+            np.testing.assert_allclose(np.linalg.norm(after - before, axis=1), offset_m)
+        assert is_fine(found) and (found.pusher == layout.pusher).all()
+        angles = np.random.default_rng(seed).uniform(0, 2 * np.pi, 6)
+        once = offset_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        num_unfit += not is_fine(replace(layout, blocks=layout.blocks + once[:3], zones=layout.zones + once[3:]))
+    assert num_unfit > 0
+
+
+def test_objects_for_which_there_is_no_place_are_an_error():
+    layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
+    with pytest.raises(ConfigError, match=r"env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"):
+        FAMILIES["reach"].moved(replace(layout, pusher=layout.blocks[0]), np.random.default_rng(0), 0.0, 0.045)
 
 
 def test_instructions_name_colours():

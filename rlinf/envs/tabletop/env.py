@@ -14,7 +14,7 @@ from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
-from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene, moved
+from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec, Observation
 
@@ -93,7 +93,7 @@ class TabletopVectorEnv(VectorEnv):
         generator = np.random.default_rng(derive_seed(spec.seed, self.suite, family.name, spec.init_state_id))
         layout = family.sample(generator, self.config.distractors)
         if self.config.object_offset_m:
-            layout = moved(layout, generator, self.config.object_offset_m)
+            layout = family.moved(layout, generator, self.config.object_offset_m, self.config.tolerance_m)
         self._simulator.place(index, layout.pusher, family.height, layout.blocks, layout.zones)
         self._tasks[index], self._stages[index], self._init_states[index] = spec.task_id, 0, spec.init_state_id
         self._goals[index] = layout.first, layout.second

@@ -19,11 +19,14 @@ from rlinf.envs.tabletop.scene import (
     WORKSPACE_M,
     ZONE_COLOURS,
 )
+from rlinf.errors import ConfigError
 
 MIN_DISTANCE_M = 0.115
 """Smallest distance between objects, and between the pusher's start and the objects."""
 MIN_MOVED_DISTANCE_M = 0.08
-"""Smallest distance between objects that were moved; a block is 0.076 across."""
+"""Smallest distance between objects that were moved, and of these to the pusher; a block is 0.076 across."""
+MOST_MOVES = 10_000
+"""Draws of moved objects before an error; the largest offset and tolerance need fewer than 100."""
 NUM_COLOURS = 3
 
 
@@ -130,6 +133,31 @@ class Family(ABC):
     def accepts(self, layout: Layout) -> bool:
         """Return whether the layout can be solved within the horizon."""
         return True
+
+    def moved(
+        self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float
+    ) -> Layout:
+        """Move each object by ``distance_m`` in a direction of its own, until a layout is accepted.
+
+        None is then so close to another one, or to the pusher, that they touch or that an episode succeeds (``tolerance_m``) at once.
+
+        Raises:
+            ConfigError: ``MOST_MOVES`` draws have found no such layout.
+        """
+        least = max(MIN_MOVED_DISTANCE_M, tolerance_m)
+        objects = np.concatenate([layout.blocks, layout.zones])
+        for _ in range(MOST_MOVES):
+            angles = generator.uniform(0, 2 * np.pi, len(objects))
+            found = objects + distance_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+            everything = np.concatenate([layout.pusher[None], found])
+            apart = norm(everything[:, None] - everything)[~np.eye(len(everything), dtype=bool)]
+            elsewhere = replace(layout, blocks=found[:NUM_COLOURS], zones=found[NUM_COLOURS:])
+            if not (apart < least).any() and self.accepts(elsewhere):  # hidden objects are NaN
+                return elsewhere
+        raise ConfigError(
+            f"env.object_offset_m={distance_m} found no place for the objects of an episode of '{self.name}' in {MOST_MOVES} "
+            f"draws; required: {least} m between each two and to the pusher. Set env.object_offset_m=0.03 env.tolerance_m=0.045"
+        )
 
 
 class Reach(Family):
@@ -239,17 +267,6 @@ class Push(Family):
         push = 0.5 * STEP_M * slower * forward - 1.5 * across[:, None] * side
         way = np.where(aligned[:, None], push, np.where(clear[:, None], behind, beside) - scene.pusher)
         return straight(way)
-
-
-def moved(layout: Layout, generator: np.random.Generator, distance_m: float) -> Layout:
-    """Move each object by ``distance_m`` in a random direction, so that none touches another."""
-    objects = np.concatenate([layout.blocks, layout.zones])
-    while True:
-        angles = generator.uniform(0, 2 * np.pi, len(objects))
-        found = objects + distance_m * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        apart = norm(found[:, None] - found)[~np.eye(len(found), dtype=bool)]
-        if not (apart < MIN_MOVED_DISTANCE_M).any():  # hidden objects are NaN
-            return replace(layout, blocks=found[:NUM_COLOURS], zones=found[NUM_COLOURS:])
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Reach(), ReachZone(), TouchTwo(), Push())}

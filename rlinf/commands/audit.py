@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,17 +14,19 @@ from typing import Any
 from rlinf.checkpoints.checkpoint import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.envs import env_maker
-from rlinf.commands.evaluate import open_policy
+from rlinf.commands.evaluate import conditions, open_policy, server_untold
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import ConfigError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.audit_page import AUDIT_FILE, write_audit
 from rlinf.evaluation.evaluator import episode_list
+from rlinf.evaluation.kept_audit import KEPT_FOLDER, KeptAudit, num_kept
+from rlinf.files import locked_folder
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
 from rlinf.options import to_mapping
@@ -63,15 +66,31 @@ def configured(args: Namespace) -> RunConfig | None:
 def audit(config: RunConfig) -> Audit:
     """Audit ``config.checkpoint``, or the configured model without one, in one process.
 
-    Prints each condition as it ends and the answers, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``.
+    Prints each condition as it ends and the answers, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Each
+    condition is kept on disk as it ends: the same call with the same ``output_dir`` continues an audit that was interrupted.
 
     Raises:
-        ConfigError: The configuration asks for something that an audit does not do, or ``output_dir`` holds something.
+        ConfigError: The configuration asks for something that an audit does not do, or ``output_dir`` holds something else than an
+            interrupted audit of the same policy with the same settings.
         CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
     """
-    start, settings, output = time.monotonic(), config.evaluation, Path(config.output_dir)
+    output = Path(config.output_dir)
     check(config)
+    try:
+        with locked_folder(output / KEPT_FOLDER):
+            return _audit(config, output)
+    except BaseException as error:
+        count = num_kept(output)
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be refused again
+            kept = f"{count} conditions are kept in {output}"
+            print(f"\n{kept}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+        raise
+
+
+def _audit(config: RunConfig, output: Path) -> Audit:
+    """Play and write; see ``audit``."""
+    start, settings = time.monotonic(), config.evaluation
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     make, world = env_maker(config, 1), ENVS.get(config.env.name)
@@ -80,9 +99,17 @@ def audit(config: RunConfig) -> Audit:
     try:
         specs = episode_list(env, settings.split, settings.num_episodes)
         check_episodes(specs)
-        model, _, _, warnings = open_policy(config, env)
-        model = model.to(resolve_device(config.cluster.device, 1))
+        model, manifest, saved, warnings = open_policy(config, env)
+        device = resolve_device(config.cluster.device, 1)
+        model = model.to(device)
         seen, note = seen_episodes(config, env, len(specs))
+        server = None if config.model.url is None else model.client.digest
+        present = {"device": device, **conditions(config, manifest, saved, specs, server)}
+        kept = KeptAudit(output, name_of_policy(config), present)
+        if kept.num_known:
+            print(f"{kept.num_known} conditions are known from {kept.folder}", flush=True)
+            if server is not None and saved is None:
+                warnings.append(server_untold(config.model.url, f"{kept.num_known} conditions"))
 
         def moved(what: str) -> VectorEnv | None:
             elsewhere = world.moved(config.env, what)
@@ -99,6 +126,7 @@ def audit(config: RunConfig) -> Audit:
             temperature=config.rollout.temperature,
             seed=config.seed,
             on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
+            kept=kept,
         )
         print(f"{'condition'.ljust(TITLE_WIDTH)}  success      k/n  change  95 % interval", flush=True)
         with autocast(model, config.model.precision):
@@ -110,8 +138,20 @@ def audit(config: RunConfig) -> Audit:
     facts = {"checkpoint": config.checkpoint, "env": config.env.name, "seed": config.seed, "split": settings.split}
     title = f"Audit of {config.experiment_name}"
     print(f"audit: {output / AUDIT_FILE}\nreport: {write_audit(found, output, title, facts)}")
+    kept.remove()
     print(f"took {format_duration(time.monotonic() - start)}", flush=True)
     return found
+
+
+def name_of_policy(config: RunConfig) -> str:
+    """Return what a message calls the audited policy."""
+    model = config.model
+    return (
+        config.checkpoint
+        or model.url
+        or model.model_path
+        or f"model.model_type={model.model_type} without a checkpoint"
+    )
 
 
 def check(config: RunConfig) -> None:
@@ -126,7 +166,7 @@ def check(config: RunConfig) -> None:
             refuse(found, "`rlinf evaluate`", f"evaluation.{key}=null")
     check_held_out(settings.split)
     folder = Path(config.output_dir)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()) and not (folder / KEPT_FOLDER).exists():
         raise ConfigError(f"output_dir is '{folder}', which is not empty. Delete it, or set output_dir=<new folder>")
 
 

@@ -149,8 +149,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
         ):
             known = gather_objects(partial.known)[0]
             if known and server is not None and saved is None:
-                doubt = f"whether {config.model.url} served the same policy during the {len(known)} episodes of earlier processes"
-                warnings.append(f"It is not known {doubt}: it tells nothing of its policy")
+                warnings.append(server_untold(config.model.url, f"{len(known)} episodes"))
                 _warn(warnings[-1:])
             progress = _Progress(partial, known, len(specs), config.tracking.progress)
             result = evaluate_policy(
@@ -350,6 +349,12 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
         warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
     _warn(warnings)
     return model, manifest, saved, warnings
+
+
+def server_untold(url: str | None, what: str) -> str:
+    """Say that what earlier processes have played, ``12 episodes``, may be another policy's."""
+    doubt = f"whether {url} served the same policy during the {what} of earlier processes"
+    return f"It is not known {doubt}: it tells nothing of its policy"
 
 
 def _warn(warnings: Sequence[str]) -> None:

@@ -27,6 +27,7 @@ from rlinf.evaluation.disturbed_env import (
     through,
 )
 from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.verdicts import UNCLEAR, Row, Verdict, verdicts
 from rlinf.evaluation.wordings import paraphrased, swapped
@@ -130,6 +131,7 @@ class Auditor:
         specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
         greedy, temperature, seed: See ``evaluate_policy``.
         on_row: Called with each row as soon as it is known.
+        kept: Keeps each finished condition, and knows those of an interrupted audit; None: nothing is kept.
     """
 
     def __init__(
@@ -142,10 +144,11 @@ class Auditor:
         temperature: float = 1.0,
         seed: int = 0,
         on_row: Callable[[Row], None] = lambda row: None,
+        kept: KeptAudit | None = None,
     ) -> None:
         self.model, self.env, self.specs = model, env, list(specs)
         self.options = {"greedy": greedy, "temperature": temperature, "seed": seed}
-        self.on_row = on_row
+        self.on_row, self.kept = on_row, kept
         self.rows: dict[str, Row] = {}
         self.results: dict[str, EvaluationResult] = {}
         self.records: dict[EpisodeSpec, Record] = {}
@@ -195,13 +198,14 @@ class Auditor:
     ) -> None:
         """Play one condition and keep its row. What the policy refuses is told in its place; what else goes wrong is raised."""
         played = DisturbedEnv(self.env if env is None else env, sight, motion, records)
+        episodes = self.specs if specs is None else specs
         try:
-            result = evaluate_policy(
-                self.model if model is None else model,
-                cast("VectorEnv", played),
-                self.specs if specs is None else specs,
-                **self.options,
-            )
+            result = self._known(key, episodes, records)
+            if result is None:
+                result = evaluate_policy(
+                    self.model if model is None else model, cast("VectorEnv", played), episodes, **self.options
+                )
+                self._remember(key, result, records)
         except (RefusedInputError, RefusedRequestError) as error:
             if key == "clean":
                 raise
@@ -218,6 +222,21 @@ class Auditor:
     def skip(self, key: str, title: str, why: str) -> None:
         """Keep the row of a condition that is not possible."""
         self._keep(Row(key, title, note=why))
+
+    def _known(
+        self, key: str, specs: list[EpisodeSpec], records: dict[EpisodeSpec, Record] | None
+    ) -> EvaluationResult | None:
+        """Return the result of a condition of an interrupted audit, and fill ``records``."""
+        found = None if self.kept is None else self.kept.result(key, specs)
+        if found is not None and records is not None:
+            records |= self.kept.records(specs)
+        return found
+
+    def _remember(self, key: str, result: EvaluationResult, records: dict[EpisodeSpec, Record] | None) -> None:
+        if self.kept is not None:
+            if records is not None:
+                self.kept.add_records(records, self.specs)
+            self.kept.add(key, result)
 
     def _keep(self, row: Row) -> None:
         self.rows[row.key] = row

@@ -7,11 +7,14 @@ import pytest
 
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.errors import ConfigError, NonFiniteError, PolicyServerError, RefusedRequestError, SimulatorError
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError, PolicyServerError, RefusedRequestError, SimulatorError
 from rlinf.evaluation.audit import Auditor
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.result import Success
+from rlinf.evaluation.disturbed_env import Record
+from rlinf.evaluation.kept_audit import KeptAudit
+from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.verdicts import NO, UNTOLD, YES, Row, verdicts
+from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 
 CONFIG = TabletopConfig(tasks=["reach"], state="full", cameras=["front"], image_size=8, max_episode_steps=12)
@@ -118,3 +121,44 @@ def test_conditions_that_need_another_episode_play_those_that_have_one():
     rows = rows_of([reach[0], zone[0]])
     env.close()
     assert rows["other_actions"].note == "most episodes have no other one of their task that succeeded"
+
+
+def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_damaged(tmp_path):
+    random = np.random.default_rng(0)
+    specs = [EpisodeSpec("dots", 0, number, 1) for number in range(3)]
+    records = {
+        spec: Record(
+            {"front/left": random.integers(0, 256, (4, 5, 3), dtype=np.uint8)},
+            random.random(2).astype(np.float32),
+            f"go to {number}",
+            list(random.random((number, 2)).astype(np.float32)),
+        )
+        for number, spec in enumerate(specs)
+    }
+    result = EvaluationResult([EpisodeResult(spec, "dot", True, 1.0, 2) for spec in specs], warnings=["a warning"])
+    kept = KeptAudit(tmp_path, "one", {"weights": {"a": 1}})
+    assert kept.result("black_front/left", specs) is None and list(tmp_path.iterdir()) == []
+    (tmp_path / "audit.partial").mkdir()
+    kept.add_records(records, specs)
+    for key in ("clean", "black_front/left"):
+        kept.add(key, result)
+    again = KeptAudit(tmp_path, "one", {"weights": {"a": 1}})
+    assert again.num_known == 2 and again.result("black_front/left", specs) == result
+    for spec, found in again.records(specs).items():
+        expected = records[spec]
+        assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
+        assert np.array_equal(found.images["front/left"], expected.images["front/left"])
+        assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
+    with pytest.raises(ConfigError, match="2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"):
+        KeptAudit(tmp_path, "two", {"weights": {"a": 2}})
+    with pytest.raises(CheckpointError, match="holds other episodes"):
+        again.result("clean", specs[::-1])
+    for name, read in (
+        ("records.npz", lambda: again.records(specs)),
+        ("clean.json", lambda: again.result("clean", specs)),
+        ("conditions.json", lambda: KeptAudit(tmp_path, "one", {"weights": {"a": 1}})),
+    ):
+        path = tmp_path / "audit.partial" / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match=f"{name} of an interrupted audit cannot be read .* output_dir="):
+            read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from rlinf.checks.env import PROPERTIES
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.cli.play import show
-from rlinf.commands.audit import NOT_KNOWN, configured, seen_episodes
+from rlinf.commands.audit import NOT_KNOWN, audit, configured, seen_episodes
 from rlinf.commands.hydra_app import parse
 from rlinf.envs import make_env
+from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.seeding import derive_seed
 
 DOT = """
@@ -174,8 +176,6 @@ def test_what_cannot_be_played_is_one_line(words, said, run, here, capsys):
 
 
 def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsys):
-    import json
-
     words = [f"checkpoint={run}", "evaluation.num_episodes=3"]
     assert main(["audit", *words]) == 0
     printed = capsys.readouterr().out
@@ -191,6 +191,41 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     assert main(["audit", *words, f"output_dir={folder}"]) == EXIT_USER_ERROR
     assert "not empty. Delete it, or set output_dir=<new folder>" in capsys.readouterr().err
     assert main(["audit", "env=tabletop"]) == EXIT_USER_ERROR and "needs a checkpoint" in capsys.readouterr().err
+
+
+def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_only(run, here, capsys, monkeypatch):
+    words = [f"checkpoint={run}", "env.tasks=[reach]", "evaluation.num_episodes=2"]
+    assert main(["audit", *words, "output_dir=whole"]) == 0 and not (here / "whole" / "audit.partial").exists()
+    add, played = KeptAudit.add, []
+
+    def counted(self, key, result):
+        played.append(key)
+        add(self, key, result)
+
+    def stopped(self, key, result):
+        if len(played) == 5:
+            raise KeyboardInterrupt
+        counted(self, key, result)
+
+    monkeypatch.setattr(KeptAudit, "add", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        audit(configured(parse([*words, "output_dir=parts"])))
+    assert "5 conditions are kept in parts; the same command with output_dir=parts continues" in capsys.readouterr().err
+    for changed, both in (
+        (["evaluation.greedy=false"], "greedy: saved true, present false"),
+        (["model=mlp", "env=tabletop"], "rl_000001, this one is of model.model_type=mlp without a checkpoint"),
+    ):
+        other = [*(words if len(changed) == 1 else words[1:]), *changed, "output_dir=parts"]
+        assert main(["audit", *other]) == EXIT_USER_ERROR
+        printed = capsys.readouterr().err
+        assert both in printed and "holds 5 conditions" in printed and "output_dir=<another folder>" in printed
+    monkeypatch.setattr(KeptAudit, "add", counted)
+    assert main(["audit", *words, "output_dir=parts"]) == 0
+    found = [(here / name / "audit.json").read_text() for name in ("whole", "parts")]
+    assert found[0] == found[1] and "5 conditions are known" in capsys.readouterr().out
+    rows = [row["key"] for row in json.loads(found[0])["rows"] if row["success"] is not None]
+    assert sorted(played) == sorted(rows), "each condition was played once"
+    assert [path.name for path in sorted((here / "parts").iterdir())] == ["audit.json", "report.html"]
 
 
 def test_what_a_policy_has_seen_follows_from_its_own_run_and_not_from_the_settings_of_the_audit(run):

@@ -149,7 +149,9 @@ def test_moved_objects_touch_nothing_and_no_episode_begins_with_success(family, 
 
 def test_objects_for_which_there_is_no_place_are_an_error():
     layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
-    with pytest.raises(ConfigError, match=r"env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"):
+    with pytest.raises(
+        ConfigError, match=r"env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"
+    ):
         FAMILIES["reach"].moved(replace(layout, pusher=layout.blocks[0]), np.random.default_rng(0), 0.0, 0.045)
 
 

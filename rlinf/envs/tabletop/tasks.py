@@ -134,9 +134,7 @@ class Family(ABC):
         """Return whether the layout can be solved within the horizon."""
         return True
 
-    def moved(
-        self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float
-    ) -> Layout:
+    def moved(self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float) -> Layout:
         """Move each object by ``distance_m`` in a direction of its own, until a layout is accepted.
 
         None is then so close to another one, or to the pusher, that they touch or that an episode succeeds (``tolerance_m``) at once.

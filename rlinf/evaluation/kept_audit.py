@@ -1,0 +1,156 @@
+"""Keep on disk what a running audit has played, so that an interrupted one continues where it stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from rlinf.checkpoints.saved_config import flat
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.disturbed_env import Record
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import write_bytes, write_text
+from rlinf.manifest import Mismatch
+from rlinf.types import EpisodeSpec
+
+KEPT_FOLDER = "audit.partial"
+"""In the folder of an audit, until its ``audit.json`` is written."""
+CONDITIONS_FILE = "conditions.json"
+RECORDS_FILE = "records.npz"
+SHOWN = 5
+"""Differences that a message names."""
+
+
+def num_kept(folder: Path) -> int:
+    """Return the number of conditions that an unfinished audit has left in its folder."""
+    return sum(path.name != CONDITIONS_FILE for path in (folder / KEPT_FOLDER).glob("*.json"))
+
+
+class KeptAudit:
+    """The folder ``audit.partial``: all that results depend on, a result for each finished condition, and the records of ``clean``.
+
+    Args:
+        folder: Of the audit.
+        policy: What a reader calls the policy.
+        conditions: All that results depend on, as JSON values.
+
+    Attributes:
+        num_known: Conditions that earlier processes have finished.
+
+    Raises:
+        ConfigError: The folder holds conditions of another policy or of other settings.
+        CheckpointError: It is damaged.
+    """
+
+    def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
+        self.folder = folder / KEPT_FOLDER
+        self.present = json.loads(json.dumps({"policy": policy, "conditions": flat(conditions)}, default=str))
+        self.num_known = num_kept(folder)
+        if self.path.exists():
+            self._check()
+
+    @property
+    def path(self) -> Path:
+        """File of the conditions."""
+        return self.folder / CONDITIONS_FILE
+
+    def result(self, key: str, specs: Sequence[EpisodeSpec]) -> EvaluationResult | None:
+        """Return the result of a condition that an earlier process has finished; None: play it.
+
+        Raises:
+            CheckpointError: The file is damaged, or holds other episodes.
+        """
+        path = self._file(key)
+        if not path.exists():
+            return None
+        try:
+            found = EvaluationResult.from_json(path)
+        except CheckpointError as error:
+            raise self._damaged(path, str(error)) from error
+        if [one.spec for one in found.results] != list(specs):
+            raise self._damaged(path, "it holds other episodes than this audit plays")
+        return found
+
+    def add(self, key: str, result: EvaluationResult) -> None:
+        """Keep the result of a condition."""
+        if not self.path.exists():
+            write_text(self.path, json.dumps(self.present, indent=1))
+        result.to_json(self._file(key))
+
+    def add_records(self, records: Mapping[EpisodeSpec, Record], specs: Sequence[EpisodeSpec]) -> None:
+        """Keep what the episodes showed first and what was done, in the order of ``specs``."""
+        rows = [records[spec] for spec in specs]
+        arrays = {f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images}
+        if rows[0].state is not None:
+            arrays["state"] = np.stack([row.state for row in rows])
+        arrays["instruction"] = np.array([row.instruction for row in rows])
+        arrays["num_actions"] = np.array([len(row.actions) for row in rows])
+        arrays["actions"] = np.array([action for row in rows for action in row.actions])
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        write_bytes(self.folder / RECORDS_FILE, content.getvalue())
+
+    def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, Record]:
+        """Return what ``add_records`` kept.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
+        path = self.folder / RECORDS_FILE
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = dict(file)
+            images = {name.removeprefix("image "): arrays[name] for name in arrays if name.startswith("image ")}
+            actions = np.split(arrays["actions"], np.cumsum(arrays["num_actions"])[:-1])
+            return {
+                spec: Record(
+                    {name: image[row] for name, image in images.items()},
+                    arrays["state"][row] if "state" in arrays else None,
+                    str(arrays["instruction"][row]),
+                    list(actions[row]),
+                )
+                for row, spec in enumerate(specs)
+            }
+        except (OSError, ValueError, KeyError, IndexError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            raise self._damaged(path, f"{type(error).__name__}: {error}") from error
+
+    def remove(self) -> None:
+        """Delete the folder: the audit is written."""
+        shutil.rmtree(self.folder)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{quote(key, safe='')}.json"  # a camera may have any name
+
+    def _check(self) -> None:
+        """Refuse the folder of another audit."""
+        try:
+            saved = json.loads(self.path.read_text(encoding="utf-8"))
+            before, now = dict(saved["conditions"]), self.present["conditions"]
+            policy = saved["policy"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(self.path, f"{type(error).__name__}: {error}") from error
+        names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+        if names:
+            found = f"{self.folder} holds {self.num_known} conditions of an interrupted audit of {policy}"
+            differences = "; ".join(
+                str(Mismatch(name, before.get(name), now.get(name), True)) for name in names[:SHOWN]
+            )
+            more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ConfigError(
+                f"{found}, this one is of {self.present['policy']}, and they differ: {differences}{more}. Restore them to continue, "
+                "delete the folder, or set output_dir=<another folder>"
+            )
+
+    def _damaged(self, path: Path, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{path} of an interrupted audit cannot be read ({why}). Delete {self.folder}, or set output_dir=<another folder>"
+        )

@@ -46,6 +46,7 @@ from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import locked_folder, write_text
+from rlinf.options import to_mapping
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
@@ -208,12 +209,17 @@ def race(folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str
 
 
 def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
-    """Evaluate what learns nothing, unless it is done."""
-    output = folder / gap / CONTROLS
+    """Evaluate what learns nothing, unless it is done.
+
+    Raises:
+        ConfigError: It was done with other settings, or its file does not say with which.
+    """
+    output, settings = folder / gap / CONTROLS, [f"experiment={gap}", *overrides]
     if output.exists():
+        check_settings(output, read_controls(output)["settings"], settings)
         return
     model = rlinf.load_policy(clone(folder, gap, overrides), device="cpu").model
-    config = make_config(folder / gap / "controls", [f"experiment={gap}", *overrides])
+    config = make_config(folder / gap / "controls", settings)
     evaluation, env = config.evaluation, rlinf.make_env(config.env, config.evaluation.num_envs)
     held_out = episode_list(env, "eval", evaluation.num_episodes)
     found = {"base": [evaluate_policy(model, env, held_out)]}
@@ -227,7 +233,15 @@ def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
     ]
     env.close()
     counts = {name: [(one.successes, one.episodes) for one in results] for name, results in found.items()}
-    write_text(output, json.dumps(counts, indent=1))
+    write_text(output, json.dumps({"settings": to_mapping(config), "counts": counts}, indent=1))
+
+
+def read_controls(path: Path) -> dict[str, Any]:
+    """Return ``settings`` and ``counts`` of controls; raise ConfigError if the file does not say its settings."""
+    found = json.loads(path.read_text())
+    if found.keys() != {"settings", "counts"}:
+        raise ConfigError(f"{path} does not say with which settings it was made. Delete it, or give another --output")
+    return found
 
 
 def interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
@@ -361,7 +375,7 @@ def main() -> None:
     for gap in GAPS:
         held, runs = options.output / gap / CONTROLS, runs_of(options.output, gap)
         if held.exists() or runs:
-            found[gap] = (json.loads(held.read_text()) if held.exists() else {}, runs)
+            found[gap] = (read_controls(held)["counts"] if held.exists() else {}, runs)
     rows = [row for gap, (counts, runs) in found.items() for row in table(gap, counts, runs)]
     rows += ["`*`: this seed chose settings.", ""]
     rows += [row for gap, (_, runs) in found.items() for row in curve_rows(gap, runs)]

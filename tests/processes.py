@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def is_running(pid: int) -> bool:
@@ -49,3 +53,13 @@ def wait_until(condition: Callable[[], Any], seconds: float) -> Any:
             return value
         time.sleep(0.05)
     return condition()
+
+
+def status_of_child(pid: int, seconds: float = 120) -> int:
+    """Wait for a child process and return its wait status; one that runs after ``seconds`` is killed, and the test fails."""
+    found: tuple[int, int] = wait_until(lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds)
+    if not found:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        pytest.fail(f"child process {pid} had not ended after {seconds:g} s")
+    return found[1]

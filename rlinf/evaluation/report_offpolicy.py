@@ -19,6 +19,12 @@ SHAKEN_HEADS = ("residual", "edit", "chunk")
 
 MAX_SENTENCES = 24
 
+CALIBRATION_NOTE = (
+    "Critics against returns: the first episode of each env in an iteration, if it ended there. An episode that a time limit cut "
+    "counts with what it had reached until then. The critics also value what would have followed, so they may be above such returns "
+    "and right. Without these episodes, most of which failed, the returns would flatter."
+)
+
 
 def head_section(data: RunData) -> str:
     """Return the section; "" for a run without a head."""
@@ -109,7 +115,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> str:
     groups: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
         (
             "Critics against returns",
-            {"train/q_first": "what the critics expected", "train/return_first": "what came of it"},
+            {"train/q_first": "what the critics expected", "train/return_first": "what came of it until the end or the time limit"},
             "discounted return", {},
         ),
         (
@@ -128,7 +134,8 @@ def _curves(lines: Sequence[dict[str, Any]]) -> str:
             for number, (name, label) in enumerate(shown.items())
         ]
         cards.append(card(title, series, "env steps", y_label, size=SMALL, **options))
-    return charts(cards, style="charts small")
+    note = f'<p class="note">{CALIBRATION_NOTE}</p>' if any("train/q_first" in line for line in lines) else ""
+    return charts(cards, style="charts small") + note
 
 
 def _sentences(data: RunData) -> str:

@@ -206,7 +206,10 @@ def offline_data(
 
 
 def _out_of_reach(policy: HeadedPolicy, base: Tensor, actions: Tensor) -> float:
-    """Return the share of actions ``[K, A]`` of which a number lies beyond what the head makes of the greedy chunk."""
-    base, ones = base.to(policy.device), torch.ones_like(actions).to(policy.device)
-    low, high = policy.head.compose(base, -ones).cpu(), policy.head.compose(base, ones).cpu()
-    return float(((actions < low - 1e-6) | (actions > high + 1e-6)).any(1).float().mean())
+    """Return the share of actions ``[K, A]`` that the head makes of none of the chunks ``[K, N, A]`` of the frozen policy that it reads."""
+    count, each = base.shape[1], base.flatten(0, 1).unsqueeze(1).to(policy.device)
+    ones = torch.ones_like(each[:, 0])
+    low, high = (policy.head.compose(each, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))
+    wanted = actions.unsqueeze(1)
+    is_within = ((wanted >= low - 1e-6) & (wanted <= high + 1e-6)).all(2)
+    return float((~is_within.any(1)).float().mean())

@@ -116,7 +116,8 @@ METRICS: dict[str, Metric] = {
         "reward",
     ),
     "train/return_first": Metric(
-        "Discounted return that these episodes reached; far below train/q_first, the critics dream.",
+        "Discounted return that these episodes reached; far below train/q_first, the critics dream. An episode that a time limit "
+        "cut counts with what it had reached until then, and the critics also value what would have followed.",
         "reward",
     ),
     "train/updates_total": Metric("Updates since RL began (off-policy).", "updates"),

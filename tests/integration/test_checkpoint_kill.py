@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import status_of_child
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import checkpoint_kill
@@ -44,7 +45,7 @@ def test_there_is_no_moment_at_which_a_kill_loses_more_than_one_save(tmp_path, s
             _save_three(tmp_path, name, call)
         finally:
             os._exit(1)
-    _, status = os.waitpid(child, 0)
+    status = status_of_child(child)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {name}: {status}"
     model, optimizer = checkpoint_kill.build(16)
     assert resolve_checkpoint(tmp_path).name == newest
@@ -64,6 +65,17 @@ def test_there_is_no_moment_at_which_a_kill_loses_more_than_one_save(tmp_path, s
     )
     assert "step_4" in manager.names() and len(manager.names()) == 2
     assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written is cleared away"
+
+
+def test_a_child_that_hangs_is_ended_and_told():
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    with pytest.raises(pytest.fail.Exception, match=f"child process {child} had not ended after 0.2 s"):
+        status_of_child(child, 0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def _save_three(folder: Path, name: str, call: int) -> None:

@@ -378,6 +378,24 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     assert "expect 2.1 on average" in caplog.text and "allow 1 at most" in caplog.text
 
 
+def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_what_it_had():
+    """Four envs, gamma 0.5: an end, a cut, a simulator that is lost, and an episode that goes on. The second call ends a second episode."""
+    episodes = _Episodes(4, gamma=0.5)
+    episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
+    rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
+    ended = [SimpleNamespace(success=good, episode_return=1.0, num_env_steps=2) for good in (True, False)]
+    episodes.add(
+        Outcome(rewards, ran, None, np.array([0, 1]), np.array([False, True]), ended, np.array([2]), None, None)
+    )
+    none = np.array([], int)
+    episodes.add(Outcome(rewards, ran, None, np.array([0]), np.array([False]), ended[:1], none, None, None))
+    assert episodes.calibration == [(0.5, 1.5), (0.25, 0.5)], (
+        "1 + 0.5, and 0.5 * 1 with nothing for what follows the cut"
+    )
+    metrics = episodes.metrics()
+    assert (metrics["train/q_first"], metrics["train/return_first"]) == (0.375, 1.0)
+
+
 def test_features_that_are_not_finite_stop_the_run_already_in_the_warm_up(tmp_path, monkeypatch):
     propose = MLPForRLActionPrediction._propose
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from offpolicy_runs import all_tensors, config_of
+from processes import status_of_child
 from run_results import untimed_metrics
 from safetensors.torch import load_file
 
@@ -123,7 +124,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(tmp_path, whole, sta
             _killed_at_the_third(tmp_path, name)
         finally:
             os._exit(1)
-    _, status = os.waitpid(child, 0)
+    status = status_of_child(child)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {name}: {status}"
     assert resolve_checkpoint(tmp_path).name == newest
     train(config_of(tmp_path, "trainer.save_every=1", "trainer.max_keep=-1", f"resume={tmp_path}"))

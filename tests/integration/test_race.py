@@ -103,7 +103,8 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
     race.main()
     left = folder / "quickstart_two_headed" / "residual_seed0"
-    counts = json.loads((left.parent / race.CONTROLS).read_text())
+    controls = left.parent / race.CONTROLS
+    counts = json.loads(controls.read_text())["counts"]
     assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == {"quickstart_two_headed": {"residual": 1}}
@@ -117,6 +118,13 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         patch.setitem(race.METHODS, "residual", replace(present, overrides=(*present.overrides, "algorithm.gamma=0.9")))
         with pytest.raises(ConfigError, match=r"residual_seed0 was made with other settings: .* -> 0.9\. Delete it"):
             race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
+    with pytest.raises(
+        ConfigError, match=r"controls.json was made with other settings: env.image_size \d+ -> 40\. Delete"
+    ):
+        race.controls(folder, "quickstart_two_headed", [*TINY, "env.image_size=40"])
+    controls.write_text(json.dumps(counts))
+    with pytest.raises(ConfigError, match=r"controls.json does not say with which settings it was made\. Delete it"):
+        race.main()
     (left / "summary.json").unlink()
     race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
     assert trained == ["residual_seed0"] and not left.exists(), "what a stopped run has left is in the way of a new one"

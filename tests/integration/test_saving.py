@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import status_of_child
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
@@ -281,7 +282,7 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path):
     while b"ready" not in seen:
         seen += os.read(terminal, 1024)
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
+    status = status_of_child(pid)
     assert os.waitstatus_to_exitcode(status) == 0
     assert (tmp_path / "saved").read_text() == str(int(signal.SIGHUP))
 

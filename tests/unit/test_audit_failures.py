@@ -7,7 +7,14 @@ import pytest
 
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.errors import CheckpointError, ConfigError, NonFiniteError, PolicyServerError, RefusedRequestError, SimulatorError
+from rlinf.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    PolicyServerError,
+    RefusedRequestError,
+    SimulatorError,
+)
 from rlinf.evaluation.audit import Auditor
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import Record
@@ -149,7 +156,9 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
         assert np.array_equal(found.images["front/left"], expected.images["front/left"])
         assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
-    with pytest.raises(ConfigError, match="2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"):
+    with pytest.raises(
+        ConfigError, match="2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
+    ):
         KeptAudit(tmp_path, "two", {"weights": {"a": 2}})
     with pytest.raises(CheckpointError, match="holds other episodes"):
         again.result("clean", specs[::-1])

@@ -18,7 +18,7 @@ from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.headed import HeadedPolicy, make_head
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
 from rlinf.offpolicy import proposals
-from rlinf.offpolicy.demonstrations import episodes_of, offline_data, slots_of
+from rlinf.offpolicy.demonstrations import _out_of_reach, episodes_of, offline_data, slots_of
 from rlinf.offpolicy.proposals import answers_about
 from rlinf.offpolicy.replay import ReplayBuffer
 
@@ -179,6 +179,19 @@ def test_actions_beyond_the_reach_of_the_head_are_stored_as_they_are_and_counted
     )
     assert near.out_of_reach == free.out_of_reach == 0 and far.out_of_reach == 1
     assert torch.equal(near.replay.actions, far.replay.actions)
+
+
+def test_a_head_with_several_candidates_reaches_what_is_near_one_of_them():
+    """By hand, two numbers of an action; no candidate lends another one its number."""
+    policy = policy_of("edit", 0.1)
+    base = torch.zeros(4, 2, 2 * CHUNK)
+    base[:, 1] = 0.5
+    actions = torch.zeros(4, 2 * CHUNK)
+    actions[1] = 0.55  # near the second
+    actions[2, 0] = 0.5  # one number near the second, the others near the first
+    actions[3] = 0.3  # between both
+    assert _out_of_reach(policy, base, actions) == 0.5
+    assert _out_of_reach(policy_of("residual", 0.1), base[:, :1], actions) == 0.75, "control: the greedy chunk alone"
 
 
 def test_which_episodes_count():

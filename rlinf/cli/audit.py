@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlinf.commands import audit as command
-from rlinf.commands.hydra_app import parse
+from rlinf.commands.hydra_app import names_policy, parse
 from rlinf.errors import ConfigError
 
 
@@ -16,9 +16,7 @@ def audit(arguments: Sequence[str]) -> int:
     is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
     """
     args = parse(arguments)
-    if not any(
-        word.partition("=")[0] in ("checkpoint", "model", "model.model_path", "model.url") for word in arguments
-    ):
+    if not names_policy(arguments):
         raise ConfigError(
             "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlinf.commands.evaluate import open_policy
-from rlinf.commands.hydra_app import configure, parse
+from rlinf.commands.hydra_app import configure, names_policy, parse
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
@@ -37,13 +37,13 @@ class PlayConfig:
 def play(arguments: Sequence[str]) -> int:
     """Play one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
 
-    The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
+    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
     `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
     """
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
     args = parse([word for word in arguments if word not in own])
     settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
-    if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
+    if not names_policy(arguments):
         usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
         raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Run {usage}")
     output = None if settings.output is None else Path(settings.output).expanduser()
@@ -56,7 +56,7 @@ def play(arguments: Sequence[str]) -> int:
 
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
-    """Play an episode of ``config.checkpoint``, write and show its video, and return the MP4."""
+    """Play an episode of ``config.checkpoint``, or of the configured model without one, write and show its video, and return the MP4."""
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     evaluation = config.evaluation
@@ -76,7 +76,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     finally:
         env.close()
     outcome = "success" if result.success else "failure"
-    name = f"{Path(config.checkpoint).name}_episode_{settings.episode:03d}_{outcome}.mp4"
+    name = f"{Path(config.checkpoint or config.model.model_type).name}_episode_{settings.episode:03d}_{outcome}.mp4"
     path = Path(settings.output or f"outputs/{config.experiment_name}/play/{name}").expanduser()
     write_video(path, frames, instruction, result.success)
     print(f"episode {settings.episode}: {result.task}, '{instruction}': {outcome} after {result.num_env_steps} env steps, "

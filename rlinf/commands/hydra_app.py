@@ -54,6 +54,9 @@ MOST_ENVS_PER_CORE = 1024
 AUTO = "auto"
 """As ``resume``: the newest whole checkpoint, or a new run."""
 
+POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
+"""Keys of which one says which policy acts."""
+
 SUMMARY_FILE = "summary.json"
 """What a run writes last."""
 
@@ -266,6 +269,11 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
             except CheckpointError as error:
                 print(f"warning: {run} is skipped: {error}", flush=True)
     return None, folder.absolute()
+
+
+def names_policy(arguments: Sequence[str]) -> bool:
+    """Return whether the words of a command say which policy acts: a checkpoint, a model, or an address."""
+    return any(word.partition("=")[0] in POLICY_KEYS for word in arguments)
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:

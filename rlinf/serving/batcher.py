@@ -50,14 +50,14 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inference")
         self._task = asyncio.create_task(self._run())
 
-    async def ask(self, rows: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Return the answers to rows.
+    async def ask(self, rows: Sequence[Any], timeout_s: float, *, waits: bool = False) -> list[Any]:
+        """Return the answers to rows. With ``waits`` they are never too many: for a client that asks for one row at a time.
 
         Raises:
             BusyError: Too many rows are under way.
             TimeoutError: There was no answer in time. Rows that still wait are dropped.
         """
-        if sum(len(ask.rows) for ask in (*self._in_hand, *self._waiting)) >= self.most_rows:
+        if not waits and sum(len(ask.rows) for ask in (*self._in_hand, *self._waiting)) >= self.most_rows:
             raise BusyError(f"{self.most_rows} observations or more are under way")
         asks = [_Ask(rows[first : first + self.max_rows]) for first in range(0, len(rows), self.max_rows)]
         self._waiting += asks

@@ -182,25 +182,30 @@ class PolicyServer:
             raise MessageError(f"{BATCH} has {len(requests)} requests; required: at most {self.batcher.most_rows}")
         return [self.read(one) for one in requests], BATCH in request
 
-    async def _act(self, rows: Sequence[Any]) -> tuple[list[np.ndarray], float]:
+    async def _act(self, rows: Sequence[Any], *, waits: bool = False) -> tuple[list[np.ndarray], float]:
         """Return a chunk for each row, and the seconds from the question to the answer."""
         start = time.monotonic()
         try:
-            actions = await self.batcher.ask(rows, self.limits.infer_timeout_s)
+            actions = await self.batcher.ask(rows, self.limits.infer_timeout_s, waits=waits)
         except TimeoutError:
             limit = f"infer_timeout_s={self.limits.infer_timeout_s:g}"
             raise TimeoutError(f"there was no action in time ({limit} of the server)") from None
         return actions, time.monotonic() - start
 
     async def _speak_vla_eval(self, connection: ServerConnection) -> None:
-        """Answer each observation with one action of a chunk; an error leaves the connection open."""
+        """Answer each observation with one action of a chunk; an error leaves the connection open.
+
+        vla-eval counts the episode of an error, and of a connection that is closed, as failed. So nobody is told that the server is
+        busy: a client has one observation under way, and ``max_clients`` bounds how many there are.
+        """
         session = vla_eval.Session(self.chunks)
         async for message in connection:
             self._busy[connection] = True
             try:
                 seq, request = session.read(await asyncio.to_thread(decode, message))
                 if request is not None:
-                    actions, _ = await self._act([await asyncio.to_thread(self.read_named, request)])
+                    row = await asyncio.to_thread(self.read_named, request)
+                    actions, _ = await self._act([row], waits=True)
                     session.take(actions[0])
                 reply = session.reply(seq)
             except MessageError as error:

@@ -175,6 +175,19 @@ def test_the_result_of_a_remote_evaluation_is_that_of_the_local_one(served, loca
     assert manifest["model"]["class"] == "OpenVLAForRLActionPrediction" and manifest["policy_version"] == 1
 
 
+def test_play_takes_a_policy_elsewhere_and_its_episode_ends_as_in_the_evaluation(served, local, tmp_path, capsys):
+    counted = result_of(local)["results"][1]
+    words = [*ENV, *EVALUATION, "model=remote", f"model.url={served[0]}", "evaluation.video_size=32", "window=false"]
+    assert main(["play", *words, "episode=1", f"output={tmp_path / 'one.mp4'}"]) == 0
+    line = capsys.readouterr().out.splitlines()[-2]
+    outcome = "success" if counted["success"] else "failure"
+    assert line.startswith(f"episode 1: {counted['task']}, ")
+    assert line.endswith(
+        f"{outcome} after {counted['num_env_steps']} env steps, return {counted['episode_return']:.3g}"
+    )
+    assert (tmp_path / "one.mp4").read_bytes()[4:8] == b"ftyp"
+
+
 def test_a_result_names_what_the_server_runs_otherwise_than_the_checkpoint(checkpoints, tmp_path):
     config = evaluation_of(checkpoints[0], "unused", "model.precision=bf16")
     opened, settings = open_checkpoint(checkpoints[0], config, ["precision"]), ServeConfig(max_batch=4)

@@ -287,6 +287,34 @@ def test_more_waiting_rows_than_allowed_are_refused():
             assert decode(pool.submit(many.recv, 30).result())["actions"].shape == (16, 3, 2)
 
 
+def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy():
+    """Its client does not ask again: it counts the episode as failed."""
+    connection = pytest.importorskip("vla_eval.connection", reason="pip install vla-eval==0.8.0")
+
+    async def play(port, state):
+        async with connection.Connection(f"ws://127.0.0.1:{port}{PATH}") as client:
+            await client.connect()
+            await client.start_episode({"task": {"name": "go"}})
+            return (await client.act({"task_description": "go", "states": [state]}))["actions"].tolist()
+
+    with (
+        serving(max_batch=1, batch_wait_s=0) as (port, policy, _),
+        open_client(port) as many,
+        open_client(port) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        many.recv(timeout=30), other.recv(timeout=30)
+        many.send(encode({BATCH: [{"prompt": "wait"}] * 16}))
+        until(lambda: policy.batches)
+        waiting = [pool.submit(asyncio.run, play(port, state)) for state in (1.0, 2.0)]
+        until(lambda: policy.num_read == 18)
+        other.send(encode({"prompt": "go"}))
+        assert "busy" in other.recv(timeout=30), "control"
+        assert not any(one.done() for one in waiting)
+        SLOW.set()
+        assert [one.result(30) for one in waiting] == [[1.0, 2.0], [2.0, 3.0]]
+
+
 def test_rows_that_the_policy_works_on_count_as_waiting():
     with serving(max_batch=1, batch_wait_s=0) as (port, policy, _), open_client(port) as many, open_client(port) as one:
         many.recv(timeout=30), one.recv(timeout=30)

@@ -36,7 +36,13 @@ from rlinf.distributed.start import started_here
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
-from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
+from rlinf.evaluation.compare_folders import (
+    COMPARISON_NAMES,
+    check_conditions,
+    check_one_list,
+    compare_folders,
+    evaluation_folder,
+)
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
@@ -45,7 +51,7 @@ from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import rate_confidence_sequence
-from rlinf.evaluation.stopping import stop_rule
+from rlinf.evaluation.stopping import DECIDED, stop_rule
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest
 from rlinf.models import build_policy
@@ -376,6 +382,8 @@ def _check_comparable(
     rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
     planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
     compare(before, planned, allowed)
+    if config.evaluation.stop_when == DECIDED:
+        check_one_list(Path(config.output_dir), to_mapping(config), baseline, len(specs))
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
             f"evaluation.compare={baseline} ended after {before.episodes} of {before.stopping['num_planned']} episodes "

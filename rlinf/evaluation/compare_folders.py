@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rlinf.checkpoints.checkpoint import CONFIG_FILE
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, closing_tags
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.stopping import DECIDED
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
 from rlinf.manifest import compare as compare_manifests
@@ -77,6 +81,49 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
             return place
     hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
+
+
+def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, num_episodes: int) -> None:
+    """Refuse another list for two policies that a folder next to ``output`` has compared by the sequential test.
+
+    Its threshold spends the whole 5 % on one list. Whoever reads a second one gets a second chance to find a difference that is none.
+
+    Args:
+        output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
+        settings: Its configuration, as ``config.yaml`` holds it.
+        baseline: Folder of the evaluation to compare with.
+        num_episodes: Of the list.
+
+    Raises:
+        ConfigError: There is one with another number of episodes.
+        CheckpointError: A folder next to ``output`` cannot be read.
+    """
+    for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
+        folder = path.parent
+        if folder.resolve() == output.resolve() or not (folder / RESULT_FILE).is_file():
+            continue
+        try:
+            stopping = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")).get("stopping") or {}
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{folder / RESULT_FILE} cannot be read: {error}. Move its folder away") from error
+        if stopping.get("stop_when") != DECIDED or stopping["num_planned"] == num_episodes:
+            continue
+        saved = read_saved_config(folder)
+        if (
+            _policy_of(saved) == _policy_of(settings)
+            and Path(saved["evaluation"]["compare"]).resolve() == baseline.resolve()
+        ):
+            raise ConfigError(
+                f"{folder} has compared this policy with {baseline} on a list of {stopping['num_planned']} episodes, and this one has "
+                f"{num_episodes}: two lists tell equally good policies apart in more than 5 %; required: one, planned from the start. "
+                f"Set evaluation.num_episodes={stopping['num_planned']}, or move that folder away and tell of both"
+            )
+
+
+def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
+    """Return what says which policy acts."""
+    places = [settings["checkpoint"], *(settings["model"][key] for key in ("model_path", "lora_path"))]
+    return [settings["model"]["url"], *(None if place is None else str(Path(place).resolve()) for place in places)]
 
 
 def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:

@@ -254,9 +254,11 @@ class Placement:
 def check_placement(config: RunConfig) -> None:
     """Check what a placement needs that can be known before there is a cluster."""
     cluster, place = config.cluster, place_of(os.environ)
-    if cluster.start == "ray" and place is not None:
-        found = f"{BY_RAY} in a command that {place.launcher} has started {place.size} times"
-        refuse(found, "one command, whose ranks Ray starts", f"cluster.num_processes={place.size} and start it once")
+    if place is not None and (cluster.start == "ray" or cluster.placement == "split"):
+        what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and players")
+        found = f"{what} in a command that {place.launcher} has started {place.size} times"
+        fix = f"{BY_RAY} cluster.num_processes={place.size} and start it once"
+        refuse(found, f"one command, whose {who} Ray starts", fix)
     if cluster.placement == "colocated":
         if cluster.start == "ray" and cluster.num_processes == 1:
             found = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
@@ -296,12 +298,13 @@ def check_evaluation_players(config: RunConfig) -> None:
             refuse(found, "players that play the episodes", "cluster.num_players=2 cluster.num_processes=1")
         return
     players = f"cluster.num_players={cluster.num_players}"
-    if cluster.start != "ray":
-        refuse(f"{players} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
     place = place_of(os.environ)
     if place is not None:
         found = f"{players} in a command that {place.launcher} has started {place.size} times"
-        refuse(found, "one command, which only reads and writes", "cluster.num_processes=1 and start it once")
+        fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
+        refuse(found, "one command, which only reads and writes", fix)
+    if cluster.start != "ray":
+        refuse(f"{players} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
     if cluster.num_processes != 1:
         found = f"cluster.num_processes={cluster.num_processes} with {players}"
         refuse(found, "one rank, because the players play all episodes", "cluster.num_processes=1")

@@ -14,7 +14,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.ray_ranks import neighbours_first
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_players, check_placement
 from rlinf.preflight.validation import validate
 
 SPLIT = [
@@ -115,10 +115,17 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
     assert placed().players_of(0) == range(4), "control"
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        ConfigError, match=r"torchrun has started 4 times.*Set cluster.num_processes=4 and start it once"
-    ):
-        check_placement(config_of("cluster.num_processes=4"))
+    for start in ("ray", "auto"):
+        with pytest.raises(
+            ConfigError,
+            match=r"split in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
+        ):
+            check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
+        few = config_of("cluster.num_players=2", "cluster.placement=colocated", f"cluster.start={start}")
+        with pytest.raises(
+            ConfigError, match=r"torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=1 and"
+        ):
+            check_evaluation_players(few)
     for name in LAUNCHER:
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "ray", None)

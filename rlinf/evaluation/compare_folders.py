@@ -122,8 +122,9 @@ def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, nu
 
 def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
     """Return what says which policy acts."""
-    places = [settings["checkpoint"], *(settings["model"][key] for key in ("model_path", "lora_path"))]
-    return [settings["model"]["url"], *(None if place is None else str(Path(place).resolve()) for place in places)]
+    model = settings["model"]
+    places = [settings.get("checkpoint"), model.get("model_path"), model.get("lora_path")]
+    return [model.get("url"), *(None if place is None else str(Path(place).resolve()) for place in places)]
 
 
 def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:

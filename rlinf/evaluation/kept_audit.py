@@ -89,7 +89,9 @@ class KeptAudit:
     def add_records(self, records: Mapping[EpisodeSpec, Record], specs: Sequence[EpisodeSpec]) -> None:
         """Keep what the episodes showed first and what was done, in the order of ``specs``."""
         rows = [records[spec] for spec in specs]
-        arrays = {f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images}
+        arrays: dict[str, Any] = {
+            f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
+        }
         if rows[0].state is not None:
             arrays["state"] = np.stack([row.state for row in rows])
         arrays["instruction"] = np.array([row.instruction for row in rows])

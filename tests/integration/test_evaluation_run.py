@@ -442,7 +442,8 @@ def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeyp
     assert "Not decided after 9 of 9 episodes: the two differ too little" in capsys.readouterr().out
     longer = against | {"stop_when": "decided", "num_episodes": 8, "allow_mismatch": ["episodes"]}
     with pytest.raises(
-        ConfigError, match=r"same has compared this policy .* list of 9 .* has 8.* Set evaluation.num_episodes=9, or move"
+        ConfigError,
+        match=r"same has compared this policy .* list of 9 .* has 8.* Set evaluation.num_episodes=9, or move",
     ):
         evaluate(configured(quick, tmp_path / "longer", evaluation=longer))
     evaluate(configured(quick, tmp_path / "again", evaluation=against | {"stop_when": "decided"}))  # the same list

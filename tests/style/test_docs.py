@@ -218,7 +218,7 @@ def test_readme_shows_the_main_commands():
 @pytest.mark.parametrize(
     "line",
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
-     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "rlinf convert sorce=x dataset=y", "pip install x",
+     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "rlinf convert sources=x dataset=y", "pip install x",
      "rlinf launch --config nope", "rlinf launch --config mistral-7b-fsdp4-sft train.epochs=2",
      "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf serve checkpoint=x prot=1", "rlinf check env=tabeltop"],
 )  # fmt: skip

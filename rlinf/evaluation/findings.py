@@ -101,16 +101,17 @@ class Record:
         return self.setting("train.train_policy") is not None
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
-        """Return the lines that have finite values of all these metrics, without those of the warm-up of the critic.
+        """Return the lines that have finite values of all these metrics; of ``train/*``, without those of the warm-up of the critic.
 
         Raises:
             NotMeasured: There are none.
         """
-        warmup = self.setting("algorithm.critic_warmup_steps", 0)
+        of_updates = all(name.startswith("train/") for name in names)
+        warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
         found = [
             line
             for line in self.lines
-            if all(line.get(name) is not None for name in names) and (line["phase"] == "sft" or line["step"] >= warmup)
+            if line["step"] >= warmup and all(line.get(name) is not None for name in names)
         ]
         if not found:
             raise NotMeasured(f"no {' and '.join(names)}")

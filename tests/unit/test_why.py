@@ -192,6 +192,8 @@ def test_the_warm_up_of_the_critic_does_not_count():
     still = lines(train__approx_kl=0.0, train__clip_fraction=0.0)
     with pytest.raises(NotMeasured):
         BY_NAME["policy_stands_still"](Record(still, SEVERAL | {"algorithm": {"critic_warmup_steps": 8}}))
+    begun = Record(evaluations(80, 5), SEVERAL | {"algorithm": {"critic_warmup_steps": 8}})
+    assert BY_NAME["collapsed"](begun).steps == (0, 10), "an evaluation before RL counts all the same"
 
 
 def test_one_step_per_iteration_has_no_kl():

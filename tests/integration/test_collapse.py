@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,25 @@ SMALL = [
     "evaluation.num_envs=20", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
     "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
+
+
+PLUGIN = """
+from dataclasses import replace
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.training import evaluator
+
+given = iter({rates})
+
+
+def evaluated(*args, **kwargs):
+    result, rate = evaluate_policy(*args, **kwargs), next(given)
+    successes = round(rate * len(result.results))
+    result.results = [replace(one, success=number < successes) for number, one in enumerate(result.results)]
+    return result
+
+
+evaluator.evaluate_policy = evaluated
+"""
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
@@ -63,34 +83,47 @@ def assert_equal_weights(one: Path, other: Path, name: str) -> None:
     assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
+@pytest.fixture
+def on_ranks(tmp_path, monkeypatch):
+    """As ``succeed``, on ranks in processes of their own; returns the override that takes the rates there."""
+    monkeypatch.setattr(
+        evaluator, "evaluate_policy", evaluator.evaluate_policy
+    )  # what the plugin does here ends with the test
+    numbers = itertools.count()
+
+    def give(*rates: float) -> str:
+        path = tmp_path / f"rates_{next(numbers)}.py"
+        path.write_text(PLUGIN.format(rates=rates))
+        return f"plugins=[{path}]"
+
+    return give
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_goes_back_to_its_best_checkpoint_with_half_the_rate_as_if_it_were_typed(tmp_path, succeed, capfd, ranks):
-    processes = f"cluster.num_processes={ranks}"
-    rates = succeed(0.25, 1.0, 0.0, 0.0, 0.9, 0.95, 0.95)
-    train(config_of(tmp_path / "own", "trainer.on_collapse=rollback", processes))
-    if ranks == 1:  # each rank has its own iterator
-        assert list(rates) == []
+def test_a_run_goes_back_to_its_best_checkpoint_with_half_the_rate_as_if_it_were_typed(
+    tmp_path, on_ranks, capfd, ranks
+):
+    own, typed, processes = tmp_path / "own", tmp_path / "typed", f"cluster.num_processes={ranks}"
+    rates = on_ranks(0.25, 1.0, 0.0, 0.0, 0.9, 0.95, 0.95)
+    train(config_of(own, "trainer.on_collapse=rollback", processes, rates))
     text = capfd.readouterr().err
     assert (
         "collapsed, from 100.0% (20/20) to 0.0% (0/20); the run goes back to rl_000001, with a learning rate of 0.0005"
         in text
     )
-    assert state_of(tmp_path / "own", "rl_000004")["rollbacks"] == 1 and rates_of(tmp_path / "own") == [
-        RATE,
-        *[RATE / 2] * 3,
-    ]
-    assert json.loads((tmp_path / "own" / "summary.json").read_text())["rollbacks"] == 1
-    assert (tmp_path / "own" / "checkpoints" / "superseded_1" / "rl_000002").is_dir(), "what collapsed is kept"
-    succeed(0.25, 1.0, 0.0, 0.0, 0.0)
-    train(config_of(tmp_path / "typed", processes))
-    control = weights_of(tmp_path / "typed", "rl_000004")
-    succeed(0.9, 0.95, 0.95)
-    first = tmp_path / "typed" / "checkpoints" / "rl_000001"
-    train(config_of(tmp_path / "typed", f"resume={first}", f"trainer.learning_rate={RATE / 2}", processes))
-    assert_equal_weights(tmp_path / "own", tmp_path / "typed", "rl_000004")
-    assert untimed_metrics(tmp_path / "own") == untimed_metrics(tmp_path / "typed")
-    own = weights_of(tmp_path / "own", "rl_000004")
-    assert any(not torch.equal(own[name], control[name]) for name in own), "without going back it ends elsewhere"
+    assert state_of(own, "rl_000004")["rollbacks"] == 1 and rates_of(own) == [RATE, *[RATE / 2] * 3]
+    assert json.loads((own / "summary.json").read_text())["rollbacks"] == 1
+    assert (own / "checkpoints" / "superseded_1" / "rl_000002").is_dir(), "what collapsed is kept"
+    train(config_of(typed, processes, on_ranks(0.25, 1.0, 0.0, 0.0, 0.0)))
+    control = weights_of(typed, "rl_000004")
+    first, rates = typed / "checkpoints" / "rl_000001", on_ranks(0.9, 0.95, 0.95)
+    train(config_of(typed, f"resume={first}", f"trainer.learning_rate={RATE / 2}", processes, rates))
+    assert_equal_weights(own, typed, "rl_000004")
+    assert untimed_metrics(own) == untimed_metrics(typed)
+    weights = weights_of(own, "rl_000004")
+    assert any(not torch.equal(weights[name], control[name]) for name in weights), (
+        "without going back it ends elsewhere"
+    )
 
 
 def test_a_run_that_went_back_and_is_resumed_goes_on_bit_for_bit(tmp_path, succeed):

@@ -17,7 +17,11 @@ RECORDED = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "why_run
 
 
 def said_of(run: dict) -> list[str]:
-    return [finding.rule for finding in diagnose(Record(run["lines"], run["settings"]), RULES).findings]
+    lines = [
+        {name: value for name, value in zip(run["names"], line, strict=True) if value is not None}
+        for line in run["lines"]
+    ]
+    return [finding.rule for finding in diagnose(Record(lines, run["settings"]), RULES).findings]
 
 
 @pytest.mark.parametrize("run", [one for one in RECORDED if one["rule"]], ids=lambda one: one["name"])

@@ -153,7 +153,7 @@ def main() -> None:
             if case.rule in said
             else "missed"
         )
-        rows.append(f"{case.name + mark:24} {verdict:8} {', '.join(said) or '-'}  ({seconds:.0f} s)")
+        rows.append(f"{case.name + mark:30} {verdict:8} {', '.join(said) or '-'}  ({seconds:.0f} s)")
         print(rows[-1], flush=True)
     faults = [case for case in cases if case.rule]
     print("\n".join(["", *rows]))

@@ -109,9 +109,7 @@ class Record:
         of_updates = all(name.startswith("train/") for name in names)
         warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
         found = [
-            line
-            for line in self.lines
-            if line["step"] >= warmup and all(line.get(name) is not None for name in names)
+            line for line in self.lines if line["step"] >= warmup and all(line.get(name) is not None for name in names)
         ]
         if not found:
             raise NotMeasured(f"no {' and '.join(names)}")

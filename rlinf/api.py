@@ -131,12 +131,18 @@ def make_env(
 
 
 def train(
-    overrides: Sequence[str], *, plugins: Sequence[str] = (), trust_remote_code: bool = False, sft_only: bool = False
+    overrides: Sequence[str],
+    *,
+    plugins: Sequence[str] = (),
+    config_dir: str | os.PathLike | None = None,
+    trust_remote_code: bool = False,
+    sft_only: bool = False,
 ) -> Path:
     """Train as ``rlinf train`` does, and return the run folder: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
 
     Args:
         overrides: As on the command line; ``resume=<run folder>`` continues a run.
+        config_dir: Folder of your own groups and experiments, as ``--config-dir``: ``env/dot.yaml`` in it makes ``env=dot`` known.
         sft_only: Only clone behaviour, as ``rlinf sft`` does.
 
     Raises:
@@ -144,8 +150,9 @@ def train(
         KeyboardInterrupt: A signal stopped training; a checkpoint was saved.
     """
     _check_overrides(overrides, "train")
+    own = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     try:
-        (folder,) = run_training([*overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
+        (folder,) = run_training([*own, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
     except SystemExit as stop:  # a notebook goes on
         raise KeyboardInterrupt("training was stopped by a signal; what was trained is saved") from stop
     return folder

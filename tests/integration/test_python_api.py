@@ -254,6 +254,21 @@ def test_an_env_of_ones_own_needs_no_yaml(tmp_path):
     assert env.config.name == "a_dot" and env.reset()[0].images == {}
 
 
+def test_a_folder_of_ones_own_groups_names_an_env_to_train_in(here, tmp_path):
+    (tmp_path / "my_dot.py").write_text(
+        "from rlinf.envs import register_env\n"
+        "from rlinf.envs.tabletop.env import TabletopVectorEnv\n"
+        "register_env('my_dot', TabletopVectorEnv)\n"
+    )
+    (tmp_path / "my_configs" / "env").mkdir(parents=True)
+    (tmp_path / "my_configs" / "env" / "my_dot.yaml").write_text("name: my_dot\ntasks: [reach]\n")
+    words, plugin = [*TINY, "env=my_dot", "output_dir=outputs/my_dot"], str(tmp_path / "my_dot.py")
+    with pytest.raises(ConfigError, match="There is no env 'my_dot'"):
+        rlinf.train(words, plugins=[plugin])
+    run = rlinf.train(words, plugins=[plugin], config_dir=tmp_path / "my_configs")
+    assert rlinf.load_policy(run, plugins=[plugin]).config.env.tasks == ["reach"]
+
+
 def test_episodes_go_on_from_reset_to_reset_as_in_gymnasium():
     env = rlinf.make_env("tabletop", cameras=[])
     env.reset(seed=3)

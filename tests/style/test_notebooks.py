@@ -39,7 +39,13 @@ def test_a_notebook_has_no_outputs_and_a_title_and_short_settings(path):
 
 def test_an_executed_notebook_is_refused():
     output = {"output_type": "stream", "name": "stdout", "text": ["1"]}
-    cell = {"cell_type": "code", "execution_count": 1, "metadata": {"scrolled": True}, "outputs": [output], "source": ["1"]}
+    cell = {
+        "cell_type": "code",
+        "execution_count": 1,
+        "metadata": {"scrolled": True},
+        "outputs": [output],
+        "source": ["1"],
+    }
     found = faults(json.dumps({"cells": [cell], "metadata": {"kernelspec": {}, "widgets": {}}}))
     assert found == [
         "cell 0 has outputs", "cell 0 was executed", "cell 0 has metadata", "metadata widgets", "no title", "no short settings",

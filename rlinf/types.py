@@ -70,12 +70,14 @@ class Observation:
         state: float32 ``[B, S]`` or None.
         instruction: ``B`` sentences.
         is_resized: The images are as ``ActionModel.resize_images`` returns them.
+        is_cropped: A part was cut out at random and enlarged (``sft.augment``), in the place of a policy's centre crop.
     """
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
     instruction: list[str]
     is_resized: bool = False
+    is_cropped: bool = False
 
     def __len__(self) -> int:
         return len(self.instruction)
@@ -88,6 +90,7 @@ class Observation:
             state=None if self.state is None else self.state[rows],
             instruction=self.instruction[rows] if isinstance(index, slice) else [self.instruction[i] for i in rows],
             is_resized=self.is_resized,
+            is_cropped=self.is_cropped,
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from rlinf.data.augment import augment
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
@@ -47,7 +48,9 @@ class SFTTrainer:
         waits, times = [], []  # seconds of the steps since the last line
 
         def read(step: int) -> tuple[Observation, Tensor]:
-            return demonstrations.rows(shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine])
+            rows = shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine]
+            observation, actions = demonstrations.rows(rows)
+            return augment(observation, config.augment, derive_seed(run_seed, "sft augment", step), mine), actions
 
         with Prefetcher(read, state.sft_step, config.num_workers if config.dataset is not None else 0) as batches:
             session.evaluate_if_due("sft", config.eval_every, last=False)

@@ -186,7 +186,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         pixels = []
         for image in self._camera_images(observation, wanted):
             frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
-            pixels.append(processor.image_processor.preprocess_tensors(frames, observation.is_resized))
+            resize = processor.image_processor.preprocess_tensors
+            pixels.append(resize(frames, observation.is_resized, observation.is_cropped))
         return {
             "input_ids": input_ids.to(device),
             "attention_mask": attention_mask.to(device),

@@ -131,7 +131,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         fill = getattr(self, "tvf_letterbox_fill", None)
         return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
 
-    def preprocess_tensors(self, images: Tensor, is_resized: bool = False) -> Tensor:
+    def preprocess_tensors(self, images: Tensor, is_resized: bool = False, is_cropped: bool = False) -> Tensor:
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
         The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
@@ -139,9 +139,10 @@ class PrismaticImageProcessor(BaseImageProcessor):
         Args:
             images: As the cameras show them.
             is_resized: They come from ``resize_once``.
+            is_cropped: They were cropped before, so ``do_center_crop`` is left out.
         """
         num_towers = len(self.normalization)
-        resized = [images] * num_towers if is_resized else self._resize_for_towers(images)
+        resized = [images] * num_towers if is_resized else self._resize_for_towers(images, is_cropped)
         towers = [_normalize(each, *statistics) for each, statistics in zip(resized, self.normalization, strict=True)]
         return towers[0] if num_towers == 1 else torch.cat(towers, dim=1)
 
@@ -152,11 +153,11 @@ class PrismaticImageProcessor(BaseImageProcessor):
         fits = len(geometries) == 1 and height * width <= images.shape[-2] * images.shape[-1]
         return self._resize_for_towers(images)[0] if fits else None
 
-    def _resize_for_towers(self, images: Tensor) -> list[Tensor]:
+    def _resize_for_towers(self, images: Tensor, is_cropped: bool = False) -> list[Tensor]:
         size = tuple(self.input_sizes[0][1:])
         if self.image_preparation == "rlds":
             images = resize_lanczos3(jpeg_round_trip(images), size)
-        if self.do_center_crop:
+        if self.do_center_crop and not is_cropped:
             images = crop_and_resize(images, CROP_AREA, size)
         geometries = [self._geometry(tower) for tower in range(len(self.normalization))]
         resized = {geometry: self._resize(images, *geometry) for geometry in dict.fromkeys(geometries)}

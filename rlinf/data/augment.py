@@ -1,0 +1,103 @@
+"""Random crops and colours of the images of behaviour cloning.
+
+The operations, their order and their bounds are those of the public fine-tuning of OpenVLA (``image_aug``), which TensorFlow computes there:
+crop, brightness, contrast, saturation, hue; clipped to [0, 1] after each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rlinf.data.config import AugmentConfig
+from rlinf.seeding import derive_seed
+from rlinf.types import Observation
+
+
+def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np.ndarray) -> Observation:
+    """Return the observation with each image of each row changed at random; unchanged if ``config`` asks for nothing.
+
+    An image's numbers follow from ``seed``, its row and its camera alone, so neither threads nor ranks nor a resumed run change them.
+    Every camera has a crop and colours of its own, as in OpenVLA.
+
+    Args:
+        observation: ``B`` rows.
+        config: Which changes, and how large.
+        seed: Of the optimiser step.
+        rows: int64 ``[B]``, the place of each row in the whole minibatch.
+    """
+    if config == AugmentConfig():
+        return observation
+    images = {
+        camera: np.stack(
+            [
+                augment_image(image, config, np.random.default_rng(derive_seed(seed, camera, int(row))).random(6))
+                for image, row in zip(batch, rows, strict=True)
+            ]
+        )
+        for camera, batch in observation.images.items()
+    }
+    return replace(observation, images=images, is_cropped=config.crop_area < 1.0)
+
+
+def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray) -> np.ndarray:
+    """Return a changed copy of one image, uint8 ``[H, W, 3]``.
+
+    ``uniforms`` are six numbers in [0, 1): place of the crop from the top and from the left, brightness, contrast, saturation, hue.
+    """
+    pixels = image.astype(np.float32) / np.float32(255.0)
+    signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)
+    if config.crop_area < 1.0:
+        pixels = _crop(pixels, np.sqrt(config.crop_area), *uniforms[:2])
+    if config.brightness:
+        pixels = _clip(pixels + signed[0] * np.float32(config.brightness))
+    if config.contrast:
+        mean = pixels.mean((0, 1))
+        pixels = _clip((pixels - mean) * (1 + signed[1] * np.float32(config.contrast)) + mean)
+    if config.saturation:
+        pixels = _clip(_saturate(pixels, 1 + signed[2] * np.float32(config.saturation)))
+    if config.hue:
+        pixels = _clip(_turn_hue(pixels, signed[3] * np.float32(config.hue)))
+    return (pixels * np.float32(255.0)).round().astype(np.uint8)
+
+
+def _clip(pixels: np.ndarray) -> np.ndarray:
+    return pixels.clip(0.0, 1.0)
+
+
+def _crop(pixels: np.ndarray, side: float, from_top: float, from_left: float) -> np.ndarray:
+    """Cut out ``side`` of both sides and enlarge it bilinearly; the borders of the crop are the outermost pixels of the result."""
+    for axis, place in enumerate((from_top, from_left)):
+        last = pixels.shape[axis] - 1
+        places = (place * (1.0 - side) + np.linspace(0.0, side, last + 1)) * last
+        low = np.floor(places).astype(np.int64)
+        share = (places - low).astype(np.float32).reshape((-1, 1) if axis else (-1, 1, 1))
+        above, below = pixels.take(low, axis), pixels.take(np.minimum(low + 1, last), axis)
+        pixels = above + (below - above) * share
+    return pixels
+
+
+def _saturate(pixels: np.ndarray, factor: np.float32) -> np.ndarray:
+    """Multiply the saturation of HSV, at most to 1: the distances of the channels from the largest one grow alike."""
+    value = pixels.max(-1, keepdims=True)
+    span = value - pixels.min(-1, keepdims=True)
+    most = np.divide(value, span, out=np.full_like(value, np.inf), where=span > 0)
+    return value - (value - pixels) * np.minimum(factor, most)
+
+
+def _turn_hue(pixels: np.ndarray, turn: np.float32) -> np.ndarray:
+    """Add ``turn`` (1: the whole circle) to the hue of HSV."""
+    red, green, blue = np.moveaxis(pixels, -1, 0)
+    value = pixels.max(-1)
+    span = value - pixels.min(-1)
+    scale = np.divide(np.float32(1.0), span, out=np.zeros_like(span), where=span > 0)
+    sixths = np.select(
+        [value == red, value == green], [(green - blue) * scale, (blue - red) * scale + 2], (red - green) * scale + 4
+    )
+    sixths = sixths + 6 * turn
+    channels = []
+    for offset in (5, 3, 1):  # red, green, blue: each falls from the value by the span over the part of the circle that faces it
+        place = (sixths + np.float32(offset)) % 6
+        channels.append(value - span * np.minimum(place, 4 - place).clip(0, 1))
+    return np.stack(channels, axis=-1)

@@ -1,0 +1,87 @@
+"""Cloning with `sft.augment`: what the policy sees in training is changed, and nothing that it sees in an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from run_results import weights_of
+
+from rlinf.cli import main
+from rlinf.commands.train import train
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.data import lerobot_dataset
+from rlinf.envs import make_env
+from rlinf.models.embodiment.cnn_action_model import CNNForRLActionPrediction
+from rlinf.preflight.validation import validate
+from rlinf.types import Observation
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+
+ENV = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=6"]
+QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]
+RUN = ["model=cnn", "model.action_chunks_len=2", "sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "trainer.max_keep=-1",
+       "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0"]  # fmt: skip
+AUGMENT = ["sft.augment.crop_area=0.9", "sft.augment.brightness=0.2", "sft.augment.hue=0.05"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("expert") / "data"
+    words = [f"dataset={folder}", "collect.num_episodes=6", "collect.only_success=false"]
+    assert main(["collect", *ENV, *QUIET, *words]) == 0
+    return folder
+
+
+def run(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
+    config = build_config(compose_config([*ENV, *QUIET, *RUN, f"sft.dataset={dataset}", *overrides]))
+    config.output_dir = str(folder)
+    validate(config, "sft")
+    train(config)
+    return config
+
+
+def equal(left: dict, right: dict) -> bool:
+    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def test_a_resumed_run_sees_the_same_changed_images_however_they_are_read(dataset, tmp_path):
+    run(tmp_path / "whole", dataset, *AUGMENT)
+    run(tmp_path / "halves", dataset, *AUGMENT, "sft.max_steps=2", "sft.num_workers=0")
+    run(tmp_path / "halves", dataset, *AUGMENT, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
+    run(tmp_path / "plain", dataset)
+    whole, halves, plain = (weights_of(tmp_path / name, "sft_000004") for name in ("whole", "halves", "plain"))
+    assert equal(whole, halves) and not equal(whole, plain)
+
+
+def test_an_evaluation_sees_the_images_of_the_env(dataset, tmp_path, monkeypatch):
+    seen: dict[bool, list[Observation]] = {True: [], False: []}
+    preprocess = CNNForRLActionPrediction.preprocess
+
+    def recorded(self, observation):
+        seen[self.training].append(observation)
+        return preprocess(self, observation)
+
+    monkeypatch.setattr(CNNForRLActionPrediction, "preprocess", recorded)
+    config = run(tmp_path / "run", dataset, *AUGMENT, "sft.num_workers=0")
+    env = make_env(config.env, 2, auto_reset=False)
+    first, _ = env.reset(options={"episodes": list(env.episode_specs("eval")[:2])})
+    env.close()
+    stored = lerobot_dataset.open_dataset(dataset, {"front": "observation.images.front"}, None)
+    known = stored.rows(np.arange(len(stored)))[0].images["front"]
+
+    def share_of(observations: list[Observation], images: np.ndarray) -> float:
+        """Share of the rows whose image is among ``images``."""
+        rows = np.concatenate([observation.images["front"] for observation in observations])
+        return float(np.mean([(images == row).all((1, 2, 3)).any() for row in rows]))
+
+    assert len(seen[True]) == 4 and all(observation.is_cropped for observation in seen[True])
+    assert share_of(seen[True], known) == 0
+    evaluated = [each for each in seen[False] if len(each) == 2]
+    assert share_of(evaluated[:1], first.images["front"]) == 1 and not any(each.is_cropped for each in seen[False])
+    seen[True].clear()
+    run(tmp_path / "plain", dataset, "sft.num_workers=0")
+    assert share_of(seen[True], known) == 1, "without augmentation, training sees the images of the dataset"

@@ -46,20 +46,20 @@ def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray
 
     ``uniforms`` are six numbers in [0, 1): place of the crop from the top and from the left, brightness, contrast, saturation, hue.
     """
-    pixels = image.astype(np.float32) / np.float32(255.0)
+    pixels = np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255.0)
     signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)
     if config.crop_area < 1.0:
         pixels = _crop(pixels, np.sqrt(config.crop_area), *uniforms[:2])
     if config.brightness:
         pixels = _clip(pixels + signed[0] * np.float32(config.brightness))
     if config.contrast:
-        mean = pixels.mean((0, 1))
+        mean = pixels.mean((1, 2), keepdims=True)
         pixels = _clip((pixels - mean) * (1 + signed[1] * np.float32(config.contrast)) + mean)
     if config.saturation:
         pixels = _clip(_saturate(pixels, 1 + signed[2] * np.float32(config.saturation)))
     if config.hue:
         pixels = _clip(_turn_hue(pixels, signed[3] * np.float32(config.hue)))
-    return (pixels * np.float32(255.0)).round().astype(np.uint8)
+    return np.ascontiguousarray((pixels * np.float32(255.0)).round().astype(np.uint8).transpose(1, 2, 0))
 
 
 def _clip(pixels: np.ndarray) -> np.ndarray:
@@ -67,37 +67,45 @@ def _clip(pixels: np.ndarray) -> np.ndarray:
 
 
 def _crop(pixels: np.ndarray, side: float, from_top: float, from_left: float) -> np.ndarray:
-    """Cut out ``side`` of both sides and enlarge it bilinearly; the borders of the crop are the outermost pixels of the result."""
-    for axis, place in enumerate((from_top, from_left)):
+    """Cut ``side`` of both sides out of ``[3, H, W]`` and enlarge it bilinearly; the borders of the crop become the outermost pixels."""
+    for axis, place in ((1, from_top), (2, from_left)):
         last = pixels.shape[axis] - 1
         places = (place * (1.0 - side) + np.linspace(0.0, side, last + 1)) * last
         low = np.floor(places).astype(np.int64)
-        share = (places - low).astype(np.float32).reshape((-1, 1) if axis else (-1, 1, 1))
+        share = (places - low).astype(np.float32).reshape((-1, 1) if axis == 1 else -1)
         above, below = pixels.take(low, axis), pixels.take(np.minimum(low + 1, last), axis)
         pixels = above + (below - above) * share
     return pixels
 
 
+def _value_and_span(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest channel (the value of HSV) and its distance from the smallest one, ``[H, W]`` each."""
+    red, green, blue = pixels
+    value = np.maximum(np.maximum(red, green), blue)
+    return value, value - np.minimum(np.minimum(red, green), blue)
+
+
 def _saturate(pixels: np.ndarray, factor: np.float32) -> np.ndarray:
     """Multiply the saturation of HSV, at most to 1: the distances of the channels from the largest one grow alike."""
-    value = pixels.max(-1, keepdims=True)
-    span = value - pixels.min(-1, keepdims=True)
+    value, span = _value_and_span(pixels)
     most = np.divide(value, span, out=np.full_like(value, np.inf), where=span > 0)
     return value - (value - pixels) * np.minimum(factor, most)
 
 
 def _turn_hue(pixels: np.ndarray, turn: np.float32) -> np.ndarray:
     """Add ``turn`` (1: the whole circle) to the hue of HSV."""
-    red, green, blue = np.moveaxis(pixels, -1, 0)
-    value = pixels.max(-1)
-    span = value - pixels.min(-1)
-    scale = np.divide(np.float32(1.0), span, out=np.zeros_like(span), where=span > 0)
-    sixths = np.select(
-        [value == red, value == green], [(green - blue) * scale, (blue - red) * scale + 2], (red - green) * scale + 4
-    )
-    sixths = sixths + 6 * turn
+    red, green, blue = pixels
+    value, span = _value_and_span(pixels)
+    numerator = np.where(value == red, green - blue, np.where(value == green, blue - red, red - green))
+    sixths = np.divide(numerator, span, out=np.zeros_like(span), where=span > 0)
+    sixths += np.where(value == red, np.float32(0), np.where(value == green, np.float32(2), np.float32(4)))
+    sixths += np.float32(6) * turn
     channels = []
-    for offset in (5, 3, 1):  # red, green, blue: each falls from the value by the span over the part of the circle that faces it
-        place = (sixths + np.float32(offset)) % 6
-        channels.append(value - span * np.minimum(place, 4 - place).clip(0, 1))
-    return np.stack(channels, axis=-1)
+    for offset in (
+        5,
+        3,
+        1,
+    ):  # red, green, blue: each falls from the value by the span over the part of the circle that faces it
+        place = np.mod(sixths + np.float32(offset), np.float32(6))
+        channels.append(value - span * np.minimum(place, np.float32(4) - place).clip(0, 1))
+    return np.stack(channels)

@@ -47,11 +47,19 @@ class AugmentConfig:
     """Random changes of the training images of behaviour cloning; never in RL or evaluation. OpenVLA's: 0.9, 0.2, 0.2, 0.2, 0.05."""
 
     crop_area: float = option(
-        1.0, "Share of a picture's area that is cut out at a random place and enlarged; 1: no crop.", minimum=0.1, maximum=1
+        1.0,
+        "Share of a picture's area that is cut out at a random place and enlarged; 1: no crop.",
+        minimum=0.1,
+        maximum=1,
     )
-    brightness: float = option(0.0, "Largest shift of all channels, as a share of the full range.", minimum=0, maximum=1)
+    brightness: float = option(
+        0.0, "Largest shift of all channels, as a share of the full range.", minimum=0, maximum=1
+    )
     contrast: float = option(
-        0.0, "Largest change of the factor around 1 of the distance from the picture's mean colour.", minimum=0, maximum=1
+        0.0,
+        "Largest change of the factor around 1 of the distance from the picture's mean colour.",
+        minimum=0,
+        maximum=1,
     )
     saturation: float = option(0.0, "Largest change of the factor around 1 of the saturation.", minimum=0, maximum=1)
     hue: float = option(0.0, "Largest turn of the hue; 1 is the whole circle.", minimum=0, maximum=0.5)

@@ -30,9 +30,18 @@ def image(seed: int = 0, height: int = 24, width: int = 32) -> np.ndarray:
     """Smooth colours with black, white, grey and saturated patches."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
-    waves = [127 + 120 * np.sin(rng.uniform(0.05, 0.3) * x + rng.uniform(0.05, 0.3) * y + rng.uniform(0, 6)) for _ in range(3)]
+    waves = [
+        127 + 120 * np.sin(rng.uniform(0.05, 0.3) * x + rng.uniform(0.05, 0.3) * y + rng.uniform(0, 6))
+        for _ in range(3)
+    ]
     made = np.stack(waves, axis=-1).astype(np.uint8)
-    made[:3, :3], made[:3, 3:6], made[:3, 6:9], made[:3, 9:12], made[:3, 12:15] = 0, 255, 128, (255, 0, 0), (10, 200, 10)
+    made[:3, :3], made[:3, 3:6], made[:3, 6:9], made[:3, 9:12], made[:3, 12:15] = (
+        0,
+        255,
+        128,
+        (255, 0, 0),
+        (10, 200, 10),
+    )
     return made
 
 
@@ -141,7 +150,9 @@ def test_nothing_is_changed_where_nothing_is_asked_for():
 
 def observed(num_rows: int) -> Observation:
     pictures = np.stack([image(row) for row in range(num_rows)])
-    return Observation({"front": pictures, "wrist": pictures.copy()}, np.zeros((num_rows, 2), np.float32), ["go"] * num_rows)
+    return Observation(
+        {"front": pictures, "wrist": pictures.copy()}, np.zeros((num_rows, 2), np.float32), ["go"] * num_rows
+    )
 
 
 def test_an_image_follows_from_seed_row_and_camera_alone():
@@ -167,7 +178,9 @@ def test_an_image_follows_from_seed_row_and_camera_alone():
 
 def test_numbers_cover_the_whole_range():
     flat = np.full((500, 4, 4, 3), 128, np.uint8)
-    seen = augment(Observation({"front": flat}, None, ["go"] * 500), only(brightness=0.2), 0, np.arange(500)).images["front"]
+    seen = augment(Observation({"front": flat}, None, ["go"] * 500), only(brightness=0.2), 0, np.arange(500)).images[
+        "front"
+    ]
     shifts = seen[:, 0, 0, 0].astype(int) - 128
     assert (shifts.min(), shifts.max()) == (-51, 51) or (shifts.min() <= -50 and shifts.max() >= 50)
     assert abs(shifts.mean()) < 4 and 25 < shifts.std() < 34, "uniform: 51 / sqrt(3) = 29.4"

@@ -14,7 +14,7 @@ from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data import lerobot_dataset
-from rlinf.envs import make_env
+from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.cnn_action_model import CNNForRLActionPrediction
 from rlinf.preflight.validation import validate
 from rlinf.types import Observation
@@ -57,31 +57,42 @@ def test_a_resumed_run_sees_the_same_changed_images_however_they_are_read(datase
     assert equal(whole, halves) and not equal(whole, plain)
 
 
+def share_of(observations: list[Observation], images: np.ndarray) -> float:
+    """Share of the rows whose image is among ``images``."""
+    rows = np.concatenate([observation.images["front"] for observation in observations])
+    return float(np.mean([(images == row).all((1, 2, 3)).any() for row in rows]))
+
+
 def test_an_evaluation_sees_the_images_of_the_env(dataset, tmp_path, monkeypatch):
     seen: dict[bool, list[Observation]] = {True: [], False: []}
-    preprocess = CNNForRLActionPrediction.preprocess
+    shown: list[Observation] = []
+    preprocess, reset, chunk_step = CNNForRLActionPrediction.preprocess, VectorEnv.reset, VectorEnv.chunk_step
 
     def recorded(self, observation):
         seen[self.training].append(observation)
         return preprocess(self, observation)
 
+    def recorded_reset(self, **options):
+        found = reset(self, **options)
+        shown.append(found[0])
+        return found
+
+    def recorded_step(self, actions):
+        found = chunk_step(self, actions)
+        shown.append(found.observation)
+        return found
+
     monkeypatch.setattr(CNNForRLActionPrediction, "preprocess", recorded)
-    config = run(tmp_path / "run", dataset, *AUGMENT, "sft.num_workers=0")
-    env = make_env(config.env, 2, auto_reset=False)
-    first, _ = env.reset(options={"episodes": list(env.episode_specs("eval")[:2])})
-    env.close()
+    monkeypatch.setattr(VectorEnv, "reset", recorded_reset)
+    monkeypatch.setattr(VectorEnv, "chunk_step", recorded_step)
+    run(tmp_path / "run", dataset, *AUGMENT, "sft.num_workers=0")
     stored = lerobot_dataset.open_dataset(dataset, {"front": "observation.images.front"}, None)
     known = stored.rows(np.arange(len(stored)))[0].images["front"]
-
-    def share_of(observations: list[Observation], images: np.ndarray) -> float:
-        """Share of the rows whose image is among ``images``."""
-        rows = np.concatenate([observation.images["front"] for observation in observations])
-        return float(np.mean([(images == row).all((1, 2, 3)).any() for row in rows]))
-
+    of_env = np.concatenate([observation.images["front"] for observation in shown])
     assert len(seen[True]) == 4 and all(observation.is_cropped for observation in seen[True])
     assert share_of(seen[True], known) == 0
-    evaluated = [each for each in seen[False] if len(each) == 2]
-    assert share_of(evaluated[:1], first.images["front"]) == 1 and not any(each.is_cropped for each in seen[False])
+    assert len(seen[False]) > 2 and share_of(seen[False], of_env) == 1
+    assert not any(observation.is_cropped for observation in seen[False])
     seen[True].clear()
     run(tmp_path / "plain", dataset, "sft.num_workers=0")
     assert share_of(seen[True], known) == 1, "without augmentation, training sees the images of the dataset"

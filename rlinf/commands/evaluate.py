@@ -47,6 +47,8 @@ from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
+from rlinf.evaluation.recorded import RECORDINGS_FOLDER
+from rlinf.evaluation.recording import record_episodes
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
@@ -80,7 +82,7 @@ CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
 def evaluate(config: RunConfig) -> EvaluationResult:
     """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
 
-    Prints a table, and writes ``result.json``, ``videos/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
+    Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
     ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
     their shares of the episodes, or ``cluster.num_players`` players play all. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
     an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
@@ -176,6 +178,17 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 episodes=None if players is None else RemoteEpisodes(players, _most_envs(settings)),
                 stop=stop_rule(settings.stop_when, before, len(specs)),
                 look_every=_most_envs(settings),
+            )
+            record_episodes(
+                model,
+                env,
+                result,
+                output / RECORDINGS_FOLDER,
+                settings.record_episodes,
+                settings.video_size,
+                rank=rank(),
+                num_ranks=world_size(),
+                together=lambda part: gather_objects(part()),
             )
             if settings.stop_when is not None:
                 result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}

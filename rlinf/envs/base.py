@@ -170,6 +170,22 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return pictures of the rows ``ids`` for videos, uint8 ``[K, size, size, 3]``; ConfigError without any."""
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
+    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
+        """Return where chunks would lead the hands of the rows ``ids``, on the pictures of ``render_frames``; None: unknown.
+
+        Nothing moves: the envs are afterwards as before.
+
+        Args:
+            ids: ``K`` rows with a running episode.
+            chunks: float32 ``[K, C, D]``, within bounds.
+            size: Of the pictures.
+
+        Returns:
+            ``[K, C + 1, 2]``: the hand now and after each action, in pixels to the right of and below the upper left corner;
+            NaN behind the camera.
+        """
+        return None
+
     @classmethod
     def has_expert(cls) -> bool:
         """Return whether there is a scripted expert."""

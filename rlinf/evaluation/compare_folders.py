@@ -13,6 +13,7 @@ from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
+from rlinf.evaluation.player import copy_baseline
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, closing_tags
 from rlinf.evaluation.result import EvaluationResult
@@ -55,6 +56,7 @@ def compare_folders(
     comparison.a, comparison.b = (str(path) for path in folders)
     comparison.mismatches = mismatches + comparison.mismatches
     write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
+    copy_baseline(*folders)
     write_report(folders[1])
     return comparison
 

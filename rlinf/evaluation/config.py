@@ -25,6 +25,12 @@ class EvaluationConfig:
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
+    record_episodes: int = option(
+        0,
+        "Episodes of each task, the first ones of the list, that the report plays step by step with what the policy "
+        "wanted and thought (docs/evaluation.md); 0: none.",
+        minimum=0,
+    )
     video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
     probe: bool = option(
         True,

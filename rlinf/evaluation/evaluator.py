@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
 from rlinf.models.precision import evaluation_mode
 from rlinf.seeding import derive_seed
-from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+from rlinf.types import ActionPrediction, EpisodeResult, EpisodeSpec, Observation
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
-    from rlinf.types import Acts
+    from rlinf.types import Acts, ChunkStep
 
 T = TypeVar("T")
 
@@ -58,12 +58,14 @@ class RowPolicy:
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``."""
-        uniforms = None
-        if not self.greedy:
-            tiny = np.finfo(np.float32).tiny
-            draws = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
-            uniforms = np.maximum(np.stack(draws), tiny)
-        return act_for_rows(self.model, observation, uniforms, self.temperature)
+        return act_for_rows(self.model, observation, self.draws(streams), self.temperature)
+
+    def draws(self, streams: Sequence[np.random.Generator]) -> np.ndarray | None:
+        """Return the next random numbers of each stream, float32 ``[K, U]``; None for greedy actions."""
+        if self.greedy:
+            return None
+        found = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
+        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)
 
 
 def act_for_rows(
@@ -83,16 +85,29 @@ def act_for_rows(
         num_rows: Rows of a call of the model; fewer are filled up by the last one, unless the model acts elsewhere.
     """
     actions: dict[int, np.ndarray] = {}
+    for rows, _, prediction in predictions_for_rows(model, observation, uniforms, temperature, num_rows):
+        actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
+    return np.stack([actions[row] for row in range(len(observation))])
+
+
+def predictions_for_rows(
+    model: ActionModel,
+    observation: Observation,
+    uniforms: np.ndarray | None,
+    temperature: float,
+    num_rows: int = NUM_ROWS,
+) -> Iterator[tuple[list[int], dict[str, Any], ActionPrediction]]:
+    """Make the calls of ``act_for_rows``; yield of each its rows, which come first, and its inputs and prediction of all rows."""
     for rows in _calls(model.prompt_lengths(observation), num_rows):
         padded = rows + [rows[-1]] * (num_rows - len(rows) if getattr(model, "fills_calls", True) else 0)
+        inputs = model.preprocess(observation.select(padded))
         prediction = model.predict_action_batch(
             do_sample=uniforms is not None,
             temperature=temperature,
             uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
-            **model.preprocess(observation.select(padded)),
+            **inputs,
         )
-        actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
-    return np.stack([actions[row] for row in range(len(observation))])
+        yield rows, inputs, prediction
 
 
 class ObjectPolicy(RowPolicy):
@@ -374,22 +389,45 @@ def _record(
         for (number, counted), (result, instruction, frames) in zip(batch, replays, strict=True):
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
             outcome = "success" if result.success else "failure"
-            slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")[:MAX_SLUG_LEN]
-            path = write_video(folder / f"{slug}_{outcome}_{number:03d}.mp4", frames, instruction, result.success)
+            name = f"{slug(result.task)}_{outcome}_{number:03d}.mp4"
+            path = write_video(folder / name, frames, instruction, result.success)
             about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
             changed = "" if same else f"{result.task}, init state {result.spec.init_state_id}"
             videos.append((number, {"path": f"{folder.name}/{path.name}", **about}, changed))
     return videos
 
 
+def slug(task: str) -> str:
+    """Return the name of a task as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "_", task.lower()).strip("_")[:MAX_SLUG_LEN]
+
+
+class Watcher(Protocol):
+    """Sees what happens in replayed episodes."""
+
+    def begin(self) -> None:
+        """The episodes start, or start again because a simulator was lost."""
+        ...
+
+    def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:
+        """The policy has decided on ``chunks [K, C, D]`` for the rows ``rows [K]``, which are not executed yet."""
+        ...
+
+    def stepped(self, rows: np.ndarray, step: ChunkStep) -> None:
+        """The rows ``rows`` have executed one action."""
+        ...
+
+
 def replay_episodes(
-    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
+    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int, watcher: Watcher | None = None
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
     """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
 
     Each chunk is executed action by action, so that every env step has a frame. Returned for each episode: its result, its
     instruction, and frames ``uint8 [size, size, 3]`` of the first observation and after each env step.
     """
+    if watcher is not None:
+        watcher.begin()
     observation = _reset(env, specs)
     instructions = observation.instruction[: len(specs)]
     streams = [policy.stream(spec) for spec in specs]
@@ -398,14 +436,18 @@ def replay_episodes(
     while len(results) < len(specs):
         running = np.array([row for row in range(len(specs)) if row not in results])
         actions = _step(policy, env, observation, running, streams)
+        if watcher is not None:
+            watcher.decided(running, actions[running])
         for position in range(actions.shape[1]):
             alive = np.array([row for row in running if row not in results])
             if not len(alive):
                 break
             step = env.chunk_step(actions[:, position : position + 1])
             if len(step.lost_env_ids):
-                return replay_episodes(policy, env, specs, size)
+                return replay_episodes(policy, env, specs, size, watcher)
             observation = step.observation
+            if watcher is not None:
+                watcher.stepped(alive, step)
             for row, frame in zip(alive, env.render_frames(alive, size), strict=True):
                 frames[row].append(frame)
             results |= dict(zip(step.final_env_ids.tolist(), step.episodes, strict=True))

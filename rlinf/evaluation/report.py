@@ -1,7 +1,7 @@
 """Write the report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
 
-The page uses no script, font or picture from elsewhere and links videos by relative paths, so the run folder can be moved
-or served as a whole.
+The page uses no script, font or picture from elsewhere and links videos and recorded episodes by relative paths, so the run
+folder can be moved or served as a whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import quote
 from rlinf.evaluation.charts import SMALL, Interval, Series
 from rlinf.evaluation.finding_rules import findings_section
 from rlinf.evaluation.findings import Record
+from rlinf.evaluation.player import player
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
 from rlinf.evaluation.report_offpolicy import head_section
 from rlinf.evaluation.report_page import card, charts, comparisons, header, page, profile, texts, training_curves
@@ -30,7 +31,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     """Write ``report.html`` into the folder of a run or an evaluation, and return its path.
 
     The page shows what the folder holds: ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``,
-    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``.
+    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``; of both ``episodes/``.
 
     Raises:
         CheckpointError: The folder has neither metrics nor an evaluation.
@@ -40,7 +41,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     parts = (
-        headline, warnings, _findings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, _gallery, _training_curves,
+        headline, warnings, _findings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, player, _gallery,
+        _training_curves,
         _profile, _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]

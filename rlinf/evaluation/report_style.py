@@ -64,6 +64,32 @@ p.note, .foot { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
 .interval .zero { stroke: var(--soft); stroke-width: 1; }
 .warning { margin-top: 14px; border-color: var(--bad); } .warning ul { margin: 0; padding-left: 20px; font-size: 14px; }
 .scroll { overflow-x: auto; }
+.player { display: grid; grid-template-columns: 250px minmax(0, 1fr); gap: 20px; outline: none; }
+.player button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 4px 12px; cursor: pointer; }
+.player button:hover, .player button[aria-current="true"] { background: var(--track); }
+.episodes { display: flex; flex-direction: column; gap: 6px; max-height: 660px; overflow-y: auto; padding: 2px; }
+.episodes button { display: flex; justify-content: space-between; gap: 8px; text-align: left; font-size: 13px; line-height: 1.35; }
+.episodes small { display: block; color: var(--soft); } .episodes .badges { display: grid; gap: 3px; align-content: start; }
+.sides { display: flex; flex-wrap: wrap; gap: 12px; } .side { margin: 0; flex: 1 1 140px; max-width: 460px; min-width: 0; }
+.side figcaption { display: flex; gap: 8px; align-items: center; font-size: 13px; margin-bottom: 6px; }
+.side figcaption i { width: 14px; height: 3px; border-radius: 2px; flex: none; } .side figcaption b { font-weight: 600; }
+.side .c1 { background: var(--c1); } .side .c2 { background: var(--c2); }
+.picture { position: relative; line-height: 0; border-radius: 6px; overflow: hidden; }
+.picture img { width: 100%; height: auto; display: block; } .overlay { position: absolute; inset: 0; width: 100%; height: 100%; }
+.overlay polyline { fill: none; stroke-linecap: round; stroke-linejoin: round; } .overlay .halo { stroke: #000; opacity: .55; }
+.overlay .passed { stroke: #fff; opacity: .6; } .overlay .ahead { stroke: #ffd84d; }
+.overlay circle { fill: #ffd84d; stroke: #000; stroke-width: .6; }
+.numbers { font-size: 12.5px; color: var(--soft); margin: 6px 0; min-height: 3.1em; font-variant-numeric: tabular-nums; }
+.bars { display: block; width: 100%; height: 44px; } .bars line { stroke: var(--line); stroke-width: .04; }
+.bars rect { fill: var(--c3); } .bars .passed { opacity: .25; } .bars .ahead { opacity: .6; }
+.controls { display: flex; align-items: center; gap: 8px; margin: 12px 0 8px; flex-wrap: wrap; font-size: 13.5px; }
+.controls .track { position: relative; flex: 1 1 160px; } .controls input { width: 100%; margin: 0; display: block; }
+.controls .count { color: var(--soft); font-variant-numeric: tabular-nums; }
+.parting { position: absolute; top: -7px; width: 2px; height: 9px; background: var(--bad); pointer-events: none; }
+.judged { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(230px, 100%), 1fr)); gap: 12px; margin-top: 14px; }
+.judged h3 { font-size: 12.5px; font-weight: 600; color: var(--soft); margin: 0; } .judged .chart { overflow: visible; }
+.chart .cursor { stroke: var(--ink); stroke-width: 1; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 12.5px; padding: 4px 14px 8px 0;
   border-bottom: 1px solid var(--line); }
@@ -86,7 +112,8 @@ figcaption small { display: block; color: var(--soft); }
   background: var(--bad-bg); }
 h4 { font-size: 14px; color: var(--soft); margin: 18px 0 10px; font-weight: 600; }
 details { margin-top: 12px; } summary { cursor: pointer; font-weight: 600; }
-@media (max-width: 640px) { main { padding: 20px 14px 40px; } td { white-space: normal; } td.wrap { min-width: 90px; }
+@media (max-width: 640px) { .player { grid-template-columns: minmax(0, 1fr); } .episodes { max-height: 210px; }
+  main { padding: 20px 14px 40px; } td { white-space: normal; } td.wrap { min-width: 90px; }
   td .interval { display: none; } td small { margin-left: 0; } }
 pre { overflow: auto; max-height: 480px;
   font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 12px 0 0; }

@@ -115,7 +115,14 @@ def check_evaluation(config: RunConfig) -> None:
         refuse(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
         _check_num_episodes(config, "evaluation")
-    if config.evaluation.num_videos_per_task:
+    recorded, players = config.evaluation.record_episodes, config.cluster.num_players
+    if recorded and (players is not None or config.cluster.placement == "split"):
+        refuse(
+            f"evaluation.record_episodes={recorded} with players, which have the policy",
+            "no players; `rlinf evaluate` records episodes of any checkpoint later",
+            "evaluation.record_episodes=0",
+        )
+    if config.evaluation.num_videos_per_task or recorded:
         ENVS.get(config.env.name).check_drawing(config.env)
 
 

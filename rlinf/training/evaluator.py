@@ -10,6 +10,8 @@ from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import Episodes, episode_list, evaluate_policy
+from rlinf.evaluation.recorded import RECORDINGS_FOLDER
+from rlinf.evaluation.recording import record_episodes
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
@@ -41,17 +43,18 @@ class Evaluator:
     def run(self, model: ActionModel, tag: str) -> EvaluationResult | None:
         """Return the result on all ranks (a collective call), or None if a signal has stopped it."""
         settings = self.config.evaluation
-        with_videos = tag in SUMMARY_TAGS.values() and settings.num_videos_per_task > 0
+        is_summary, folder = tag in SUMMARY_TAGS.values(), evaluation_folder(self.config, tag)
+        with_videos = is_summary and settings.num_videos_per_task > 0
         try:
             with self.autocast():
-                return evaluate_policy(
+                result = evaluate_policy(
                     model,
                     self.env,
                     episode_list(self.env, settings.split, settings.num_episodes),
                     greedy=settings.greedy,
                     temperature=self.config.rollout.temperature,
                     seed=self.config.seed,
-                    video_folder=evaluation_folder(self.config, tag) / "videos" if with_videos else None,
+                    video_folder=folder / "videos" if with_videos else None,
                     num_videos_per_task=settings.num_videos_per_task,
                     video_size=settings.video_size,
                     rank=rank(),
@@ -60,6 +63,19 @@ class Evaluator:
                     together=self.stop_signal.together,
                     episodes=self.episodes,
                 )
+                if is_summary:
+                    record_episodes(
+                        model,
+                        self.env,
+                        result,
+                        folder / RECORDINGS_FOLDER,
+                        settings.record_episodes,
+                        settings.video_size,
+                        rank=rank(),
+                        num_ranks=world_size(),
+                        together=self.stop_signal.together,
+                    )
+                return result
         except StopRequested:
             return None
         finally:

@@ -235,6 +235,48 @@ def test_one_scene_serves_all_envs_of_a_process_and_the_number_is_bounded(monkey
     assert take[0] is take[2] is take[4] and take[1] is not take[5] and len(adapter._scenes) == 2
 
 
+@needs_libero
+def test_the_path_of_a_chunk_is_where_the_hand_goes_and_asking_moves_nothing():
+    def play(ask: bool) -> list[np.ndarray]:
+        sim = simulator()
+        sim.reset(spec(0))
+        chunks, found = np.random.default_rng(1).uniform(-1, 1, (3, 4, 7)), []
+        for chunk in chunks:
+            path = sim.chunk_path(chunk, 256) if ask else None
+            asked_again = sim.chunk_path(-chunk, 256) if ask else None
+            for position, action in enumerate(chunk):
+                sim.step(action)
+                view = sim.observe()
+                found += [sim._state.data.qpos.copy(), view.state, view.images["agentview"]]
+                if ask:
+                    here = sim.chunk_path(chunk[:1], 256)[0]
+                    np.testing.assert_allclose(here, path[position + 1], atol=1e-3)
+                    assert np.linalg.norm(here - asked_again[position + 1]) > 0.3, (
+                        "control: another chunk leads elsewhere"
+                    )
+        return found
+
+    for asked, quiet in zip(play(True), play(False), strict=True):
+        np.testing.assert_array_equal(asked, quiet)
+
+
+@needs_libero
+def test_the_path_begins_where_the_fingers_are_seen():
+    sim = simulator(num_settling_steps=10)
+    sim.reset(spec(0))
+    for _ in range(8):
+        sim.step(np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, -1.0]))  # aside, because in the middle both sides look alike
+    for _ in range(12):
+        sim.step(SETTLING_ACTION)
+    (hand, _), before = sim.chunk_path(SETTLING_ACTION[None], 256), sim.render(256).astype(int)
+    for _ in range(6):
+        sim.step(-SETTLING_ACTION)  # the gripper closes
+    rows, columns = np.nonzero(np.abs(sim.render(256) - before).max(-1) > 20)
+    seen = np.array([columns.mean(), rows.mean()])
+    assert np.linalg.norm(hand - seen) < 15, "pixels of 256"
+    assert abs(256 - hand[0] - seen[0]) > 30, "control: left and right exchanged"
+
+
 # -- what the package says ---------------------------------------------------------------------------------------
 
 

@@ -320,3 +320,44 @@ def test_the_module_is_imported_without_torch_and_without_the_simulator():
     code = "import sys, rlinf.envs.metaworld.env; print({'torch', 'mujoco', 'metaworld'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@needs_metaworld
+@pytest.mark.parametrize(
+    ("camera", "upright"), [("corner4", True), ("corner4", False), ("corner2", True), ("topview", True)]
+)
+def test_the_path_of_a_chunk_is_where_the_fingers_are_seen(camera, upright):
+    sim = simulator(cameras=[camera], upright=upright, image_size=32)
+    sim.reset(spec(3))
+    for _ in range(25):
+        sim.step(np.array([1.0, 0.2, -0.3, -1.0]))
+    for _ in range(60):  # until the arm rests
+        sim.step(np.array([0.0, 0.0, 0.0, -1.0]))
+    chunk = np.array([[-1.0, 0.5, 0.5, -1.0]] * 10)
+    path, before = sim.chunk_path(chunk, 256), sim.render(256).astype(int)
+    np.testing.assert_array_equal(sim.chunk_path(chunk, 128), path / 2)
+    for _ in range(6):
+        sim.step(np.array([0.0, 0.0, 0.0, 1.0]))
+    rows, columns = np.nonzero(np.abs(sim.render(256) - before).max(-1) > 20)  # the gripper closes
+    seen = np.array([np.median(columns), np.median(rows)])
+    assert np.linalg.norm(path[0] - seen) < 15, "pixels of 256"
+    assert np.linalg.norm(256 - path[0] - seen) > 40, "control: the picture the other way around"
+    again, later = sim.chunk_path(chunk, 256), []
+    for action in chunk:
+        sim.step(action)
+        later.append(sim.chunk_path(chunk[:1], 256)[0])
+    np.testing.assert_allclose(later, again[1:], atol=1e-6)
+    assert np.linalg.norm(later[-1] - (2 * path[0] - path[-1])) > 5, "control: the other direction"
+
+
+@needs_metaworld
+def test_asking_for_a_path_moves_nothing():
+    sims = [simulator("push-v3", action_repeat=2) for _ in range(2)]
+    for sim in sims:
+        sim.reset(spec(3))
+    for action in np.random.default_rng(0).uniform(-1, 1, (8, 4)).astype(np.float32):
+        path = sims[0].chunk_path(np.stack([-action, action]), 64)
+        assert path.shape == (3, 2) and np.linalg.norm(path[1] - path[0]) > 0
+        asked, quiet = (sim.step(action) for sim in sims)
+        assert asked == quiet
+        np.testing.assert_array_equal(sims[0].observe().state, sims[1].observe().state)

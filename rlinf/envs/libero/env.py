@@ -242,11 +242,15 @@ class LiberoSimulator(Simulator):
 
     def step(self, action: np.ndarray) -> SingleStep:
         """Advance by one env step (50 ms)."""
+        with self._scene.lock:
+            return SingleStep(0.0, self._scene.step(self._state, self._libero_action(action)))
+
+    def _libero_action(self, action: np.ndarray) -> np.ndarray:
+        """Return the action in LIBERO's own convention of the gripper, float64 ``[7]``."""
         numbers = np.asarray(action, dtype=np.float64).copy()
         if self.config.gripper == "openvla":
             numbers[6] = -np.sign(2.0 * numbers[6] - 1.0)
-        with self._scene.lock:
-            return SingleStep(0.0, self._scene.step(self._state, numbers))
+        return numbers
 
     def observe(self) -> View:
         with self._scene.lock:
@@ -258,6 +262,12 @@ class LiberoSimulator(Simulator):
         """Return a picture of the camera that faces the robot, turned as the policy sees it."""
         with self._scene.lock:
             return self._scene.render(self._state, ["agentview"], size)[0]
+
+    def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
+        """Return the path of the hand, simulated."""
+        actions = np.stack([self._libero_action(action) for action in chunk])
+        with self._scene.lock:
+            return self._scene.path(self._state, actions, "agentview", size)
 
     def poses(self) -> dict[str, list[float]]:
         """Return objects and fixtures: position (metres) and quaternion (w, x, y, z)."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.graphics.projection import project
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import ConfigError, MissingDependencyError
 
@@ -192,6 +194,25 @@ class Scene:
         ids = [self.model.camera(CAMERAS[name]).id for name in cameras]
         pictures = self._renderers[size].render([self._shown], ids, GEOM_GROUPS)[:, 0]
         return [np.ascontiguousarray(picture[:, ::-1]) for picture in pictures]
+
+    def path(self, state: SceneState, actions: np.ndarray, camera: str, size: int) -> np.ndarray:
+        """Return where ``actions [C, 7]`` would lead the hand, as a picture of ``render`` shows it: ``[C + 1, 2]`` pixels.
+
+        The state stays as it is: its copy is simulated.
+        """
+        sim = state.controller.sim  # shared, as in ``state``
+        controller = copy.deepcopy(state.controller, {id(sim): sim})
+        moved = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
+        camera_id, places = self.model.camera(CAMERAS[camera]).id, []
+        for action in [None, *actions]:
+            if action is not None:
+                self.step(moved, action)
+            self._show(moved)
+            places.append(self._shown.site_xpos[self._robot.eef_site_id].copy())
+        self._show(state)
+        path = project(self.model, self._shown, camera_id, np.stack(places), size)
+        path[:, 0] = size - path[:, 0]
+        return path
 
     def poses(self, state: SceneState) -> dict[str, list[float]]:
         """Return object and fixture to position (metres) and quaternion (w, x, y, z)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.graphics.projection import project
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
@@ -216,7 +218,24 @@ class MetaWorldSimulator(Simulator):
 
     def render(self, size: int) -> np.ndarray:
         """Return a picture of the first camera (corner4 if there is none)."""
-        return self._draw(self.config.cameras[0] if self.config.cameras else "corner4", size)
+        return self._draw(self._video_camera, size)
+
+    def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
+        """Return the path of the fingers, simulated as if no success ended the repetition of an action."""
+        mujoco, env, camera, data = import_mujoco(), self._env, self._video_camera, self._env.data
+        places = [env.tcp_center]
+        try:
+            env.data = copy.copy(data)
+            for action in np.repeat(chunk, self.config.action_repeat, axis=0):
+                env.set_xyz_action(action[:3])
+                env.do_simulation([action[-1], -action[-1]], n_frames=env.frame_skip)
+                mujoco.mj_forward(env.model, env.data)
+                places.append(env.tcp_center)
+        finally:
+            env.data = data
+        seen = np.stack(places[:: self.config.action_repeat])
+        path = project(env.model, data, env.model.camera(camera).id, seen, size)
+        return size - path if self._is_turned(camera) else path
 
     def poses(self) -> dict[str, list[float]]:
         """Return position and quaternion of the hand and of every body that does not belong to the arm."""
@@ -240,11 +259,18 @@ class MetaWorldSimulator(Simulator):
         task = np.array(list(INSTRUCTIONS)) == self._task
         return np.concatenate([self._numbers, task]).astype(np.float32)
 
+    @property
+    def _video_camera(self) -> str:
+        return self.config.cameras[0] if self.config.cameras else "corner4"
+
+    def _is_turned(self, camera: str) -> bool:
+        return self.config.upright and camera in UPSIDE_DOWN_CAMERAS
+
     def _draw(self, camera: str, size: int) -> np.ndarray:
         _show_goal(self._env)
         renderer = _renderer_of(self._env.fullpath, size)
         picture = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
-        if self.config.upright and camera in UPSIDE_DOWN_CAMERAS:
+        if self._is_turned(camera):
             picture = picture[::-1, ::-1]
         return np.ascontiguousarray(picture)
 

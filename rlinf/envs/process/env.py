@@ -105,6 +105,16 @@ class ProcessVectorEnv(VectorEnv):
             frames[worker.positions(ids)] = answer
         return frames
 
+    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
+        """Return those of the simulators, ``[K, C + 1, 2]``."""
+        self._check_reset()
+        ids, paths = np.asarray(ids, dtype=np.int64), np.empty((len(ids), chunks.shape[1] + 1, 2))
+        for worker, answer in self._ask("chunk_paths", ids, size, of_rows=(chunks,)).items():
+            if answer is None:
+                return None
+            paths[worker.positions(ids)] = answer
+        return paths
+
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return the poses of the rows ``ids``."""
         self._check_reset()
@@ -168,13 +178,18 @@ class ProcessVectorEnv(VectorEnv):
         state = self._rows["state"][ids] if self.state_dim else None
         return Observation(images, state, self._instructions[ids].tolist())
 
-    def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[Worker, Any]:
-        """Ask each worker about its rows among ``ids``. Ask a replaced worker again."""
+    def _ask(
+        self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
+    ) -> dict[Worker, Any]:
+        """Ask each worker about its rows among ``ids``. Ask a replaced worker again.
+
+        ``of_rows``: arrays ``[K, ...]`` of which a worker gets its rows, before the other arguments.
+        """
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
             raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")
         calls = {
-            worker: (name, (ids[at].tolist(), *arguments))
+            worker: (name, (ids[at].tolist(), *(array[at] for array in of_rows), *arguments))
             for worker in self._workers
             if len(at := worker.positions(ids))
         }

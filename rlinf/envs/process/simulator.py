@@ -74,6 +74,10 @@ class Simulator(ABC):
         """Return a picture for videos, uint8 ``[size, size, 3]``."""
         raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
 
+    def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray | None:
+        """Return a row of ``VectorEnv.chunk_paths`` for ``chunk [C, D]``, ``[C + 1, 2]``; None: unknown."""
+        return None
+
     def poses(self) -> dict[str, list[float]]:
         """Return object name to current position (metres) and orientation (quaternion), for the simulator's fingerprint."""
         return {}

@@ -100,6 +100,13 @@ class SimulatorRows:
             self._count(index)
         return np.stack(frames)
 
+    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
+        """Return ``[K, C + 1, 2]``, or None."""
+        each = zip(self._each(ids), chunks, strict=True)
+        paths = [self._simulators[index].chunk_path(chunk, size) for index, chunk in each]
+        known = [path for path in paths if path is not None]
+        return np.stack(known) if len(known) == len(paths) else None
+
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return the poses of ``K`` rows."""
         return [self._simulators[index].poses() for index in self._each(ids)]

@@ -190,6 +190,16 @@ class RemoteVectorEnv(VectorEnv):
             frames[actor.positions(rows)] = answer
         return frames
 
+    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
+        """Return those of the env in the actors, ``[K, C + 1, 2]``."""
+        self._check_reset()
+        rows, paths = np.asarray(ids, dtype=np.int64), np.empty((len(ids), chunks.shape[1] + 1, 2))
+        for actor, answer in self._ask(self._calls("chunk_paths", rows, size, of_rows=(chunks,))).items():
+            if answer is None:
+                return None
+            paths[actor.positions(rows)] = answer
+        return paths
+
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return the poses of the rows ``ids``."""
         self._check_reset()
@@ -275,10 +285,12 @@ class RemoteVectorEnv(VectorEnv):
 
     # How the actors are asked.
 
-    def _calls(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[_Actor, tuple[str, tuple]]:
-        """Return the call of ``name`` for each actor that has rows among ``ids``."""
+    def _calls(
+        self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
+    ) -> dict[_Actor, tuple[str, tuple]]:
+        """Return the call of ``name`` for each actor that has rows among ``ids``, which gets its rows of ``of_rows``."""
         return {
-            actor: (name, (ids[at] - actor.ids[0], *arguments))
+            actor: (name, (ids[at] - actor.ids[0], *(array[at] for array in of_rows), *arguments))
             for actor in self._actors
             if len(at := actor.positions(ids))
         }

@@ -147,6 +147,10 @@ class EnvHost:
         """Return pictures of the rows ``ids``."""
         return self._answer(self._env.render_frames(ids, size), ())
 
+    def chunk_paths(self, ids: np.ndarray, chunks: np.ndarray, size: int) -> Answer:
+        """Return where chunks would lead the hands of the rows ``ids``."""
+        return self._answer(self._env.chunk_paths(ids, chunks, size), ())
+
     def poses(self, ids: np.ndarray) -> Answer:
         """Return the poses of the rows ``ids``."""
         return self._answer(self._env.poses(ids), ())

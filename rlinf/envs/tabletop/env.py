@@ -10,6 +10,7 @@ import numpy as np
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.graphics.backend import choose_backend
+from rlinf.envs.graphics.projection import project
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
@@ -153,6 +154,16 @@ class TabletopVectorEnv(VectorEnv):
         """Return uint8 ``[K, size, size, 3]`` of the front camera."""
         self._check_reset()
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
+
+    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray:
+        """Return the paths of the pushers, ``[K, C + 1, 2]``, simulated as if no episode ended in the chunk."""
+        self._check_reset()
+        simulator, camera = self._simulator, self._simulator.camera_ids["front"]
+        paths = [
+            project(simulator.model, simulator.states[index], camera, simulator.path(index, chunk), size)
+            for index, chunk in zip(ids, chunks, strict=True)
+        ]
+        return np.stack(paths)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return position and orientation of all bodies of the scene, including hidden ones."""

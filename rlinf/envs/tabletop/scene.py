@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ CAMERAS = ("front", "side", "wrist")
 
 BLOCK_HALF_SIZE_M = 0.027
 ZONE_RADIUS_M = 0.05
-PUSHER_RADIUS_M = 0.016
+PUSHER_RADIUS_M, PUSHER_LENGTH_M = 0.016, 0.05
 WORKSPACE_M = 0.2
 """Objects start within plus or minus this distance."""
 PUSHER_LIMIT_M = 0.28
@@ -79,7 +80,7 @@ def tabletop_xml() -> str:
       <joint name="pusher_x" type="slide" axis="1 0 0"/>
       <joint name="pusher_y" type="slide" axis="0 1 0"/>
       <joint name="pusher_z" type="slide" axis="0 0 1" damping="50"/>
-      <geom type="capsule" fromto="0 0 0 0 0 0.05" size="{radius}" mass="{PUSHER_MASS_KG}" friction="0 0 0" priority="1"
+      <geom type="capsule" fromto="0 0 0 0 0 {PUSHER_LENGTH_M}" size="{radius}" mass="{PUSHER_MASS_KG}" friction="0 0 0" priority="1"
         rgba="0.97 0.97 0.97 1"/>
       <camera name="wrist" pos="0 -0.10 0.30" xyaxes="1 0 0 0 0.95 0.312" fovy="60"/>
     </body>
@@ -138,18 +139,32 @@ class TabletopSimulator:
 
     def step(self, ids: np.ndarray, actions: np.ndarray) -> None:
         """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) of the pushers from their current positions, for one step."""
-        mujoco, model, first = self._mujoco, self.model, self._pusher
+        first = self._pusher
         hovers = self._hovers[ids].tolist()
         pushers = np.stack([self._positions[index][first : first + 2] for index in ids])
-        targets = np.clip(pushers + STEP_M * actions, -PUSHER_LIMIT_M, PUSHER_LIMIT_M)
-        for index, target, alone in zip(ids.tolist(), targets, hovers, strict=True):
-            state = self.states[index]
+        for index, target, alone in zip(ids.tolist(), _target(pushers, actions), hovers, strict=True):
             self._controls[index][:] = target
-            # A hovering pusher touches nothing, so skip the constraint solver, which is half of the physics.
-            model.opt.disableflags = self._no_constraints if alone else 0
-            mujoco.mj_step(model, state, NUM_SUBSTEPS)
-            mujoco.mj_kinematics(model, state)
-            mujoco.mj_camlight(model, state)
+            self._simulate(self.states[index], alone)
+
+    def _simulate(self, state: Any, alone: bool) -> None:
+        """Advance a state by one env step."""
+        mujoco, model = self._mujoco, self.model
+        # A hovering pusher touches nothing, so skip the constraint solver, which is half of the physics.
+        model.opt.disableflags = self._no_constraints if alone else 0
+        mujoco.mj_step(model, state, NUM_SUBSTEPS)
+        mujoco.mj_kinematics(model, state)
+        mujoco.mj_camlight(model, state)
+
+    def path(self, index: int, actions: np.ndarray) -> np.ndarray:
+        """Return where ``actions [C, 2]`` would lead the middle of a pusher: ``[C + 1, 3]``, the first now. The state stays as it is."""
+        state = copy.copy(self.states[index])
+        pusher, body = state.qpos[self._pusher : self._pusher + 2], state.body("pusher")
+        places = [body.xpos.copy()]
+        for action in actions:
+            state.ctrl[:] = _target(pusher, action)
+            self._simulate(state, bool(self._hovers[index]))
+            places.append(body.xpos.copy())
+        return np.stack(places) + (0.0, 0.0, PUSHER_LENGTH_M / 2)
 
     def poses(self, index: int) -> dict[str, list[float]]:
         """Return body name to position (metres) and quaternion of one state."""
@@ -169,3 +184,8 @@ class TabletopSimulator:
         qpos = np.stack([self._positions[index] for index in ids])
         qvel = np.stack([self._velocities[index] for index in ids])
         return qpos[:, first : first + 2], qvel[:, first : first + 2], qpos[:, :9].reshape(-1, 3, 3)[:, :, :2]
+
+
+def _target(pushers: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    """Return the commanded positions for ``actions`` from ``pushers``, both ``[..., 2]``."""
+    return np.clip(pushers + STEP_M * actions, -PUSHER_LIMIT_M, PUSHER_LIMIT_M)

@@ -1,0 +1,153 @@
+"""The episode player of a report: recorded episodes step by step, alone or two policies side by side."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording
+from rlinf.evaluation.report_data import RunData
+from rlinf.files import replace_folder
+from rlinf.types import EpisodeSpec
+
+BASELINE_FOLDER = "episodes_of_baseline"
+"""Copies of the recordings of the evaluation that was compared with, so that the folder can be moved."""
+PARTING_SHARE = 0.1
+"""Two actions differ if one of their numbers does by more than this share of its range."""
+SCRIPT = Path(__file__).with_name("player.js")
+
+
+@dataclass(frozen=True)
+class Side:
+    """Recordings of one policy.
+
+    Attributes:
+        name: Of the policy, for the reader.
+        folder: Relative to the page.
+        colour: Number of its colour in the charts.
+    """
+
+    name: str
+    folder: str
+    colour: int
+
+
+def copy_baseline(baseline: Path, folder: Path) -> None:
+    """Copy the recordings of the evaluation ``baseline`` into the evaluation ``folder``, in place of earlier copies."""
+    target = folder / BASELINE_FOLDER
+    shutil.rmtree(target, ignore_errors=True)
+    if (folder / RECORDINGS_FOLDER).is_dir() and (baseline / RECORDINGS_FOLDER).is_dir():
+        partial = folder / f".{BASELINE_FOLDER}.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(baseline / RECORDINGS_FOLDER, partial)
+        replace_folder(partial, target)
+
+
+def player(data: RunData) -> str:
+    """Return the section with the player; "" without recordings."""
+    sides = _sides(data)
+    found = [read_recordings(data.folder / side.folder) for side in sides]
+    specs = list(dict.fromkeys(spec for recordings in found for spec in recordings))
+    if not specs:
+        return ""
+    both = list(zip(sides, found, strict=True))
+    episodes = [
+        _episode([(side, recordings[spec]) for side, recordings in both if spec in recordings]) for spec in specs
+    ]
+    listed = "".join(_button(number, episode) for number, episode in enumerate(episodes))
+    values = json.dumps(episodes).replace("<", "\\u003c")
+    return (
+        '<h2>Episodes, step by step</h2><section class="card player" tabindex="-1">'
+        f'<div class="episodes">{listed}</div><div class="shown"></div></section><p class="note">{_note(len(sides) > 1)}</p>'
+        f"<script>{SCRIPT.read_text(encoding='utf-8')}\nrlinfPlayer({values});</script>"
+    )
+
+
+def read_recordings(folder: Path) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
+    """Return the file name and content of each recording in a folder, by episode, in the order of their names."""
+    named = [(path.name, read_recording(path)) for path in sorted(folder.glob("*.js"))]
+    return {EpisodeSpec(**content["spec"]): (name, content) for name, content in named}
+
+
+def executed_actions(recording: dict[str, Any]) -> np.ndarray:
+    """Return what the env executed, within its bounds: ``[T, D]``."""
+    num_steps, calls = len(recording["rewards"]), recording["calls"]
+    ends = [*(call["step"] for call in calls[1:]), num_steps]
+    taken = [np.asarray(call["chunk"])[: end - call["step"]] for call, end in zip(calls, ends, strict=True)]
+    return np.clip(np.concatenate(taken), recording["low"], recording["high"])
+
+
+def parting_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    """Return the first env step (from 0) at which two recordings of an episode take different actions; None: at none.
+
+    Actions differ by more than ``PARTING_SHARE``. One that goes on where the other has ended parts there.
+    """
+    one, other = executed_actions(first), executed_actions(second)
+    common = min(len(one), len(other))
+    width = np.subtract(first["high"], first["low"])
+    tolerance = PARTING_SHARE * np.where(np.isfinite(width), width, 1.0)
+    differs = (np.abs(one[:common] - other[:common]) > tolerance).any(1)
+    if differs.any():
+        return int(differs.argmax())
+    return common if len(one) != len(other) else None
+
+
+def _sides(data: RunData) -> list[Side]:
+    """Return the baseline and the evaluation that was compared with it, or else what the table of tasks shows."""
+    compared = data.comparison is not None and (data.folder / BASELINE_FOLDER).is_dir()
+    if compared:
+        names = (f"a: {data.comparison['a']}", f"b: {data.comparison['b']}")
+        return [Side(names[0], BASELINE_FOLDER, 2), Side(names[1], RECORDINGS_FOLDER, 1)]
+    return [
+        Side(one.name, (Path(one.folder) / RECORDINGS_FOLDER).as_posix(), colour) for one, colour in data.in_the_table
+    ]
+
+
+def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
+    """Return what the page knows of an episode before its recordings are loaded."""
+    contents = [content for _, (_, content) in sides]
+    first = contents[0]
+    shown = [
+        {
+            "name": side.name, "colour": side.colour, "source": quote(f"{side.folder}/{name}"),
+            "success": content["success"], "steps": len(content["rewards"]), "as_counted": content["as_counted"],
+        }
+        for side, (name, content) in sides
+    ]  # fmt: skip
+    is_pair = len(contents) == 2
+    pictures = {content["frames"][0] for content in contents if content["size"] == first["size"]}
+    return {
+        "task": first["task"], "instruction": first["instruction"], "number": first["number"],
+        "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": len(pictures) == 1,
+    }  # fmt: skip
+
+
+def _button(number: int, episode: dict[str, Any]) -> str:
+    badges = "".join(
+        f'<span class="badge {"yes" if side["success"] else "no"}">{"success" if side["success"] else "failure"}</span>'
+        for side in episode["sides"]
+    )
+    parting = "" if episode["parting"] is None else f", part at step {episode['parting']}"
+    return (
+        f'<button type="button" data-episode="{number}"><span>{escape(episode["instruction"])}'
+        f"<small>{escape(episode['task'])}, episode {episode['number']}{parting}</small></span>"
+        f'<span class="badges">{badges}</span></button>'
+    )
+
+
+def _note(is_pair: bool) -> str:
+    note = (
+        "The first episodes of each task, played again. Yellow: where the rest of the chunk would lead; white: what is done of it; "
+        "bars: its numbers within their bounds. Value, entropy and log-probability are those of the whole chunk, where the policy has "
+        "them. Keys: arrows, space."
+    )
+    parting = f" Two policies part where one number of an action differs by more than {PARTING_SHARE:.0%} of its range."
+    return note + (parting if is_pair else "")

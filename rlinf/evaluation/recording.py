@@ -1,0 +1,193 @@
+"""Record episodes step by step: pictures, what the policy decided in each call, and what it thought of that."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import ObjectPolicy, RowPolicy, predictions_for_rows, replay_episodes, slug
+from rlinf.evaluation.recorded import write_recording
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.models.precision import evaluation_mode
+from rlinf.types import ActionPrediction, EpisodeResult, Observation
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+    from rlinf.models.embodiment.base import ActionModel
+    from rlinf.types import Acts, ChunkStep
+
+JUDGEMENTS = ("value", "entropy", "logprob")
+JPEG_QUALITY = 85
+
+
+def record_episodes(
+    model: ActionModel | Acts,
+    env: VectorEnv,
+    evaluation: EvaluationResult,
+    folder: str | os.PathLike,
+    num_per_task: int,
+    size: int = 224,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
+) -> None:
+    """Play the first ``num_per_task`` episodes of each task again, and write a recording of each into ``folder``.
+
+    The evaluation stays as it is. Earlier recordings in ``folder`` are deleted, with ``num_per_task=0`` too.
+
+    Args:
+        model, env, rank, num_ranks, together: As of ``evaluate_policy``.
+        evaluation: Its result.
+        folder: Where to write.
+        num_per_task: Episodes of each task.
+        size: Pixels of a picture's side.
+    """
+    folder = Path(folder)
+    together(lambda: shutil.rmtree(folder, ignore_errors=True) if rank == 0 else None)
+    if not num_per_task:
+        return
+    kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
+    policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
+    numbered = _first_of_tasks(evaluation.results, num_per_task)[rank::num_ranks]
+    with evaluation_mode(model):
+        together(partial(_record, policy, env, numbered, folder, size))
+
+
+@dataclass
+class JudgedPolicy(RowPolicy):
+    """A ``RowPolicy`` that keeps what it thinks of its last actions.
+
+    Attributes:
+        judgements: Those of each row, see ``judge``.
+    """
+
+    judgements: list[dict[str, float | None]] = field(default_factory=list)
+
+    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]``, bit for bit those of ``RowPolicy.act``."""
+        actions: dict[int, np.ndarray] = {}
+        judged: dict[int, dict[str, float | None]] = {}
+        for rows, inputs, prediction in predictions_for_rows(
+            self.model, observation, self.draws(streams), self.temperature
+        ):
+            actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
+            judged |= zip(rows, judge(self.model, inputs, prediction, self.temperature)[: len(rows)], strict=True)
+        self.judgements = [judged[row] for row in range(len(observation))]
+        return np.stack([actions[row] for row in range(len(observation))])
+
+
+def judge(
+    model: ActionModel, inputs: dict[str, Any], prediction: ActionPrediction, temperature: float
+) -> list[dict[str, float | None]]:
+    """Return ``value``, ``entropy`` and ``logprob`` of each row of a prediction; None where the policy has no such number.
+
+    Log-probability and entropy, in nat, are those of the whole chunk: the sums over its ``A`` columns, at ``temperature``.
+    """
+    found: dict[str, Any] = dict.fromkeys(JUDGEMENTS)
+    if getattr(model, "value_head", None) is not None:
+        found["value"] = prediction.values
+    if _gives_logprobs(model):
+        found["logprob"] = model.rollout_logprobs(prediction, temperature).sum(1)
+        found["entropy"] = model.evaluate_actions(inputs, prediction.sequences, temperature).entropy.sum(1)
+    columns = {name: None if numbers is None else numbers.float().tolist() for name, numbers in found.items()}
+    return [
+        {name: None if column is None else column[row] for name, column in columns.items()}
+        for row in range(len(prediction.actions))
+    ]
+
+
+def _gives_logprobs(model: ActionModel) -> bool:
+    """Return whether actions have log-probabilities with the model's present settings."""
+    try:
+        model.check_rl(model.config)
+    except ConfigError:
+        return False
+    return model.has_logprobs
+
+
+class Recorder:
+    """Keeps the calls and rewards of replayed episodes (a ``Watcher``).
+
+    Attributes:
+        calls: Of each row: the env step (from 0) of the first action, the chunk, its path in the picture, and judgements.
+        rewards: Of each row and env step.
+    """
+
+    def __init__(self, policy: RowPolicy, env: VectorEnv, num_rows: int, size: int) -> None:
+        self.policy, self.env, self.num_rows, self.size = policy, env, num_rows, size
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all."""
+        self.calls: list[list[dict[str, Any]]] = [[] for _ in range(self.num_rows)]
+        self.rewards: list[list[float]] = [[] for _ in range(self.num_rows)]
+
+    def decided(self, rows: np.ndarray, chunks: np.ndarray) -> None:
+        """Keep what the policy decided, and where it would lead."""
+        paths = self.env.chunk_paths(
+            rows.tolist(), np.clip(chunks, self.env.action_low, self.env.action_high), self.size
+        )
+        judged = getattr(self.policy, "judgements", [dict.fromkeys(JUDGEMENTS)] * len(rows))
+        for place, row in enumerate(rows.tolist()):
+            call = {"step": len(self.rewards[row]), "chunk": chunks[place].tolist()}
+            call["path"] = None if paths is None else _without_nan(paths[place])
+            self.calls[row].append({**call, **judged[place]})
+
+    def stepped(self, rows: np.ndarray, step: ChunkStep) -> None:
+        """Keep the rewards."""
+        for row in rows.tolist():
+            self.rewards[row].append(float(step.rewards[row, 0]))
+
+
+def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
+    """Return the first results of each task with their numbers in the list."""
+    seen: dict[str, int] = {}
+    chosen = []
+    for number, result in enumerate(results):
+        seen[result.task] = seen.get(result.task, 0) + 1
+        if seen[result.task] <= num_per_task:
+            chosen.append((number, result))
+    return chosen
+
+
+def _record(
+    policy: RowPolicy, env: VectorEnv, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
+) -> None:
+    for first in range(0, len(numbered), env.num_envs):
+        batch = numbered[first : first + env.num_envs]
+        recorder = Recorder(policy, env, len(batch), size)
+        played = replay_episodes(policy, env, [counted.spec for _, counted in batch], size, recorder)
+        for row, ((number, counted), (result, instruction, frames)) in enumerate(zip(batch, played, strict=True)):
+            same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
+            content = {
+                "number": number, "spec": asdict(result.spec), "task": result.task, "instruction": instruction,
+                "success": bool(result.success), "as_counted": bool(same), "size": size,
+                "low": env.action_low.tolist(), "high": env.action_high.tolist(),
+                "rewards": recorder.rewards[row], "calls": recorder.calls[row],
+                "frames": [_picture(frame) for frame in frames],
+            }  # fmt: skip
+            write_recording(folder / f"{slug(result.task)}_{number:03d}.js", content)
+
+
+def _picture(frame: np.ndarray) -> str:
+    """Return a JPEG as an address that holds its data."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+
+
+def _without_nan(path: np.ndarray) -> list[list[float] | None]:
+    return [[float(x), float(y)] if np.isfinite([x, y]).all() else None for x, y in path]

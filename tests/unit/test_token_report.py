@@ -152,7 +152,9 @@ def test_fine_tuning_without_completions_has_a_report_too(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(text)
     assert is_token_folder(tmp_path)
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert page.headings[:4] == ["Reward gsm8k", "Loss", "Learning rate", "Gradient norm"]
+    said, *headings = page.headings
+    assert said == "What the metrics say (rlinf why)", "the loss of these lines rises"
+    assert headings[:4] == ["Reward gsm8k", "Loss", "Learning rate", "Gradient norm"]
 
 
 def test_the_command_writes_it_and_refuses_several(run, capsys):

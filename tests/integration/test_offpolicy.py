@@ -25,6 +25,7 @@ from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
+from rlinf.models.embodiment.headed import uniforms_by_row
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
@@ -146,6 +147,19 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
     (tmp_path / "export" / "head.safetensors").unlink()
     with pytest.raises(CheckpointError):
         rlinf.load_policy(tmp_path / "export")
+
+
+def test_each_observation_of_an_evaluation_has_candidates_of_its_own_and_always_the_same():
+    generator = torch.Generator().manual_seed(1)
+    inputs = {"images": torch.rand(400, 3, 2, 2, generator=generator), "tokens": torch.arange(400)[:, None]}
+    drawn = uniforms_by_row(inputs, 400, 6)
+    some = {"images": inputs["images"][[7, 3]], "tokens": torch.zeros(2, 5, dtype=torch.int64)}  # padded otherwise
+    assert torch.equal(uniforms_by_row(some, 2, 6), drawn[[7, 3]])
+    assert len(drawn.unique(dim=0)) == 400 and 0 < drawn.min() < 0.01 and 0.99 < drawn.max() < 1
+    torch.testing.assert_close(drawn.mean(0), torch.full((6,), 0.5), atol=0.06, rtol=0)  # 4 deviations of a mean
+    other = inputs | {"images": inputs["images"].bfloat16()}
+    assert not torch.equal(uniforms_by_row(other, 400, 6), drawn), "the control: other images"
+    assert uniforms_by_row(inputs, 400, 0).shape == (400, 0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -173,11 +174,8 @@ class HeadedPolicy(ActionModel, nn.Module):
     ) -> ActionPrediction:
         """Act: the head draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
         num_rows, split = len(next(iter(inputs.values()))), self.num_candidate_numbers
-        if not do_sample:  # the candidates are equally many quantiles for every observation
-            fixed = torch.rand(split, generator=torch.Generator().manual_seed(0)).clamp_min_(
-                torch.finfo(torch.float32).tiny
-            )
-            drawn, noise = fixed.expand(num_rows, -1).to(self.device), None
+        if not do_sample:
+            drawn, noise = uniforms_by_row(inputs, num_rows, split).to(self.device), None
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
@@ -278,6 +276,23 @@ def check_steered(config: HeadConfig, base: ActionModel) -> None:
             f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as configured draws "
             "none; required: a policy that samples its actions. Set algorithm.head.name=residual"
         )
+
+
+def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
+    """Return random numbers in (0, 1), float32 ``[B, count]``, that the images and states of each row of ``inputs`` decide.
+
+    So an evaluation repeats, and yet every observation has candidates of its own. With the same quantiles for all observations, the
+    policy could never do what lies between them.
+    """
+    if not count:
+        return torch.empty(num_rows, 0)
+    digests = [0] * num_rows
+    for name in sorted(inputs):
+        if inputs[name].is_floating_point():  # token ids are padded to the longest prompt of the call
+            rows = inputs[name].detach().cpu().reshape(num_rows, -1).contiguous().view(torch.uint8).numpy()
+            digests = [zlib.crc32(row, digest) for row, digest in zip(rows, digests, strict=True)]
+    drawn = [torch.rand(count, generator=torch.Generator().manual_seed(digest)) for digest in digests]
+    return torch.stack(drawn).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def normal(uniforms: Tensor) -> Tensor:

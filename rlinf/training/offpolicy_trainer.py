@@ -376,7 +376,7 @@ class OffPolicyTrainer:
         base = self.policy.normalize(said.chunks.to(device))
         greedy, _ = self.policy.decide(features, base, None)
         if self._is_warm_up():
-            actions = head.at_random(base, uniforms)
+            actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
         else:
             actions, chosen = self.policy.decide(features, base, normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)

@@ -23,9 +23,9 @@ from rlinf.cluster.envs import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.models.embodiment.headed import uniforms_by_row
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
-from rlinf.models.embodiment.headed import uniforms_by_row
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes

@@ -266,17 +266,6 @@ def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_ta
     learner.update(batch)
 
 
-def test_the_warm_up_of_edit_plays_any_of_the_chunks():
-    config = HeadConfig(name="edit", hidden_size=8, scale=0.5, num_candidates=3)
-    base, uniforms = torch.rand(3, 3, A) * 2 - 1, torch.rand(3, 3 * A)
-    uniforms[:, -1] = torch.tensor([0.99, 0.01, 0.5])
-    r = 2 * uniforms[:, :A] - 1
-    taken = base[[0, 1, 2], [2, 0, 1]]
-    torch.testing.assert_close(EditHead(config, F, A).at_random(base, uniforms), (taken + 0.5 * r).clamp(-1, 1))
-    one = EditHead(replace(config, num_candidates=1), F, A)
-    torch.testing.assert_close(one.at_random(base[:, :1], uniforms[:, :A]), (base[:, 0] + 0.5 * r).clamp(-1, 1))
-
-
 def test_the_direct_head_reads_the_features_alone():
     head = DirectHead(HeadConfig(name="direct", hidden_size=8), F, A)
     with torch.no_grad():

@@ -93,10 +93,6 @@ class Head(nn.Module):
         r = self.mode(features, base) if noise is None else self.draw(features, base, noise)[0]
         return self.compose(base, r).unsqueeze(1)
 
-    def at_random(self, base: Tensor, uniforms: Tensor) -> Tensor:
-        """Return the actions ``[B, A]`` of the warm-up from ``uniforms [B, num_noises]`` in (0, 1): uniform numbers ``r``."""
-        return self.compose(base, 2 * uniforms[:, : self.num_numbers] - 1)
-
     def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return the base chunks ``[B, N, A]`` with which a loss of the head is computed."""
         return base

@@ -32,11 +32,6 @@ class EditHead(ResidualHead):
         )
         return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
 
-    def at_random(self, base: Tensor, uniforms: Tensor) -> Tensor:
-        """Correct any of the chunks, the last number decides which: critics that saw the greedy one alone could not choose."""
-        chosen = (uniforms[:, -1] * base.shape[1]).long()
-        return super().at_random(base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1), uniforms)
-
     def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return one chunk of each row at random, ``[B, 1, A]``: any of them may be corrected."""
         chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)

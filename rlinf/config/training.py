@@ -51,11 +51,11 @@ class TrainerConfig:
         None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
     )
     on_collapse: str = option(
-        "off",
-        "What a run does when two evaluations of RL in a row succeed certainly less than half as often as the best one before them. stop: it "
-        "ends. rollback: it goes back to the best checkpoint with half the learning rate, three times at most, then it ends. Needs "
+        "continue",
+        "What a run does when two evaluations of RL in a row succeed certainly less than half as often as the best one before them. continue: "
+        "nothing. stop: it ends. rollback: it goes back to the best checkpoint with half the learning rate, three times at most, then it ends. Needs "
         "trainer.eval_every.",
-        choices=("off", "stop", "rollback"),
+        choices=("continue", "stop", "rollback"),
     )
     profile_steps: list[int] | None = option(
         None,

@@ -268,7 +268,7 @@ def check_phases(config: RunConfig, command: str) -> None:
 def check_collapse(config: RunConfig) -> None:
     """Check that a run that watches for a collapse is evaluated, and can go back where it is to."""
     mode = f"trainer.on_collapse={config.trainer.on_collapse}"
-    if config.trainer.on_collapse == "off" or config.trainer.max_steps == 0:
+    if config.trainer.on_collapse == "continue" or config.trainer.max_steps == 0:
         return
     if not config.trainer.eval_every:
         every = max(1, config.trainer.max_steps // 10)

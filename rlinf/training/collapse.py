@@ -35,7 +35,7 @@ def ends_by_collapse(session: Session) -> bool:
         RolledBack: It goes on from its best checkpoint instead.
     """
     mode, state = session.config.trainer.on_collapse, session.state
-    if mode == "off":
+    if mode == "continue":
         return False
     found = on_rank_zero(lambda: _best_before_collapse(session), "read the checkpoints")
     if found is None:

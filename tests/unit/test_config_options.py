@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.training import TrainerConfig
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, option, override_text, to_mapping, type_name
 
@@ -144,3 +145,13 @@ def test_every_field_of_the_configuration_is_documented():
                 yield from undocumented(hints[field.name], f"{path}.{field.name}")
 
     assert list(undocumented(RunConfig, "")) == []
+
+
+def test_what_to_do_at_a_collapse_may_stand_in_a_yaml_file():
+    """YAML reads words like ``off`` as booleans."""
+    choices = next(one for one in fields(TrainerConfig) if one.name == "on_collapse").metadata["choices"]
+    for choice in choices:
+        read = OmegaConf.to_container(OmegaConf.create(f"on_collapse: {choice}"))
+        assert from_mapping(TrainerConfig, read).on_collapse == choice
+    with pytest.raises(ConfigError, match="on_collapse"):
+        from_mapping(TrainerConfig, OmegaConf.to_container(OmegaConf.create("on_collapse: off")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,6 +127,14 @@ def without_path(model):
     return {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
 
 
+def realigned(model):
+    """A copy whose weights begin where torch puts them.
+
+    Weights of a file begin where the file has them, and some processors add up in another order there: the last bit differs.
+    """
+    return copy.deepcopy(model)
+
+
 def scores(model, config):
     """Log-probabilities and values of fixed actions."""
     inputs = model.preprocess(random_observation(config, model, 2))
@@ -152,7 +161,7 @@ def test_a_deferred_build_is_the_ordinary_one_once_it_is_read(tmp_path, family, 
     assert expected.state_dict().keys() == model.state_dict().keys()
     assert [p.requires_grad for p in expected.parameters()] == [p.requires_grad for p in model.parameters()]
     assert without_path(expected) == without_path(model) and expected.training == model.training
-    assert_same(scores(expected, config), scores(model, config))
+    assert_same(scores(realigned(expected), config), scores(realigned(model), config))
     built(config, deferred=False)
     assert torch.equal(torch.rand(1), drawn), "the random numbers that follow are the same"
 
@@ -312,7 +321,7 @@ def test_ranks_hold_the_weights_of_one_process_and_read_each_row_once(
         family, overrides = CASES[name]
         config = from_folder(family, folders[family], *overrides)
         model = built(config, deferred=False)
-        expected, outputs = tensors_of(model), scores(model, config)
+        expected, outputs = tensors_of(model), scores(realigned(model), config)
         parts, own, read, bounds = zip(*(each[name] for each in found), strict=True)
         assert_parts_of(expected, parts)
         for each in own:

@@ -1,14 +1,26 @@
-"""The rules of `rlinf why`, the worst first. docs/why.md shows them, and the faults by which each was tried."""
+"""The rules of `rlinf why`, the worst first. docs/why.md shows them, and how they were tried."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 from collections.abc import Sequence
 from statistics import median
 
+from rlinf.algorithms.offpolicy_config import LARGEST_SCALE
 from rlinf.evaluation.collapse import is_collapsed
-from rlinf.evaluation.findings import Diagnosis, Finding, NotMeasured, Record, diagnose, read_record
+from rlinf.evaluation.findings import (
+    MIN_POINTS,
+    Diagnosis,
+    Finding,
+    NotMeasured,
+    Record,
+    Series,
+    diagnose,
+    read_record,
+)
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.report_page import warning_card
 from rlinf.evaluation.result import Success
@@ -19,6 +31,9 @@ MASTERED = 0.95
 
 NEAR_WEIGHT, SPACING = 0.03, 2.0**-29
 """Size of a typical weight, and the distance of neighbouring float32 numbers there."""
+
+Z_WORSE = 2.807033768343811
+"""99.75 % quantile of the standard normal distribution: one of 400 unchanged policies ends so far below its beginning."""
 
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
@@ -50,7 +65,7 @@ def collapsed(record: Record) -> Finding | None:
         raise NotMeasured("one evaluation of RL only; required: 2")
     (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
     best_step, best = max(evaluations, key=lambda each: each[1].success_rate)
-    low, _ = difference_interval((first.successes, last.successes), (first.episodes, last.episodes))
+    low, _ = difference_interval((first.successes, last.successes), (first.episodes, last.episodes), Z_WORSE)
     if is_collapsed(best, last):
         text = f"The policy succeeded in {best} of the evaluation at step {best_step} and in {last} at the end"
     elif low > 0:  # against the first one, which nobody has chosen because it is good
@@ -66,26 +81,27 @@ def collapsed(record: Record) -> Finding | None:
 
 
 def never_a_success(record: Record) -> Finding | None:
-    """None of at least 100 episodes of the rollouts succeeded."""
+    """None of at least 100 episodes of the rollouts succeeded, and the return rises no more."""
     rollouts = record.rollouts()
     total = sum_of(rollouts)
-    if total.successes or total.episodes < 100:  # 0 of 100: the rate is certainly below 4 %
+    if total.successes or total.episodes < 100 or return_rises(record):  # 0 of 100: the rate is certainly below 4 %
         return None
     steps = rollouts[0][0], rollouts[-1][0]
     lengths = set(record.series("rollout/episode_len").values)
     found = f"None of {total.episodes} episodes of the rollouts succeeded"
+    begin = f"sft.max_steps={max(1000, 2 * record.setting('sft.max_steps', 0))}"
     if len(lengths) == 1:
         limit = round(lengths.pop())
         found += f", and each lasted {limit} env steps, its limit"
         return Finding(
             f"{found}. Without a success there is nothing to repeat: give episodes more time, or begin with a policy that succeeds "
             "now and then",
-            f"env.max_episode_steps={2 * limit} or sft.max_steps=1000",
+            f"env.max_episode_steps={2 * limit} or {begin}" if record.setting("env.max_episode_steps") else begin,
             steps,
         )
     return Finding(
         f"{found}: they ended early, in failure. Begin with a policy that succeeds now and then, or reward what leads to success",
-        "sft.max_steps=1000 or env.reward_mode=shaped",
+        begin,
         steps,
     )
 
@@ -100,10 +116,11 @@ def reward_misses_success(record: Record) -> Finding | None:
     fell = low > 0 and before.success_rate - after.success_rate >= 0.05
     if not fell or median(returns.late) <= max(returns.early):
         return None
+    is_dense = record.setting("env.reward_mode", "sparse") != "sparse"
     return Finding(
         f"The return rose from {median(returns.early):.3g} to {median(returns.late):.3g} while success fell from {before} to {after}: "
         "the reward pays for something else than success",
-        "env.reward_mode=sparse",
+        "env.reward_mode=sparse" if is_dense else "trainer.eval_every=5 trainer.on_collapse=stop",
         returns.all_steps,
     )
 
@@ -141,11 +158,11 @@ def critic_diverges(record: Record) -> Finding | None:
 
 
 def critic_blind(record: Record) -> Finding | None:
-    """The explained variance of the critic is 0 or less, before the task is mastered."""
+    """The explained variance of the critic is below -0.05, before the task is mastered."""
     explained = record.series("train/explained_variance")
     late = median(explained.late)
-    # An exact 0 means that the returns do not vary, and where all episodes succeed they vary by noise alone.
-    if late >= 0 or is_mastered(record):
+    # Close to 0 it is noise, or returns do not vary; and where all episodes succeed, returns vary by noise alone.
+    if late >= -0.05 or is_mastered(record):
         return None
     rate = record.setting("trainer.value_learning_rate", 1e-3)
     return Finding(
@@ -157,18 +174,24 @@ def critic_blind(record: Record) -> Finding | None:
 
 
 def rate_rounds_away(record: Record) -> Finding | None:
-    """The learning rate is smaller than the distance of neighbouring weights."""
-    phase = "sft" if any(line["phase"] == "sft" and "sft/learning_rate" in line for line in record.lines) else "train"
-    rate = record.series(f"{phase}/learning_rate")
-    late = median(rate.late)
-    if late <= 0 or late >= SPACING:  # 0: the policy is frozen on purpose
-        return None
-    return Finding(
-        f"The learning rate is {late:.3g}. AdamW moves a weight by about that much in a step, and neighbouring float32 numbers near "
-        f"{NEAR_WEIGHT:g} are {SPACING:.2g} apart, so the steps of most weights are rounded away",
-        larger_rate(record, 1e-5, "sft" if phase == "sft" else "rl"),
-        rate.late_steps,
-    )
+    """The learning rate of cloning or of RL is smaller than the distance of neighbouring weights."""
+    rates = {}
+    for phase, name in (("sft", "sft/learning_rate"), ("rl", "train/learning_rate")):
+        with contextlib.suppress(NotMeasured):
+            rates[phase] = record.series(name)
+    if not rates:
+        raise NotMeasured(f"fewer than {MIN_POINTS} steps with a learning rate")
+    for phase, rate in rates.items():
+        late = median(rate.late)
+        if 0 < late < SPACING:  # 0: the policy is frozen on purpose
+            return Finding(
+                f"The learning rate of {'cloning' if phase == 'sft' else 'RL'} is {late:.3g}. AdamW moves a weight by about that much in "
+                f"a step, and neighbouring float32 numbers near {NEAR_WEIGHT:g} are {SPACING:.2g} apart, so the steps of most weights are "
+                "rounded away",
+                larger_rate(record, 1e-5, phase),
+                rate.late_steps,
+            )
+    return None
 
 
 def policy_stands_still(record: Record) -> Finding | None:
@@ -188,17 +211,19 @@ def policy_stands_still(record: Record) -> Finding | None:
 
 
 def equal_groups(record: Record) -> Finding | None:
-    """In half of the groups or more, all returns are equal."""
+    """In half of the groups or more, all returns are equal and no attempt succeeds."""
     share = record.series("rollout/zero_variance_group_fraction")
     late = median(share.late)
-    if late < 0.5 or is_mastered(record):  # half of the rollout for nothing
+    # Groups in which all attempts succeed teach nothing either, but that is what learning ends with. Their share is at most the
+    # success rate.
+    if late - (late_success(record) or 0.0) < 0.5 or is_mastered(record):
         return None
     if record.is_recipe:
         key = (
             f"rollout.n_generation={2 * record.setting('rollout.n_generation', 16)} or train.train_policy.variant=dapo"
         )
     else:
-        key = f"rollout.group_size={2 * record.setting('rollout.group_size', 8)} or rollout.temperature=1.0 or env.reward_mode=shaped"
+        key = f"rollout.group_size={2 * record.setting('rollout.group_size', 8)} or rollout.temperature=1.0"
     return Finding(
         f"In {late:.0%} of the groups all returns are equal, so they teach nothing; it should be below half: tasks of which some "
         "attempts succeed, and attempts that differ",
@@ -211,11 +236,13 @@ def entropy_gone(record: Record) -> Finding | None:
     """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or that of tokens is almost 0, before the task is mastered."""
     entropy = record.series("train/entropy")
     before, after = median(entropy.early), median(entropy.late)
+    if len(set(entropy.values)) == 1:
+        raise NotMeasured(f"an entropy of exactly {after:g} throughout, which the policy does not learn")
     # Of Gaussian actions, -2.5 nat is a deviation of 1 % of the range, and 3 nat less a twentieth of it. Of tokens, the entropy ends at 0.
-    is_gaussian = min(entropy.values) < 0
-    is_gone = (
-        after < -2.5 or before - after > 3 if is_gaussian else after < 0.01 or (after < 0.05 and after < before / 10)
-    )
+    if record.has_tokens:
+        is_gone = after < 0.01 or (after < 0.05 and after < before / 10)
+    else:
+        is_gone = after < -2.5 or before - after > 3
     if not is_gone or is_mastered(record):
         return None
     return Finding(
@@ -231,7 +258,7 @@ def entropy_explodes(record: Record) -> Finding | None:
     entropy = record.series("train/entropy")
     before, after = entropy.values[0], median(entropy.late)
     # Half a nat is a deviation 1.6 times as large: learning narrows the policy, and only a bonus or a broken update widens it so.
-    if after - before < 0.5:
+    if after - before <= max(0.5, noise_of(entropy)):
         return None
     coefficient = record.setting("algorithm.entropy_coef", 0)
     return Finding(
@@ -337,15 +364,17 @@ def critic_dreams(record: Record) -> Finding | None:
 
 
 def head_saturated(record: Record) -> Finding | None:
-    """More than half of the numbers of a head are at their bound."""
+    """More than half of the numbers of a head are at their bound, and its scale can grow."""
     share = record.series("train/at_bound")
     late, scale = median(share.late), record.setting("algorithm.head.scale", 1.0)
+    if scale >= LARGEST_SCALE:
+        raise NotMeasured(f"algorithm.head.scale={scale:g} is the largest there is")
     if late <= 0.5 or is_mastered(record):
         return None
     return Finding(
         f"{late:.0%} of the numbers of the head are at their bound; it should be below half: it cannot correct by more than its scale "
         f"of {scale:g}",
-        f"algorithm.head.scale={min(2.0, 2 * scale):g}",
+        f"algorithm.head.scale={min(LARGEST_SCALE, 2 * scale):g}",
         share.late_steps,
     )
 
@@ -366,10 +395,10 @@ def answers_cut(record: Record) -> Finding | None:
 
 
 def cloning_diverges(record: Record) -> Finding | None:
-    """The loss of cloning ends a tenth above that of its first step."""
+    """The loss of cloning ends above that of its first step, by a tenth and by more than its noise."""
     loss = record.series("sft/loss")
     first, late = loss.values[0], median(loss.late)
-    if late <= first + 0.1 * abs(first):
+    if late - first <= max(0.1 * abs(first), noise_of(loss)):
         return None
     return Finding(
         f"The loss of cloning is {late:.3g}, after {first:.3g} at its first step; it should fall",
@@ -379,8 +408,10 @@ def cloning_diverges(record: Record) -> Finding | None:
 
 
 def cloning_stands_still(record: Record) -> Finding | None:
-    """The loss of cloning falls by less than 3 %."""
+    """The loss of cloning falls by less than 3 %, from untrained weights."""
     loss = record.series("sft/loss")
+    if record.is_recipe or record.setting("init_from") or record.setting("model.model_path"):
+        raise NotMeasured("cloning begins with trained weights, whose loss may stay where it is")
     before, late = median(loss.values[:3]), median(loss.late)
     # Batches differ by a few percent; a clone that learns loses a tenth of its loss in its first steps.
     if late > 1.1 * before or late < before - 0.03 * abs(before):
@@ -434,6 +465,8 @@ def data_starves(record: Record) -> Finding | None:
     late = median(share.late)
     if late < 0.5:  # half of the time
         return None
+    if record.setting("sft.dataset") is None:
+        raise NotMeasured("the rows of cloning are in memory (sft.dataset is null)")
     workers = record.setting("sft.num_workers", 2)
     return Finding(
         f"Cloning waits for its rows in {late:.0%} of its time; it should hardly wait",
@@ -468,19 +501,55 @@ def rate_of(record: Record, phase: str) -> tuple[str, float]:
 def num_updates(record: Record) -> float:
     """Return how many optimiser steps an iteration takes; infinity if it is not known."""
     if record.is_recipe:
-        return math.inf
+        return record.setting("train.train_policy.mu_iterations", 1)
     samples = record.setting("rollout.num_envs", 0) * record.setting("rollout.num_chunks", 0)
     minibatch = record.setting("trainer.minibatch_size", 0)
     return record.setting("algorithm.update_epochs", 1) * samples / minibatch if samples and minibatch else math.inf
 
 
 def is_mastered(record: Record) -> bool:
-    """Return whether the late rollouts nearly always succeed."""
+    """Return whether the late rollouts nearly always succeed.
+
+    The answers of a recipe have rewards instead, whose largest value nobody knows: it counts that they rose, or that they are nearly
+    those of right answers throughout, 1 for each reward times its weight.
+
+    Raises:
+        NotMeasured: A recipe has too few rewards.
+    """
+    if not record.is_recipe:
+        return (late_success(record) or 0.0) >= MASTERED
+    rewards = record.series("rollout/reward_mean")
+    given = record.setting("train.train_policy.reward_function", "one")
+    full = sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
+    late = median(rewards.late)
+    return late > max(rewards.values[:3]) or late >= MASTERED * full
+
+
+def late_success(record: Record) -> float | None:
+    """Return the success rate of the late rollouts; None if it was not measured."""
     try:
         rollouts = record.rollouts()
     except NotMeasured:
+        return None
+    return sum_of(rollouts[-max(3, len(rollouts) // 3) :]).success_rate
+
+
+def return_rises(record: Record) -> bool:
+    """Return whether the return still rises: late in the run by more than half as much as before."""
+    try:
+        returns = record.series("rollout/return_mean")
+    except NotMeasured:
         return False
-    return sum_of(rollouts[-max(3, len(rollouts) // 3) :]).success_rate >= MASTERED
+    values, third = returns.values, len(returns.values) // 3
+    early, middle, late = median(returns.early), median(values[third : len(values) - third]), median(returns.late)
+    return late > max(returns.early) and late - middle > max(0.0, middle - early) / 2
+
+
+def noise_of(series: Series) -> float:
+    """Return by how much the late median of a series that stays where it is may seldom be above its first value."""
+    steps = [abs(after - before) for before, after in itertools.pairwise(series.values)]
+    # The median size of the difference of two normal numbers is 0.954 of their deviation. Few steps may hide it; late values show it.
+    return max(3 * median(steps) / 0.954, max(series.late) - min(series.late))
 
 
 def sum_of(counts: Sequence[tuple[int, Success]]) -> Success:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rlinf.evaluation.report_data import read_run
+from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.result import Success
-from rlinf.evaluation.token_data import is_token_folder, read_token_run
+from rlinf.evaluation.token_data import TokenRun, is_token_folder, read_token_run
 
 MIN_POINTS = 6
 """Values of a metric below which nothing is said of it."""
@@ -83,10 +84,12 @@ class Record:
     Attributes:
         lines: Of ``metrics.jsonl``.
         settings: The configuration as a mapping.
+        manifest: Of the run, or else of its newest checkpoint.
     """
 
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a value of the configuration by its dotted key."""
@@ -99,6 +102,11 @@ class Record:
     def is_recipe(self) -> bool:
         """Whether the run is one of `rlinf launch`, whose keys are others."""
         return self.setting("train.train_policy") is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the policy is known to sample tokens, whose entropy is never negative."""
+        return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
         """Return the lines that have finite values of all these metrics; of ``train/*``, without those of the warm-up of the critic.
@@ -217,5 +225,9 @@ def read_record(folder: str | os.PathLike) -> Record:
     Raises:
         CheckpointError: It is not the folder of a run.
     """
-    run = read_token_run(folder) if is_token_folder(folder) else read_run(folder)
-    return Record(run.lines, run.settings)
+    return record_of(read_token_run(folder) if is_token_folder(folder) else read_run(folder))
+
+
+def record_of(run: RunData | TokenRun) -> Record:
+    """Return what rules read of a run."""
+    return Record(run.lines, run.settings, json.loads(run.manifest or "{}"))

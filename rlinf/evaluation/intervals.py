@@ -88,14 +88,14 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - spread, mean + spread
 
 
-def difference_interval(successes: tuple[int, int], trials: tuple[int, int]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference (first minus second) of two proportions of different trials.
+def difference_interval(successes: tuple[int, int], trials: tuple[int, int], z: float = Z_95) -> tuple[float, float]:
+    """Return the interval (95 %, or that of the quantile ``z``) of the difference (first minus second) of two proportions of different trials.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17:873): ``lower = p1 - p2 - sqrt((p1-l1)^2 + (u2-p2)^2)`` and
     ``upper = p1 - p2 + sqrt((u1-p1)^2 + (p2-l2)^2)`` with the Wilson intervals ``(l, u)`` of both. Without trials it is (-1, 1).
     """
     if not all(trials):
         return -1.0, 1.0
-    (l1, u1), (l2, u2) = (wilson_interval(k, n) for k, n in zip(successes, trials, strict=True))
+    (l1, u1), (l2, u2) = (wilson_interval(k, n, z) for k, n in zip(successes, trials, strict=True))
     p1, p2 = (k / n for k, n in zip(successes, trials, strict=True))
     return p1 - p2 - math.hypot(p1 - l1, u2 - p2), p1 - p2 + math.hypot(u1 - p1, p2 - l2)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from rlinf.evaluation.charts import SMALL, Interval, Series
 from rlinf.evaluation.finding_rules import findings_section
-from rlinf.evaluation.findings import Record
+from rlinf.evaluation.findings import record_of
 from rlinf.evaluation.player import player
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
 from rlinf.evaluation.report_offpolicy import head_section
@@ -52,7 +52,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
 
 
 def _findings(data: RunData) -> str:
-    return findings_section(Record(data.lines, data.settings))
+    return findings_section(record_of(data))
 
 
 def _title(data: RunData) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rlinf.evaluation.answers import Answer
 from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series
 from rlinf.evaluation.finding_rules import findings_section
-from rlinf.evaluation.findings import Record
+from rlinf.evaluation.findings import record_of
 from rlinf.evaluation.report_data import REPORT_FILE
 from rlinf.evaluation.report_page import (
     card,
@@ -151,7 +151,7 @@ def _warnings(run: TokenRun) -> str:
 
 
 def _findings(run: TokenRun) -> str:
-    return findings_section(Record(run.lines, run.settings))
+    return findings_section(record_of(run))
 
 
 def _rewards(run: TokenRun) -> str:

@@ -263,6 +263,8 @@ class OffPolicyTrainer:
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
         metrics |= {} if self.offline is None else self.offline.metrics()
+        if isinstance(self.policy.head, DirectHead):
+            metrics.pop("train/at_bound", None)  # its numbers are actions, at the bounds of the env: no scale cuts them
         if rank() == 0:
             self._corrections.write(self.session.folder, step)
             self._warn(metrics)
@@ -290,7 +292,7 @@ class OffPolicyTrainer:
                 "diverge. Set algorithm.learning_rate or algorithm.updates_per_env_step to less",
             )
         share, head = metrics.get("train/at_bound", 0.0), self.config.head
-        if share > 0.5 and head.scale < LARGEST_SCALE and not isinstance(self.policy.head, DirectHead):
+        if share > 0.5 and head.scale < LARGEST_SCALE:
             self._warn_once(
                 "train/at_bound",
                 f"{share:.0%} of the numbers of the head are at their bound (train/at_bound): corrections cannot become larger. "

@@ -254,7 +254,7 @@ def entropy_gone(record: Record) -> Finding | None:
 
 
 def entropy_explodes(record: Record) -> Finding | None:
-    """The entropy rises by half a nat."""
+    """The entropy rises by half a nat, and by more than its noise."""
     entropy = record.series("train/entropy")
     before, after = entropy.values[0], median(entropy.late)
     # Half a nat is a deviation 1.6 times as large: learning narrows the policy, and only a bonus or a broken update widens it so.

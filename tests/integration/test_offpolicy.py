@@ -31,6 +31,7 @@ from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
+from rlinf.tracking.tracker import read_metrics
 from rlinf.training.envs_of_ranks import Outcome
 from rlinf.training.offpolicy_trainer import _Episodes, largest_value
 from rlinf.types import Proposal
@@ -133,6 +134,8 @@ def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
 def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
     run = build(config_of(tmp_path / "run", "trainer.max_steps=2", f"algorithm.head.name={head}"))
     run.execute()
+    written = any("train/at_bound" in line for line in read_metrics(tmp_path / "run"))
+    assert written == (head != "direct"), "numbers at the bounds of the env are not those that a scale cuts"
     trained = run.rl.policy.eval()
     export(tmp_path / "run", tmp_path / "export")
     loaded = rlinf.load_policy(tmp_path / "export")

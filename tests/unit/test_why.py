@@ -259,7 +259,9 @@ def test_a_healthy_run_of_another_kind_is_not_accused(name):
 
 def test_control_the_same_kinds_with_a_fault_are():
     """Recipes and token policies that do not learn."""
-    flat = lines(rollout__reward_mean=0.1, rollout__zero_variance_group_fraction=0.9, train__entropy=lambda step: 0.5**step)
+    flat = lines(
+        rollout__reward_mean=0.1, rollout__zero_variance_group_fraction=0.9, train__entropy=lambda step: 0.5**step
+    )
     found = [finding.rule for finding in diagnose(Record(flat, RECIPE), RULES).findings]
     assert found == ["equal_groups", "entropy_gone"]
     two = {"train": {"train_policy": {"type": "grpo", "mu_iterations": 2}}}
@@ -366,6 +368,14 @@ def test_the_command_prints_sentences_or_json(folder, capsys):
     assert main(["why", "--json", str(folder)]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
     assert found["findings"][0]["rule"] == "ratios_clipped" and found["findings"][0]["steps"] == [8, 11]
+
+
+def test_a_manifest_tells_whether_a_policy_samples_tokens(folder, capsys):
+    certain = lines(train__entropy=lambda step: 2 * 0.5**step)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in certain))
+    for actions, said in (({"n_action_bins": 21}, "entropy_gone: The entropy is"), ({}, "nothing to say")):
+        (folder / "manifest.json").write_text(json.dumps({"actions": actions}))
+        assert main(["why", str(folder)]) == 0 and capsys.readouterr().out.startswith(said)
 
 
 def test_a_run_without_a_finding_says_so(folder, capsys):

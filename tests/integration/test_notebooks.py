@@ -19,7 +19,7 @@ def execute(notebook, folder: Path, monkeypatch) -> None:
     monkeypatch.setenv("RLINF_NOTEBOOK_SHORT", "1")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    settings = {"timeout": 300, "kernel_name": "python3", "resources": {"metadata": {"path": str(folder)}}}
+    settings = {"timeout": 1200, "kernel_name": "python3", "resources": {"metadata": {"path": str(folder)}}}
     nbclient.NotebookClient(notebook, **settings).execute()
 
 

@@ -396,7 +396,7 @@ def _check_comparable(
     planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
     compare(before, planned, allowed)
     if config.evaluation.stop_when == DECIDED:
-        check_one_list(Path(config.output_dir), to_mapping(config), baseline, len(specs))
+        check_one_list(Path(config.output_dir), to_mapping(config), baseline, planned)
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
             f"evaluation.compare={baseline} ended after {before.episodes} of {before.stopping['num_planned']} episodes "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from rlinf.checkpoints.checkpoint import CONFIG_FILE
 from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
@@ -22,6 +24,8 @@ from rlinf.files import follow_latest, write_text
 from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
 from rlinf.manifest import compare as compare_manifests
 from rlinf.tracking.tracker import read_metrics
+
+logger = logging.getLogger("rlinf")
 
 CONDITIONS = "conditions"
 """Name in ``evaluation.allow_mismatch`` that lets a manifest be missing."""
@@ -85,40 +89,47 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
 
 
-def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, num_episodes: int) -> None:
+def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, planned: EvaluationResult) -> None:
     """Refuse another list for two policies that a folder next to ``output`` has compared by the sequential test.
 
     Its threshold spends the whole 5 % on one list. Whoever reads a second one gets a second chance to find a difference that is none.
+    Another list has other episodes of the same suite, or as many episodes and other draws of the actions. Folders that cannot be read
+    are left out with a warning.
 
     Args:
         output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
         settings: Its configuration, as ``config.yaml`` holds it.
         baseline: Folder of the evaluation to compare with.
-        num_episodes: Of the list.
+        planned: One row for each episode of its list; what the rows say of success is not read.
 
     Raises:
-        ConfigError: There is one with another number of episodes.
-        CheckpointError: A folder next to ``output`` cannot be read.
+        ConfigError: There is one with another list.
     """
     for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
         folder = path.parent
         if folder.resolve() == output.resolve() or not (folder / RESULT_FILE).is_file():
             continue
         try:
-            stopping = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")).get("stopping") or {}
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{folder / RESULT_FILE} cannot be read: {error}. Move its folder away") from error
-        if stopping.get("stop_when") != DECIDED or stopping["num_planned"] == num_episodes:
+            if holds_answers(folder / RESULT_FILE):
+                continue
+            earlier, saved = EvaluationResult.from_json(folder / RESULT_FILE), read_saved_config(folder)
+            if earlier.stopping is None or earlier.stopping["stop_when"] != DECIDED:
+                continue
+            compared = Path(saved["evaluation"]["compare"])
+            same_policies = _policy_of(saved) == _policy_of(settings) and _same_baseline(compared, baseline)
+        except (CheckpointError, AttributeError, KeyError, TypeError) as error:
+            if rank() == 0:
+                logger.warning(
+                    "%s is not read, so it is not known whether it compared these policies: %s", folder, error
+                )
             continue
-        saved = read_saved_config(folder)
-        if (
-            _policy_of(saved) == _policy_of(settings)
-            and Path(saved["evaluation"]["compare"]).resolve() == baseline.resolve()
-        ):
+        if same_policies and _is_another_list(earlier, planned):
+            count = earlier.stopping["num_planned"]
             raise ConfigError(
-                f"{folder} has compared this policy with {baseline} on a list of {stopping['num_planned']} episodes, and this one has "
-                f"{num_episodes}: two lists tell equally good policies apart in more than 5 %; required: one, planned from the start. "
-                f"Set evaluation.num_episodes={stopping['num_planned']}, or move that folder away and tell of both"
+                f"{folder} has compared this policy with that of {baseline} on a list of {count} episodes, and this one of "
+                f"{planned.episodes} is another: two lists tell equally good policies apart in more than 5 %; required: one, planned "
+                f"from the start. Set evaluation.num_episodes={count} and tasks, split and seed as there, or move that folder away and "
+                "tell of both"
             )
 
 
@@ -127,6 +138,29 @@ def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
     model = settings["model"]
     places = [settings.get("checkpoint"), model.get("model_path"), model.get("lora_path")]
     return [model.get("url"), *(None if place is None else str(Path(place).resolve()) for place in places)]
+
+
+def _same_baseline(compared: Path, baseline: Path) -> bool:
+    """Return whether two baselines are one folder, or evaluations of one policy that their ``config.yaml`` names."""
+    try:
+        compared = evaluation_folder(compared)
+    except CheckpointError:
+        return False  # it was deleted
+    if compared.resolve() == baseline.resolve():
+        return True
+    if not all((folder / CONFIG_FILE).is_file() for folder in (compared, baseline)):
+        return False  # that of a run has none
+    policy = _policy_of(read_saved_config(baseline))
+    return any(policy) and _policy_of(read_saved_config(compared)) == policy
+
+
+def _is_another_list(earlier: EvaluationResult, planned: EvaluationResult) -> bool:
+    """Return whether two lists of one suite differ. ``earlier`` may hold the beginning of its list only."""
+    before, now = ({row.spec for row in result.results} for result in (earlier, planned))
+    if {spec.suite for spec in before}.isdisjoint(spec.suite for spec in now):
+        return False  # it asks something else
+    draws = [None if one.greedy else (one.temperature, one.seed) for one in (earlier, planned)]
+    return earlier.stopping["num_planned"] != planned.episodes or not before <= now or draws[0] != draws[1]
 
 
 def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:

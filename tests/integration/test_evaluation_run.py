@@ -443,7 +443,7 @@ def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeyp
     longer = against | {"stop_when": "decided", "num_episodes": 8, "allow_mismatch": ["episodes"]}
     with pytest.raises(
         ConfigError,
-        match=r"same has compared this policy .* list of 9 .* has 8.* Set evaluation.num_episodes=9, or move",
+        match=r"same has compared this policy .* list of 9 .* of 8 is another.* Set evaluation.num_episodes=9 and",
     ):
         evaluate(configured(quick, tmp_path / "longer", evaluation=longer))
     evaluate(configured(quick, tmp_path / "again", evaluation=against | {"stop_when": "decided"}))  # the same list

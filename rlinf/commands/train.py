@@ -67,7 +67,7 @@ from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
-from rlinf.training.collapse import RolledBack
+from rlinf.training.collapse import RolledBack, rollbacks_of
 from rlinf.training.evaluator import Evaluator
 from rlinf.training.offpolicy_trainer import OffPolicyTrainer
 from rlinf.training.outcome import write_failed_batch, write_summary
@@ -133,19 +133,17 @@ class Run:
 
 
 @waiting("start")
-def build(config: RunConfig, reservation: Reservation | None = None, rollbacks: int = 0) -> Run:
+def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build the parts of one rank.
 
     Args:
         config: Validated configuration with ``output_dir`` set.
         reservation: Places in a Ray cluster; None: there is none.
-        rollbacks: Times that the run has gone back in this process; the checkpoint that it goes back to may know of fewer.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     resumed_from, state = _where_to_begin(config)
-    state.rollbacks = max(state.rollbacks, rollbacks)
     has_players = reservation is not None and reservation.group is not None
     if reservation is not None and (has_players or config.cluster.env_nodes):
         reservation.join()  # env nodes are in the same cluster
@@ -206,7 +204,16 @@ def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
     if config.resume is None:
         return None, LoopState(phase="sft" if config.sft.max_steps > 0 else "rl")
     folder = checkpoints.on_rank_zero(lambda: checkpoints.resolve_checkpoint(config.resume), f"read {config.resume}")
-    return folder, LoopState(**checkpoints.read_loop_state(folder))
+    saved, typed = checkpoints.read_loop_state(folder), config.trainer.learning_rate
+    state = LoopState(**saved | {"rollbacks": rollbacks_of(folder, saved, typed)})
+    if rank() == 0 and state.rollbacks and config.trainer.max_steps > 0:
+        rate = rl_trainer_config(config.trainer, state.rollbacks).learning_rate
+        print(
+            f"learning rate of RL: {rate:g} = {typed:g} / 2^{state.rollbacks}, because the run has gone back to its best "
+            "checkpoint; another trainer.learning_rate is taken as it is",
+            flush=True,
+        )
+    return folder, state
 
 
 def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
@@ -336,14 +343,13 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     has_engine = config.rollout.backend == "vllm" and (reservation is None or reservation.group is None)
     if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
-    rollbacks = 0
-    while (back := _execute(config, reservation, rollbacks)) is not None:
-        config, rollbacks = replace(config, resume=str(back.checkpoint), init_from=None), back.rollbacks
+    while (back := _execute(config, reservation)) is not None:
+        config = replace(config, resume=str(back.checkpoint), init_from=None)
 
 
-def _execute(config: RunConfig, reservation: Reservation | None, rollbacks: int) -> RolledBack | None:
+def _execute(config: RunConfig, reservation: Reservation | None) -> RolledBack | None:
     """Build and execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
-    run = build(config, reservation, rollbacks)
+    run = build(config, reservation)
     stop_signal = run.session.stop_signal
     try:
         with stop_signal.handled():

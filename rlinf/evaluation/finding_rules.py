@@ -488,13 +488,14 @@ def larger_rate(record: Record, at_least: float, phase: str) -> str:
 
 
 def rate_of(record: Record, phase: str) -> tuple[str, float]:
-    """Return key and value of the learning rate of a phase."""
+    """Return key and value of the learning rate of a phase; a run that has gone back uses a fraction of what is configured."""
     keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
     # A head on a frozen policy has a rate of its own.
     for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:
         rate = record.setting(key)
         if isinstance(rate, float | int):
-            return key, rate
+            used = [line.get("train/learning_rate") for line in record.lines if line.get("phase") == phase]
+            return key, next(filter(None, reversed(used)), rate) if key == "trainer.learning_rate" else rate
     return "trainer.learning_rate", 1e-4
 
 

@@ -98,6 +98,9 @@ class RLTrainer:
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(session.config.trainer, state.rollbacks))
         self._issue_again()  # before anything is saved, because a checkpoint has what is under way
+        if session.config.trainer.on_collapse == "rollback" and state.checkpoint_name is None:
+            state.start_saved = True  # to go back to, if nothing is ever better
+            session.save()
         session.evaluate_once("before_rl")
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()

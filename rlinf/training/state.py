@@ -47,7 +47,8 @@ class LoopState:
         tracker_run_id: Identity of the metric run.
         evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
-        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rate.
+        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rate. A newly typed rate begins at 0.
+        start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
 
@@ -61,6 +62,7 @@ class LoopState:
     evaluations: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None
     rollbacks: int = 0
+    start_saved: bool = False
     rollouts_ahead: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -70,8 +72,8 @@ class LoopState:
 
     @property
     def checkpoint_name(self) -> str | None:
-        """Name of the checkpoint that holds the present policy, once it is saved; None: nothing was trained yet."""
-        if self.phase == "rl" and self.step > 0:
+        """Name of the checkpoint that holds the present policy, once it is saved; None: it never is."""
+        if self.phase == "rl" and (self.step > 0 or self.start_saved):
             return f"rl_{self.step:06d}"
         return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else None
 

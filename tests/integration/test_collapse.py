@@ -11,11 +11,13 @@ import pytest
 import torch
 from run_results import run_config, untimed_metrics, weights_of
 
+from rlinf.commands import train as commands
 from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.preflight.validation import validate
 from rlinf.training import evaluator
+from rlinf.training.collapse import RolledBack
 
 RATE = 1e-3
 SMALL = [
@@ -142,6 +144,53 @@ def test_a_run_may_go_back_to_the_clone_with_which_rl_began(tmp_path, succeed):
     cloning = ["sft.max_steps=2", "sft.num_demonstrations=4", "sft.batch_size=8"]
     train(config_of(tmp_path, "trainer.on_collapse=rollback", *cloning))
     assert rates_of(tmp_path) == [RATE / 2] * 4 and state_of(tmp_path, "rl_000004")["rollbacks"] == 1
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_is_killed_after_it_went_back_has_not_forgotten_it(tmp_path, succeed, monkeypatch, capsys):
+    succeed(0.25, 1.0, 0.0, 0.0)
+    words = ["trainer.on_collapse=rollback", "trainer.max_steps=9"]
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        make = commands._rl_trainer
+        context.setattr(
+            commands, "_rl_trainer", lambda session, *rest: killed() if session.resumed_from else make(session, *rest)
+        )
+        train(config_of(tmp_path, *words))
+    assert (tmp_path / "checkpoints" / "superseded_1").is_dir(), (
+        "it went back, and was killed before its next checkpoint"
+    )
+    best = tmp_path / "checkpoints" / "rl_000001"
+    for _ in range(2):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            succeed(0.0, 0.0)
+            context.setattr(RolledBack, "__init__", killed)  # before later checkpoints are set aside
+            train(config_of(tmp_path, *words, f"resume={tmp_path}"))
+        assert json.loads((best / "rollbacks.json").read_text()) == {"rollbacks": 2, "learning_rate": RATE}, "once"
+    rates = succeed(*[0.0, 0.0] * 2, 0.0)
+    train(config_of(tmp_path, *words, f"resume={best}"))
+    assert list(rates) == [] and rates_of(tmp_path) == [RATE, RATE / 8, RATE / 8], "three times at most"
+    assert "learning rate of RL: 0.0005 = 0.001 / 2^1" in capsys.readouterr().out
+    succeed(1.0, 1.0)
+    train(config_of(tmp_path, "trainer.max_steps=2", f"resume={best}", "trainer.learning_rate=3e-4"))
+    assert rates_of(tmp_path) == [RATE, 3e-4] and state_of(tmp_path, "rl_000002")["rollbacks"] == 0, "newly typed"
+    assert "learning rate of RL" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_cloning_goes_back_to_the_policy_with_which_it_began(tmp_path, on_ranks, ranks):
+    own, typed, processes = tmp_path / "own", tmp_path / "typed", f"cluster.num_processes={ranks}"
+    rates = on_ranks(1.0, 0.0, 0.0, 1.0, 0.9, 0.9, 0.9)
+    train(config_of(own, "trainer.on_collapse=rollback", "trainer.max_keep=1", "trainer.max_steps=3", processes, rates))
+    assert rates_of(own) == [RATE / 2] * 3 and state_of(own, "rl_000003")["rollbacks"] == 1
+    assert json.loads((own / "summary.json").read_text())["best_checkpoint"]["name"] == "rl_000000"
+    few = ["trainer.max_steps=3", f"trainer.learning_rate={RATE / 2}", processes]
+    train(config_of(typed, *few, on_ranks(1.0, 0.9, 0.9, 0.9)))
+    assert_equal_weights(own, typed, "rl_000003")
+    assert untimed_metrics(own) == untimed_metrics(typed)
+    assert not (typed / "checkpoints" / "rl_000000").exists(), "a control: it is kept for nobody else"
 
 
 def test_a_run_goes_back_three_times_and_then_ends(tmp_path, succeed, capfd):

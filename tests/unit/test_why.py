@@ -14,7 +14,7 @@ import yaml
 from rlinf.cli import main
 from rlinf.config.schema import field_types
 from rlinf.evaluation.collapse import has_collapsed, is_collapsed
-from rlinf.evaluation.finding_rules import RULES
+from rlinf.evaluation.finding_rules import RULES, smaller_rate
 from rlinf.evaluation.findings import NotMeasured, Record, Series, diagnose
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success
@@ -394,3 +394,11 @@ def test_the_page_lists_the_rules_that_there_are():
     page = (Path(__file__).parents[2] / "docs" / "why.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", page.partition("## When a run")[0], flags=re.M)
     assert rows == [(rule.__name__, rule.__doc__) for rule in RULES]
+
+
+def test_a_smaller_rate_is_smaller_than_that_of_a_run_that_has_gone_back():
+    played = lines(train__learning_rate=lambda step: 1e-3 if step < 6 else 2.5e-4)
+    assert smaller_rate(Record([*played, *evaluations(80)], SEVERAL)) == "trainer.learning_rate=5e-05"
+    assert smaller_rate(Record(lines(phase="sft", train__learning_rate=0.1), SEVERAL)) == "trainer.learning_rate=0.0002"
+    head = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
+    assert smaller_rate(Record(played, head)) == "algorithm.learning_rate=0.001"

@@ -23,6 +23,8 @@ def convert(arguments: Sequence[str]) -> int:
     for item in given:
         if item.is_sweep_override():
             key, _, value = item.input_line.partition("=")
+            if ConvertConfig.__annotations__.get(key, "").startswith("list"):
+                raise ConfigError(f"'{item.input_line}' lacks the brackets of a list. Set '{key}=[{value}]'")
             raise ConfigError(
                 f"'{item.input_line}' lists several values; required: one. Quote a comma. Set '{key}=\"{value}\"'"
             )

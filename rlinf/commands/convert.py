@@ -113,6 +113,8 @@ def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bo
     ]
     if len(tasks) > SHOWN_TASKS:
         lines.insert(-3, f"          and {len(tasks) - SHOWN_TASKS} more")
+    if late < len(episodes):
+        lines.insert(2, f"paired    each observation with the action of its row in {len(episodes) - late} episodes")
     if late:
         lines.insert(
             2, f"paired    each observation with the next action in {late} episodes, seen after the action of their row"

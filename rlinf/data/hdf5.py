@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import numpy as np
 
 from rlinf.data.damage import damaged
 from rlinf.envs.libero.tasks import instruction
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.errors import ConfigError, MissingDependencyError, RLinfError, did_you_mean
 from rlinf.options import option, override_text
 
 CONTROL_FREQ_HZ = 20
@@ -119,10 +120,8 @@ class Hdf5Demonstrations:
         for path in dict.fromkeys(episode.path for episode in self.episodes):
             with _opened(path) as file:
                 for episode in (each for each in self.episodes if each.path == path):
-                    try:
+                    with _reading(f"{episode.name} of {path}"):
                         found = self._read(file["data"][episode.name], episode)
-                    except OSError as error:
-                        raise damaged(f"{episode.name} of {path}", error) from error
                     yield found
 
     def _read(self, demo: Any, episode: Hdf5Episode) -> dict[str, Any]:
@@ -133,7 +132,7 @@ class Hdf5Demonstrations:
             images = {camera: np.ascontiguousarray(each[:, ::-1, ::-1]) for camera, each in images.items()}
         rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
         success = rewards >= 1.0
-        ended = bool(demo["dones"][-1]) if "dones" in demo else bool(success[-1])
+        ended = bool(np.all(demo["dones"][-1])) if "dones" in list(demo) else bool(success[-1])
         return {
             "images": images,
             "state": _state(demo, self.state_keys)[seen] if self.state_keys else None,
@@ -152,13 +151,15 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
         ConfigError: A file is damaged, lacks something, or does not fit the first one; or an option names what is not there.
         MissingDependencyError: h5py is not installed.
     """
+    if config.task is not None and not config.task.strip():
+        raise ConfigError(f"task='{config.task}'; required: the instruction. Set 'task=<what the robot is to do>'")
     paths = _files(config)
     episodes: list[Hdf5Episode] = []
     first: Hdf5Demonstrations | None = None
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        with _opened(path) as file:
-            names = _names(file, path, config.mask)
+        with _opened(path) as file, _reading(path):
+            names, late = _names(file, path, config.mask), None
             for name in names:
                 demo, place = file["data"][name], f"{name} of {path}"
                 if first is None:
@@ -171,8 +172,8 @@ def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
                         f"{episodes[0].path} {list(shapes[key])}; required: one shape. Convert them into two datasets"
                     )
                 shapes = found
-                if name == names[0]:
-                    late = _seen_after_action(demo, first.layout, config)
+                if late is None:
+                    late = _seen_after_action(file, names, path, first.layout, config)
                 num_rows = len(demo["actions"]) - late
                 if num_rows < 1:
                     raise ConfigError(
@@ -207,17 +208,43 @@ def import_h5py() -> ModuleType:
     return h5py
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _reading(place: object) -> Iterator[None]:
+    """Turn whatever h5py raises over a file that it cannot read into one error."""
     try:
-        return import_h5py().File(path, "r")
-    except OSError as error:
-        raise damaged(path, error) from error
+        yield
+    except RLinfError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError) as error:
+        raise damaged(place, error) from error
+
+
+def _opened(path: Path) -> Any:
+    h5py = import_h5py()
+    with _reading(path):
+        return h5py.File(path, "r")
+
+
+def _child(group: Any, path: str) -> Any:
+    """Return what is at ``path``; None if no group lists it. A link that is listed and damaged raises what h5py raises.
+
+    ``group.get(path)`` and ``path in group`` take a damaged link for none.
+    """
+    for name in path.split("/"):
+        if not isinstance(group, import_h5py().Group) or name not in list(group):
+            return None
+        group = group[name]
+    return group
+
+
+def _listed(group: Any) -> list[str]:
+    return list(group) if isinstance(group, import_h5py().Group) else []
 
 
 def _names(file: Any, path: Path, mask: str | None) -> list[str]:
     """Return the names of the episodes to take, in the order of their numbers."""
-    group, data = import_h5py().Group, file.get("data")
-    found = [name for name, child in data.items() if isinstance(child, group)] if isinstance(data, group) else []
+    group, data = import_h5py().Group, _child(file, "data")
+    found = [name for name in data if isinstance(data[name], group)] if isinstance(data, group) else []
     if not found:
         has = ", ".join(file) or "nothing"
         raise ConfigError(
@@ -226,13 +253,15 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
     names = sorted(found, key=lambda name: (len(name), name))
     if mask is None:
         return names
-    masks = list(file["mask"]) if "mask" in file else []
+    masks = _listed(_child(file, "mask"))
     if mask not in masks:
         has = f"mask/ with {', '.join(masks)}" if masks else "no group 'mask'"
         raise ConfigError(
             f"mask={mask}, but {path} has {has}.{did_you_mean(mask, masks)} Set mask={masks[0] if masks else 'null'}"
         )
-    wanted = {_text(name) for name in file["mask"][mask][()]}
+    if isinstance(file["mask"][mask], group):
+        raise ConfigError(f"mask/{mask} of {path} is a group; required: a list of episodes. Set mask=null")
+    wanted = {_text(name) for name in np.ravel(file["mask"][mask][()])}
     if unknown := sorted(wanted - set(names)):
         raise damaged(path, f"mask/{mask} names {unknown[0]}, which is not under 'data'")
     return [name for name in names if name in wanted]
@@ -240,12 +269,12 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
 
 def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5Demonstrations:
     """Return what the first episode tells of all of them."""
-    if "obs" not in demo:
+    observed = _listed(_child(demo, "obs"))
+    if not observed:
         raise ConfigError(
             f"{demo.name[1:]} of {path} has no observations ('obs'), but {', '.join(demo)}. Extract them first, with robomimic's "
             "dataset_states_to_obs.py or LIBERO's create_dataset.py"
         )
-    observed = list(demo["obs"])
     layout = LIBERO if set(LIBERO.cameras) & set(observed) else ROBOMIMIC
     pictures = [key for key in observed if _is_picture(demo[f"obs/{key}"])]
     keys = pictures if config.cameras is None else config.cameras
@@ -254,7 +283,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
     for key in keys:
         name = layout.cameras.get(key, key.removesuffix("_image"))
         cameras[key if name in cameras else name] = key
-    vectors = [key for key in observed if key not in pictures]
+    vectors = [key for key in observed if key not in pictures and _is_numbers(demo[f"obs/{key}"])]
     state_keys = layout.state if config.state_keys is None else tuple(config.state_keys)
     if state_keys:
         _check_named("state_keys", state_keys, vectors, observed, path)
@@ -265,7 +294,6 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
             "upside down. Look at a picture, and set rotate_images=true or rotate_images=false"
         )
     env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
-    fps = config.fps or round(env_args.get("env_kwargs", {}).get("control_freq") or CONTROL_FREQ_HZ)
     return Hdf5Demonstrations(
         layout=layout,
         episodes=[],
@@ -275,7 +303,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
         state_dim=sum(int(np.prod(demo[f"obs/{key}"].shape[1:])) for key in state_keys),
         action_dim=0,  # told by the checks that follow
         rotate_images=layout.rotated if config.rotate_images is None else config.rotate_images,
-        fps=fps,
+        fps=_control_freq(env_args, path) if config.fps is None else config.fps,
         env_args=env_args,
     )
 
@@ -300,6 +328,25 @@ def _check_named(
         )
 
 
+def _control_freq(env_args: Mapping[str, Any], path: Path) -> int:
+    """Return the env steps per second that a file says, a whole number."""
+    settings = env_args.get("env_kwargs")
+    value = settings.get("control_freq") if isinstance(settings, dict) else None
+    if value is None:
+        return CONTROL_FREQ_HZ
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (value >= 1 and value % 1 == 0):
+        raise ConfigError(
+            f"env_args of {path} says control_freq={value!r}; required: a whole number of env steps per second, at least 1. "
+            "Set fps=<n>"
+        )
+    return int(value)
+
+
+def _is_numbers(data: Any) -> bool:
+    """Whether an object of a file is a dataset of numbers with rows."""
+    return isinstance(data, import_h5py().Dataset) and bool(data.shape) and data.dtype.kind in "biuf"
+
+
 def _is_picture(data: Any) -> bool:
     return getattr(data, "dtype", None) == np.uint8 and data.ndim == 4 and data.shape[-1] == 3
 
@@ -308,39 +355,63 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
     """Return the shape of a row of each key, all of which must be there, equally long, and finite where they are numbers."""
     pictures = [f"obs/{key}" for key in described.cameras.values()]
     numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
-    missing = next((key for key in (*numbers, *pictures) if not getattr(demo.get(key), "shape", ())), None)
-    if missing is not None:
-        known = [*demo, *(f"obs/{key}" for key in demo.get("obs", ()))]
-        raise ConfigError(
-            f"{place} has no '{missing}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys="
-        )
-    lengths = {key: demo[key].shape[0] for key in (*numbers, *pictures)}
+    measured = [*numbers, "dones"] if "dones" in list(demo) else numbers
+    found = {key: _child(demo, key) for key in (*measured, *pictures)}
+    for key, data in found.items():
+        if data is None:
+            known = [*demo, *(f"obs/{name}" for name in _listed(_child(demo, "obs")))]
+            raise ConfigError(
+                f"{place} has no '{key}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys="
+            )
+        if not (_is_picture(data) if key in pictures else _is_numbers(data)):
+            what = f"{data.dtype} {data.shape}" if hasattr(data, "dtype") else "a group"
+            needed = "pictures (uint8, [T, H, W, 3])" if key in pictures else "a row of numbers for each step"
+            raise ConfigError(f"'{key}' of {place} is {what}; required: {needed}. Use another file")
+    lengths = {key: data.shape[0] for key, data in found.items()}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise damaged(place, f"its rows are {told}; required: the same number everywhere")
-    for key in numbers:
-        try:
-            bad = np.flatnonzero(~np.isfinite(np.asarray(demo[key][()], np.float64).reshape(len(demo[key]), -1)).all(1))
-        except OSError as error:
-            raise damaged(place, error) from error
+    for key in measured:
+        width = int(np.prod(found[key].shape[1:]))
+        if width != 1 and (key in ("rewards", "dones") or not width):
+            needed = "at least one" if key not in ("rewards", "dones") else "one"
+            raise ConfigError(f"'{key}' of {place} has {width} numbers in a row; required: {needed}. Use another file")
+        with _reading(place):
+            values = np.asarray(found[key][()], np.float64).reshape(-1, width)
+        bad = np.flatnonzero(~np.isfinite(values).all(1))
         if len(bad):
             raise damaged(place, f"{key} of row {bad[0]} is not finite")
-    return {key: demo[key].shape[1:] for key in (*numbers, *pictures)}
+    return {key: found[key].shape[1:] for key in (*numbers, *pictures)}
 
 
-def _seen_after_action(demo: Any, layout: Layout, config: ConvertConfig) -> bool:
-    """Return whether row ``t`` was seen after action ``t``.
+def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: Layout, config: ConvertConfig) -> bool:
+    """Return whether row ``t`` of the episodes of a file was seen after action ``t``.
 
     LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state before it. The arm's
-    joints, which are in both, tell: they come first in ``states``, after the time.
+    joints, which are in both, tell: they come first in ``states``, after the time. The first episode whose arm moves is measured.
     """
     if config.seen_after_action is not None or layout is not LIBERO:
         return bool(config.seen_after_action)
-    if "states" not in demo or "obs/joint_states" not in demo or len(demo["states"]) < 2:
-        return False
-    joints, states = demo["obs/joint_states"][:-1], demo["states"][()]
-    arm = states[:, 1 : 1 + joints.shape[1]]
-    return bool(np.abs(joints - arm[1:]).mean() < np.abs(joints - arm[:-1]).mean())
+    choice = "Set seen_after_action=true (as LIBERO's own script writes: row t was seen after action t) or seen_after_action=false"
+    unknown = "so whether its rows were seen after their actions cannot be measured"
+    for name in names:
+        demo = file["data"][name]
+        found = {key: _child(demo, key) for key in ("obs/joint_states", "states")}
+        for key, data in found.items():
+            if not _is_numbers(data) or data.ndim != 2:
+                raise ConfigError(
+                    f"{name} of {path} has no vectors '{key}', {unknown}; required: one for each row. {choice}"
+                )
+        joints, states = (data[()] for data in found.values())
+        arm = states[:, 1 : 1 + joints.shape[1]]
+        if joints.shape != arm.shape:
+            raise ConfigError(
+                f"{name} of {path} has obs/joint_states of shape {list(joints.shape)} and states of shape {list(states.shape)}, "
+                f"{unknown}; required: as many rows, and the joints after the time in states. {choice}"
+            )
+        if len(arm) > 1 and not np.array_equal(arm[1:], arm[:-1]):
+            return bool(np.abs(joints[:-1] - arm[1:]).mean() < np.abs(joints[:-1] - arm[:-1]).mean())
+    raise ConfigError(f"No arm moves in the episodes of {path}, {unknown}; required: two rows that differ. {choice}")
 
 
 def _task(file: Any, demo: Any, path: Path, layout: Layout, config: ConvertConfig) -> str:
@@ -351,7 +422,10 @@ def _task(file: Any, demo: Any, path: Path, layout: Layout, config: ConvertConfi
         return instruction(path.stem.removesuffix("_demo"))
     about = _json(demo.attrs.get("ep_meta"), f"ep_meta of {demo.name[1:]} in {path}")
     problem = _json(file["data"].attrs.get("problem_info"), f"problem_info of {path}")
-    text = about.get("lang") or "".join(problem.get("language_instruction", "")).strip('"')
+    said = about.get("lang") or problem.get("language_instruction")
+    if isinstance(said, list) and all(isinstance(part, str) for part in said):
+        said = "".join(said)
+    text = said.strip('" ') if isinstance(said, str) else ""
     if not text:
         raise ConfigError(
             f"{path} does not say the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
@@ -374,6 +448,9 @@ def _json(value: Any, place: str) -> dict[str, Any]:
     if value is None:
         return {}
     try:
-        return dict(json.loads(_text(value)))
-    except (ValueError, TypeError) as error:
+        found = json.loads(_text(value))
+    except ValueError as error:
         raise damaged(place, error) from error
+    if not isinstance(found, (dict, type(None))):
+        raise damaged(place, f"it is {found!r}; required: a JSON object")
+    return found or {}

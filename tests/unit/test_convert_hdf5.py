@@ -245,6 +245,47 @@ def option(*words: str) -> Callable[[Path], list[str]]:
     return lambda tmp_path: [*robomimic(tmp_path), *words]
 
 
+def changed(
+    key: str, change: Callable[[np.ndarray], np.ndarray], all_keys: bool = False
+) -> Callable[[Path], list[str]]:
+    def edit(episode: dict) -> None:
+        for name in [each for each in episode if each not in ("obs", "attrs")] if all_keys else [key]:
+            episode[name] = change(episode[name])
+        if all_keys:
+            episode["obs"] = {name: change(values) for name, values in episode["obs"].items()}
+
+    return lambda tmp_path: robomimic(tmp_path, edit)
+
+
+def edited(edit: Callable[[h5py.File], None], *words: str) -> Callable[[Path], list[str]]:
+    def make(tmp_path: Path) -> list[str]:
+        given = robomimic(tmp_path)
+        with h5py.File(tmp_path / "image.hdf5", "a") as file:
+            edit(file)
+        return [*given, *words]
+
+    return make
+
+
+def replace(file: h5py.File, path: str, value: object) -> None:
+    """Put a value at a path, or a group for None."""
+    del file[path]
+    if value is None:
+        file.create_group(path)
+    else:
+        file[path] = value
+
+
+def says(group: str, name: str, value: object) -> Callable[[Path], list[str]]:
+    """A file with an attribute in JSON; without task=, except for env_args."""
+
+    def make(tmp_path: Path) -> list[str]:
+        given = edited(lambda file: file[group].attrs.update({name: json.dumps(value)}))(tmp_path)
+        return given if name == "env_args" else given[:1]
+
+    return make
+
+
 def no_language(tmp_path: Path) -> list[str]:
     return robomimic(tmp_path)[:1]
 
@@ -273,7 +314,27 @@ def other_convention(tmp_path: Path) -> list[str]:
         (with_obs("agentview_image", lambda images: images[:, :-1]), r"demo_1 .*\[11, 16, 3\], and of demo_0 .*\[12, 16, 3\]"),
         (option("mask=none"), "mask=none names no episode"),
         (written(lambda file: file.create_dataset("data", data=1.0)), "no episodes under 'data', but data"),
-        (lambda tmp_path: robomimic(tmp_path, lambda e: e.update(actions=np.float64(1))), "demo_1 of .* has no 'actions'"),
+        (lambda tmp_path: robomimic(tmp_path, lambda e: e.update(actions=np.float64(1))), r"'actions' of demo_1 .* is float64 \(\); required"),
+        (changed("actions", lambda actions: actions[:0], all_keys=True), "demo_1 of .* has 0 actions; required: at least 1"),
+        (changed("actions", lambda actions: actions[:, :0]), "'actions' of demo_1 .* has 0 numbers in a row"),
+        (changed("actions", lambda actions: np.full(actions.shape, b"left")), "'actions' of demo_1 .* row of numbers"),
+        (changed("rewards", lambda rewards: np.stack([rewards] * 2, 1)), "'rewards' of demo_1 .* has 2 numbers in a row"),
+        (changed("dones", lambda dones: dones[:0]), "demo_1 .*dones 0"),
+        (edited(lambda file: replace(file, "data/demo_1/dones", None)), "'dones' of demo_1 .* is a group"),
+        (edited(lambda file: replace(file, "data/demo_0/obs", 1.0)), "data/demo_0 .* has no observations"),
+        (edited(lambda file: replace(file, "data/demo_1/obs", 1.0)), "demo_1 .* has no 'obs/robot0_eef_pos'"),
+        (edited(lambda file: replace(file, "data/demo_1/actions", h5py.SoftLink("/lost"))), "image.hdf5 is damaged or incomplete"),
+        (edited(lambda file: replace(file, "data/demo_1", h5py.SoftLink("/lost"))), "image.hdf5 is damaged or incomplete"),
+        (edited(lambda file: replace(file, "mask/train", None), "mask=train"), "mask/train of .* is a group.*Set mask=null"),
+        (with_obs("agentview_image", lambda images: images.astype(np.float32)), "'obs/agentview_image' of demo_1 .*uint8"),
+        (says("data", "env_args", [1]), r"env_args of .*it is \[1\]; required: a JSON object"),
+        (says("data", "env_args", {"env_kwargs": {"control_freq": "20"}}), "control_freq='20'; required: a whole .*Set fps=<n>"),
+        (says("data", "env_args", {"env_kwargs": {"control_freq": 0.4}}), "control_freq=0.4; required"),
+        (says("data", "env_args", {"env_kwargs": {"control_freq": 12.5}}), "control_freq=12.5; required"),
+        (says("data", "problem_info", {"language_instruction": None}), "does not say the instruction"),
+        (says("data/demo_0", "ep_meta", {"lang": 3}), "does not say the instruction"),
+        (option("task="), "task=''; required: the instruction"),
+        (option("cameras=a,b"), "'cameras=a,b' lacks the brackets.*Set 'cameras=.a,b.'"),
         (option("mask=trian"), "mask=trian, but .* has mask/ with none, train.*Did you mean 'train'.*Set mask="),
         (option("cameras=[agentview]"), "cameras names 'agentview'; .* agentview_image, robot0_eye_in_hand_image among"),
         (option("cameras=[]"), "There are no pictures"),
@@ -295,6 +356,70 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(make, expected
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1 and re.search(expected, error), error
     assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_settings_that_are_null_are_none(tmp_path):
+    words = says("data", "env_args", {"env_kwargs": None})(tmp_path)
+    assert main(["convert", *words, f"dataset={tmp_path / 'data'}"]) == 0
+    assert json.loads((tmp_path / "data" / "meta" / "info.json").read_text())["fps"] == 20
+    (tmp_path / "other").mkdir()
+    words = says("data", "env_args", {"env_kwargs": {"control_freq": 12.5}})(tmp_path / "other")
+    assert main(["convert", *words, f"dataset={tmp_path / 'told'}", "fps=12"]) == 0
+
+
+def test_random_damage_is_one_error_or_none(tmp_path):
+    """40 random bytes of a file change: either it is still read, or it is told to be damaged."""
+    robomimic(tmp_path)
+    path, rng, refused = tmp_path / "image.hdf5", np.random.default_rng(0), 0
+    whole = np.frombuffer(path.read_bytes(), np.uint8)
+    for number in range(40):
+        contents = whole.copy()
+        contents[rng.integers(0, len(whole), 40)] = rng.integers(0, 256, 40)
+        damaged = tmp_path / f"{number}.hdf5"
+        damaged.write_bytes(contents.tobytes())
+        try:
+            for _ in open_demonstrations(ConvertConfig(str(damaged), task="lift")).read():
+                pass
+        except ConfigError as error:
+            assert str(damaged) in str(error)
+            refused += 1
+    assert 10 < refused
+
+
+# -- whether a row was seen after its action ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda e: e["obs"].pop("joint_states"), "has no vectors 'obs/joint_states', so whether"),
+        (lambda e: e.pop("states"), "has no vectors 'states'"),
+        (lambda e: e.update(states=e["states"][:-1]), r"joint_states of shape \[4, 7\] and states of shape \[3, 28\]"),
+        (lambda e: e.update(states=e["states"][:, :5]), r"states of shape \[4, 5\]"),
+        (lambda e: e.update(states=e["states"] * 0), "No arm moves"),
+    ],
+)
+def test_what_cannot_be_measured_of_libero_is_asked_for(change, expected, tmp_path, capsys):
+    episode = libero_episode(0, 4)
+    change(episode)
+    source = libero_file(tmp_path / STOVE, {"demo_0": episode})
+    assert main(["convert", f"source={source}", f"dataset={tmp_path / 'data'}"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected + ".*Set seen_after_action=true .* or seen_after_action=false", error), error
+    for value, rows in (("true", 3), ("false", 4)):
+        words = [f"source={source}", f"dataset={tmp_path / value}", f"seen_after_action={value}"]
+        assert main(["convert", *words]) == 0
+        assert [each["num_env_steps"] for each in recorded(tmp_path / value)["episodes"]] == [rows]
+        printed = capsys.readouterr().out
+        assert f"with the {'next action' if value == 'true' else 'action of its row'} in 1 episodes" in printed
+
+
+def test_an_episode_that_is_long_enough_is_measured(tmp_path):
+    short, late = libero_episode(0, 2), libero_episode(1, 5)
+    short["states"][:] = short["states"][0]  # stands still
+    episodes = {"demo_0": short, "demo_1": late}
+    folder = convert(libero_file(tmp_path / STOVE, episodes), tmp_path / "data")
+    assert [each["seen_after_action"] for each in recorded(folder)["episodes"]] == [True, True]
 
 
 def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):

@@ -457,6 +457,14 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         refuse(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
+    seen = None if policy is None else getattr(policy[1], "crop_area", None)
+    own = "init_config" if config.model.model_path is None else "override_config"
+    if seen is not None and sft.augment.crop_area < 1.0 and sft.augment.crop_area != seen:
+        refuse(
+            f"sft.augment.crop_area={sft.augment.crop_area:g} for a policy that sees {seen:g} of each picture's area in an evaluation",
+            "the same area, or no crop",
+            f"model.{own}.center_crop=true sft.augment.crop_area=0.9, or sft.augment.crop_area=1",
+        )
     if sft.dataset is None:
         check_demonstrator(config)
     else:

@@ -17,6 +17,7 @@ from rlinf.data.augment import augment, augment_image
 from rlinf.data.config import AugmentConfig
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
+from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
 ALL = AugmentConfig(crop_area=0.9, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.05)
@@ -198,6 +199,30 @@ def test_a_random_crop_takes_the_place_of_the_centre_crop():
     observation = augment(observed(2), ALL, 0, np.arange(2))
     assert observation.is_cropped and observation.select([1]).is_cropped
     assert not augment(observed(2), only(hue=0.05), 0, np.arange(2)).is_cropped, "colours alone leave the centre crop"
+
+
+@pytest.mark.parametrize(
+    ("model", "area", "fits"),
+    [("true", "0.9", True), ("true", "0.8", False), ("false", "0.9", False), ("false", "1", True), ("true", "1", True)],
+)
+def test_the_crop_is_the_part_that_the_policy_sees_in_an_evaluation(model, area, fits):
+    words = [f"+model.init_config.center_crop={model}", f"sft.augment.crop_area={area}"]
+    config = build_config(compose_config(["env=tabletop", "model=openvla_tiny", "sft.max_steps=1", *words]))
+    if fits:
+        validate(config, "sft")
+    else:
+        with pytest.raises(
+            ConfigError, match="sees .* required: the same area, or no crop.*init_config.center_crop=true sft.augment"
+        ):
+            validate(config, "sft")
+
+
+@pytest.mark.parametrize("area", ["0.9", "0.8"])
+def test_a_policy_that_declares_no_crop_takes_any(area):
+    validate(
+        build_config(compose_config(["env=tabletop", "model=cnn", "sft.max_steps=1", f"sft.augment.crop_area={area}"])),
+        "sft",
+    )
 
 
 @pytest.mark.parametrize(

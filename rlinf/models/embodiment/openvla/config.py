@@ -63,6 +63,10 @@ class VisionTowerSpec:
         return self.depth + self.feature_layer + 1 if self.feature_layer < 0 else self.feature_layer + 1
 
 
+CROP_AREA = 0.9
+"""Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
+
+
 class OpenVLAConfig(PreTrainedConfig):
     """OpenVLA (Kim et al. 2024). The first block of arguments are public fields, the second are ours.
 
@@ -197,6 +201,11 @@ class OpenVLAConfig(PreTrainedConfig):
                 f"text_config.model_type is '{self.text_config.model_type}'; required: llama. "
                 "Set model.model_type=hf_vla for a vision-language model of another kind"
             )
+
+    @property
+    def crop_area(self) -> float:
+        """Share of a picture's area that the policy sees outside of augmented cloning."""
+        return CROP_AREA if self.center_crop else 1.0
 
     @property
     def action_vocab_size(self) -> int:

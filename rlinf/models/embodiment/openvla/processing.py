@@ -18,12 +18,10 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
-from rlinf.models.embodiment.openvla.config import OPENVLA_PROMPT, OpenVLAConfig
+from rlinf.models.embodiment.openvla.config import CROP_AREA, OPENVLA_PROMPT, OpenVLAConfig
 from rlinf.models.loading import field_error
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
-CROP_AREA = 0.9
-"""Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
 
 
 class PrismaticImageProcessor(BaseImageProcessor):

@@ -48,7 +48,7 @@ from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, 
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.recorded import RECORDINGS_FOLDER
-from rlinf.evaluation.recording import record_episodes
+from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
@@ -179,22 +179,27 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 stop=stop_rule(settings.stop_when, before, len(specs)),
                 look_every=_most_envs(settings),
             )
-            record_episodes(
-                model,
-                env,
-                result,
-                output / RECORDINGS_FOLDER,
-                settings.record_episodes,
-                settings.video_size,
-                rank=rank(),
-                num_ranks=world_size(),
-                together=lambda part: gather_objects(part()),
-            )
             if settings.stop_when is not None:
                 result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
                 result.warnings += _stopped(result)
             if is_first:
-                _write(config, result, partial.earlier_s, manifest, warnings, baseline)
+                _write(config, result, partial.earlier_s, manifest, warnings)
+            try:
+                record_episodes(
+                    model,
+                    env,
+                    result,
+                    output / RECORDINGS_FOLDER,
+                    settings.record_episodes,
+                    settings.video_size,
+                    rank=rank(),
+                    num_ranks=world_size(),
+                    together=lambda part: gather_objects(part()),
+                )
+            except Exception as error:
+                raise recording_failed(error, output) from error
+            if is_first:
+                _show(output, baseline, settings.allow_mismatch)
     finally:
         if players is not None:
             players.close()
@@ -232,7 +237,6 @@ def _write(
     earlier_s: float,
     manifest: Manifest,
     warnings: list[str],
-    baseline: Path | None,
 ) -> None:
     """Write and print what an evaluation has found, with the ``warnings`` from before it."""
     output = Path(config.output_dir)
@@ -244,8 +248,12 @@ def _write(
     (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
     result.to_json(output / RESULT_FILE)
     print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+
+
+def _show(output: Path, baseline: Path | None, allow_mismatch: Sequence[str]) -> None:
+    """Compare a written result with the baseline's, and write the report."""
     if baseline is not None:
-        print(compare_folders(baseline, output, config.evaluation.allow_mismatch).table(), flush=True)
+        print(compare_folders(baseline, output, allow_mismatch).table(), flush=True)
     print(f"report: {write_report(output)}", flush=True)
 
 

@@ -185,9 +185,12 @@ function rlinfPlayer(episodes) {
       track.append(make("i", {class: "parting", style: `left: calc(8px + (100% - 16px) * ${place / 100})`, title: "here they part"}));
       controls.append(button(`They part at step ${episode.parting}`, "go to where they part", () => { stop(); go(episode.parting); }));
     } else if (sides.length > 1) {
-      notes.push(make("p", {class: "note"}, "Both took the same actions."));
+      notes.push(make("p", {class: "note"}, "No number of an action differs by more than 10 % of its range."));
     }
-    if (!episode.same_start) notes.push(make("p", {class: "note"}, "The two do not begin with the same picture."));
+    if (episode.same_start === null) {
+      notes.push(make("p", {class: "note"}, "The first pictures were not compared: they differ in size."));
+    }
+    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two do not begin with the same picture."));
     shown.replaceChildren(make("h3", {}, episode.instruction), make("div", {class: "sides"}, ...sides.map(side => side.figure)),
       controls, ...notes, make("div", {class: "judged"}, ...charts.map(chart => chart.element)));
     go(0);

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from rlinf.errors import CheckpointError
 from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording
 from rlinf.evaluation.report_data import RunData
 from rlinf.files import replace_folder
@@ -54,10 +55,12 @@ def copy_baseline(baseline: Path, folder: Path) -> None:
 def player(data: RunData) -> str:
     """Return the section with the player; "" without recordings."""
     sides = _sides(data)
-    found = [read_recordings(data.folder / side.folder) for side in sides]
+    left_out: list[str] = []
+    found = [read_recordings(data.folder / side.folder, left_out) for side in sides]
     specs = list(dict.fromkeys(spec for recordings in found for spec in recordings))
+    left = "".join(f'<p class="note">Left out: {escape(why)}</p>' for why in left_out)
     if not specs:
-        return ""
+        return f"<h2>Episodes, step by step</h2>{left}" if left else ""
     both = list(zip(sides, found, strict=True))
     episodes = [
         _episode([(side, recordings[spec]) for side, recordings in both if spec in recordings]) for spec in specs
@@ -66,15 +69,25 @@ def player(data: RunData) -> str:
     values = json.dumps(episodes).replace("<", "\\u003c")
     return (
         '<h2>Episodes, step by step</h2><section class="card player" tabindex="-1">'
-        f'<div class="episodes">{listed}</div><div class="shown"></div></section><p class="note">{_note(len(sides) > 1)}</p>'
+        f'<div class="episodes">{listed}</div><div class="shown"></div></section><p class="note">{_note(len(sides) > 1)}</p>{left}'
         f"<script>{SCRIPT.read_text(encoding='utf-8')}\nrlinfPlayer({values});</script>"
     )
 
 
-def read_recordings(folder: Path) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
-    """Return the file name and content of each recording in a folder, by episode, in the order of their names."""
-    named = [(path.name, read_recording(path)) for path in sorted(folder.glob("*.js"))]
-    return {EpisodeSpec(**content["spec"]): (name, content) for name, content in named}
+def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
+    """Return the file name and content of each recording in a folder, by episode, in the order of their names.
+
+    Why a file cannot be shown is added to ``left_out``.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.js")):
+        try:
+            content = read_recording(path)
+        except CheckpointError as error:
+            left_out.append(str(error))
+        else:
+            found[EpisodeSpec(**content["spec"])] = (path.name, content)
+    return found
 
 
 def executed_actions(recording: dict[str, Any]) -> np.ndarray:
@@ -91,6 +104,8 @@ def parting_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
     Actions differ by more than ``PARTING_SHARE``. One that goes on where the other has ended parts there.
     """
     one, other = executed_actions(first), executed_actions(second)
+    if one.shape[1] != other.shape[1]:
+        return 0
     common = min(len(one), len(other))
     width = np.subtract(first["high"], first["low"])
     tolerance = PARTING_SHARE * np.where(np.isfinite(width), width, 1.0)
@@ -104,11 +119,21 @@ def _sides(data: RunData) -> list[Side]:
     """Return the baseline and the evaluation that was compared with it, or else what the table of tasks shows."""
     compared = data.comparison is not None and (data.folder / BASELINE_FOLDER).is_dir()
     if compared:
-        names = (f"a: {data.comparison['a']}", f"b: {data.comparison['b']}")
-        return [Side(names[0], BASELINE_FOLDER, 2), Side(names[1], RECORDINGS_FOLDER, 1)]
+        first, second = short_names(data.comparison["a"], data.comparison["b"])
+        return [Side(f"a: {first}", BASELINE_FOLDER, 2), Side(f"b: {second}", RECORDINGS_FOLDER, 1)]
     return [
         Side(one.name, (Path(one.folder) / RECORDINGS_FOLDER).as_posix(), colour) for one, colour in data.in_the_table
     ]
+
+
+def short_names(first: str, second: str) -> tuple[str, str]:
+    """Return the ends of two paths: as few parts as tell them apart."""
+    parts = [Path(path).parts for path in (first, second)]
+    for count in range(1, max(map(len, parts)) + 1):
+        one, other = (Path(*path[-count:]).as_posix() for path in parts)
+        if one != other:
+            return one, other
+    return first, second
 
 
 def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
@@ -123,10 +148,11 @@ def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[s
         for side, (name, content) in sides
     ]  # fmt: skip
     is_pair = len(contents) == 2
-    pictures = {content["frames"][0] for content in contents if content["size"] == first["size"]}
+    pictures, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
+    same_start = len(pictures) == 1 if len(sizes) == 1 else None  # None: pictures of other sizes always differ
     return {
         "task": first["task"], "instruction": first["instruction"], "number": first["number"],
-        "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": len(pictures) == 1,
+        "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": same_start,
     }  # fmt: skip
 
 

@@ -10,10 +10,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
+from rlinf.types import EpisodeSpec
 
 RECORDINGS_FOLDER = "episodes"
+JUDGEMENTS = ("value", "entropy", "logprob")
 BEFORE, AFTER = "rlinfEpisode(", ");\n"
 """What stands before and after the JSON value."""
 
@@ -29,6 +33,40 @@ def read_recording(path: str | os.PathLike) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         if not (text.startswith(BEFORE) and text.endswith(AFTER)):
             raise ValueError(f"it is not {BEFORE}...{AFTER.rstrip()}")
-        return json.loads(text[len(BEFORE) : -len(AFTER)])
-    except (OSError, ValueError) as error:
+        content = json.loads(text[len(BEFORE) : -len(AFTER)])
+        _check(content)
+        return content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a recorded episode ({type(error).__name__}: {error}).") from error
+
+
+def is_recording(path: Path) -> bool:
+    """Return whether a file begins as ``write_recording`` begins it."""
+    if path.suffix != ".js" or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(BEFORE)) == BEFORE.encode()
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise an error of any kind if the report could not show ``content``."""
+    hash(EpisodeSpec(**content["spec"]))
+    texts = [content["task"], content["instruction"], *content["frames"]]
+    numbers = [content["number"], content["size"], content["success"], content["as_counted"], *content["rewards"]]
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(number, (int, float)) for number in numbers
+    ):
+        raise TypeError("a text or a number is of another type")
+    num_steps, calls, width = len(content["rewards"]), content["calls"], len(content["low"])
+    if len(content["frames"]) != num_steps + 1 or len(content["high"]) != width:
+        raise ValueError("frames, rewards and bounds do not fit together")
+    starts = [call["step"] for call in calls]
+    if starts[:1] != [0]:
+        raise ValueError("no call at step 0")
+    for call, end in zip(calls, [*starts[1:], num_steps], strict=True):
+        chunk = np.asarray(call["chunk"], dtype=float)
+        if chunk.ndim != 2 or chunk.shape[1] != width or not 0 < end - call["step"] <= len(chunk):
+            raise ValueError(f"the chunk at step {call['step']} does not fit")
+        np.asarray([point for point in call["path"] or () if point is not None], dtype=float).reshape(-1, 2)
+        if not all(call[name] is None or isinstance(call[name], (int, float)) for name in JUDGEMENTS):
+            raise TypeError("a judgement is no number")

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlinf.errors import ConfigError
+from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.evaluation.evaluator import ObjectPolicy, RowPolicy, predictions_for_rows, replay_episodes, slug
-from rlinf.evaluation.recorded import write_recording
+from rlinf.evaluation.recorded import JUDGEMENTS, is_recording, write_recording
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import replace_folder
 from rlinf.models.precision import evaluation_mode
 from rlinf.types import ActionPrediction, EpisodeResult, Observation
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rlinf.models.embodiment.base import ActionModel
     from rlinf.types import Acts, ChunkStep
 
-JUDGEMENTS = ("value", "entropy", "logprob")
 JPEG_QUALITY = 85
 
 
@@ -44,7 +44,8 @@ def record_episodes(
 ) -> None:
     """Play the first ``num_per_task`` episodes of each task again, and write a recording of each into ``folder``.
 
-    The evaluation stays as it is. Earlier recordings in ``folder`` are deleted, with ``num_per_task=0`` too.
+    The evaluation stays as it is. Earlier recordings in ``folder`` stay whole until all new ones are written; with
+    ``num_per_task=0`` nothing is touched.
 
     Args:
         model, env, rank, num_ranks, together: As of ``evaluate_policy``.
@@ -52,16 +53,40 @@ def record_episodes(
         folder: Where to write.
         num_per_task: Episodes of each task.
         size: Pixels of a picture's side.
+
+    Raises:
+        CheckpointError: ``folder`` holds something else than recordings.
     """
-    folder = Path(folder)
-    together(lambda: shutil.rmtree(folder, ignore_errors=True) if rank == 0 else None)
     if not num_per_task:
         return
+    folder = Path(folder)
+    unfinished = folder.with_name(f".{folder.name}.tmp")
+    together(lambda: _make_room(folder, unfinished) if rank == 0 else None)
     kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
     numbered = _first_of_tasks(evaluation.results, num_per_task)[rank::num_ranks]
     with evaluation_mode(model):
-        together(partial(_record, policy, env, numbered, folder, size))
+        together(partial(_record, policy, env, numbered, unfinished, size))
+    together(lambda: replace_folder(unfinished, folder) if rank == 0 else None)
+
+
+def recording_failed(error: Exception, folder: Path) -> RLinfError:
+    """Return the error of an evaluation whose result is written, but whose episodes could not be recorded."""
+    cause = f"{type(error).__name__}: {error}"
+    return RLinfError(
+        f"The episodes of {folder} could not be recorded ({cause}); its result is kept. To go on without recordings, set "
+        "evaluation.record_episodes=0"
+    )
+
+
+def _make_room(folder: Path, unfinished: Path) -> None:
+    """Make an empty folder for new recordings; raise CheckpointError if replacing ``folder`` would delete other files."""
+    others = [path.name for path in folder.iterdir() if not is_recording(path)] if folder.exists() else []
+    if others:
+        raise CheckpointError(f"{folder} holds '{others[0]}', which is no recorded episode. Move it to another folder")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -11,11 +12,13 @@ from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import Episodes, episode_list, evaluate_policy
 from rlinf.evaluation.recorded import RECORDINGS_FOLDER
-from rlinf.evaluation.recording import record_episodes
+from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
 from rlinf.training.stop_signal import StopRequested, StopSignal
+
+logger = logging.getLogger("rlinf")
 
 
 class Evaluator:
@@ -63,20 +66,39 @@ class Evaluator:
                     together=self.stop_signal.together,
                     episodes=self.episodes,
                 )
-                if is_summary:
-                    record_episodes(
-                        model,
-                        self.env,
-                        result,
-                        folder / RECORDINGS_FOLDER,
-                        settings.record_episodes,
-                        settings.video_size,
-                        rank=rank(),
-                        num_ranks=world_size(),
-                        together=self.stop_signal.together,
-                    )
                 return result
         except StopRequested:
             return None
+        finally:
+            self.env.offload()
+
+    def record(self, model: ActionModel, tag: str, result: EvaluationResult) -> None:
+        """Record episodes of an evaluation whose result is written (a collective call); a signal gives that up.
+
+        Raises:
+            RLinfError: They cannot be recorded.
+        """
+        settings, folder = self.config.evaluation, evaluation_folder(self.config, tag)
+        if tag not in SUMMARY_TAGS.values() or not settings.record_episodes:
+            return
+        try:
+            with self.autocast():
+                record_episodes(
+                    model,
+                    self.env,
+                    result,
+                    folder / RECORDINGS_FOLDER,
+                    settings.record_episodes,
+                    settings.video_size,
+                    rank=rank(),
+                    num_ranks=world_size(),
+                    together=self.stop_signal.together,
+                )
+        except StopRequested:
+            logger.warning(
+                "The episodes of %s are not recorded: a signal has stopped that. Its result is kept.", folder
+            )
+        except Exception as error:
+            raise recording_failed(error, folder) from error
         finally:
             self.env.offload()

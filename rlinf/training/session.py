@@ -131,6 +131,8 @@ class Session:
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self.log(step, metrics | {"rollout/env_steps_total": state.env_steps})
         barrier()  # the other ranks wait for rank 0
+        if result is not None:
+            self.evaluator.record(self.sync.rollout_model, tag, result)
 
     def evaluate_once(self, tag: str) -> None:
         """Evaluate before or after a phase; a resumed run does not repeat it."""

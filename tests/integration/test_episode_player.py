@@ -17,7 +17,7 @@ from rlinf.envs import make_env
 from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.player import BASELINE_FOLDER, parting_step
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording
+from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
 from rlinf.evaluation.report import write_report
 from rlinf.models import build_policy
@@ -169,6 +169,27 @@ def test_a_task_cannot_end_the_script(folders, tmp_path):
         path.write_text(path.read_text().replace('"instruction": "', '"instruction": "</script><b>'))
     text = write_report(moved).read_text(encoding="utf-8")
     assert text.count("</script>") == 1 and "<b>reach" not in text and "\\u003c/script>" in text
+
+
+def test_a_bad_recording_is_left_out_with_a_note(folders, tmp_path):
+    moved = shutil.copytree(folders[0], tmp_path / "moved")
+    paths = sorted((moved / RECORDINGS_FOLDER).glob("*.js"))
+    write_recording(paths[0], {"spec": {}})
+    text = write_report(moved).read_text(encoding="utf-8")
+    assert text.count("Left out: ") == 1 and f"{paths[0].name} is not a recorded episode" in text
+    assert text.count('"source": ') == len(paths) - 1, "the others are shown"
+    for path in paths[1:]:
+        write_recording(path, {"spec": {}})
+    text = write_report(moved).read_text(encoding="utf-8")
+    assert text.count("Left out: ") == len(paths) and "<script" not in text
+
+
+def test_first_pictures_of_other_sizes_are_not_compared(folders, tmp_path):
+    moved = shutil.copytree(folders[1], tmp_path / "moved")
+    path = sorted((moved / RECORDINGS_FOLDER).glob("*.js"))[0]
+    write_recording(path, read_recording(path) | {"size": SIZE + 1})
+    text = write_report(moved).read_text(encoding="utf-8")
+    assert text.count('"same_start": null') == 1 and text.count('"same_start": true') == 3
 
 
 def test_pages_without_recordings_have_no_script(folders, tmp_path):

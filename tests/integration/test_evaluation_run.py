@@ -18,7 +18,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
-from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
+from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, RLinfError
 from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
@@ -138,6 +138,26 @@ def test_evaluation_writes_results_videos_manifest_and_report(checkpoint, tmp_pa
     printed = capsys.readouterr().out
     assert f"{result.successes}/9" in printed and "95 % interval" in printed and "report.html" in printed
     assert result.videos[0]["path"] in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_recording_changes_no_result_and_its_failure_loses_none(quick, tmp_path, monkeypatch):
+    few = {"num_episodes": 3, "num_videos_per_task": 0}
+
+    def result_of(name):
+        found = json.loads((tmp_path / name / "result.json").read_text())
+        return {key: value for key, value in found.items() if key != "wall_s"}
+
+    evaluate(configured(quick, tmp_path / "off", evaluation=few))
+    evaluate(configured(quick, tmp_path / "on", evaluation=few | {"record_episodes": 1}))
+    assert len(list((tmp_path / "on" / "episodes").glob("*.js"))) == 2 and not (tmp_path / "off" / "episodes").exists()
+    assert result_of("on") == result_of("off")
+    with monkeypatch.context() as patch:
+        patch.setattr("rlinf.evaluation.recording._picture", lambda frame: 1 / 0)
+        with pytest.raises(RLinfError, match=r"ZeroDivisionError.*its result is kept.*evaluation\.record_episodes=0"):
+            evaluate(configured(quick, tmp_path / "failed", evaluation=few | {"record_episodes": 1}))
+    assert result_of("failed") == result_of("off"), "the result was written before"
+    evaluate(configured(quick, tmp_path / "failed", evaluation=few))
+    assert result_of("failed") == result_of("off") and (tmp_path / "failed" / "report.html").exists()
 
 
 def test_result_does_not_depend_on_the_number_of_envs_and_run_folder_and_export_give_the_same(checkpoint, tmp_path):

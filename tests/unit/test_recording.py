@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.player import BASELINE_FOLDER, copy_baseline, executed_actions, parting_step
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording
+from rlinf.evaluation.player import BASELINE_FOLDER, copy_baseline, executed_actions, parting_step, short_names
+from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording, write_recording
 from rlinf.evaluation.recording import JudgedPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
@@ -84,7 +86,7 @@ def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overr
     assert max(differences) > 1e-3, "control: values of other steps would not pass"
 
 
-def test_recording_changes_nothing_of_the_evaluation_and_deletes_what_is_old(tmp_path):
+def test_recording_changes_nothing_of_the_evaluation_and_replaces_what_is_old(tmp_path, monkeypatch):
     model, env = policy_and_env(tmp_path, MLP)
     specs = env.episode_specs("eval")[:10]
     result = evaluate_policy(model, env, specs)
@@ -95,21 +97,45 @@ def test_recording_changes_nothing_of_the_evaluation_and_deletes_what_is_old(tmp
         "push_001.js", "push_003.js", "push_005.js", "reach_000.js", "reach_002.js", "reach_004.js",
     ]  # fmt: skip
     assert evaluate_policy(model, env, specs).results == result.results
+    old = {path.name: path.read_bytes() for path in (tmp_path / "episodes").iterdir()}
+
+    def kept():
+        return {path.name: path.read_bytes() for path in (tmp_path / "episodes").iterdir()} == old
+
     record_episodes(model, env, result, tmp_path / "episodes", 0, 48)
-    assert not (tmp_path / "episodes").exists()
+    assert kept(), "without recordings nothing is touched"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr("rlinf.evaluation.recording._picture", lambda frame: (_ for _ in ()).throw(OSError("full")))
+        record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
+    assert kept(), "old recordings stay until the new ones are written"
+    (tmp_path / "episodes" / "notes.js").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds 'notes.js', which is no recorded episode"):
+        record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
+    (tmp_path / "episodes" / "notes.js").unlink()
+    assert kept(), "files of others are not deleted"
+    record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
+    assert sorted(path.name for path in (tmp_path / "episodes").iterdir()) == ["push_001.js", "reach_000.js"]
+    assert [path.name for path in tmp_path.iterdir()] == ["episodes"]
 
 
 def test_two_ranks_write_the_recordings_of_one(tmp_path):
     model, env = policy_and_env(tmp_path, MLP)
     result = evaluate_policy(model, env, env.episode_specs("eval")[:10])
     record_episodes(model, env, result, tmp_path / "one", 3, 48)
-    barrier = [lambda: None]
-    for rank in range(2):
+    all_are_there = threading.Barrier(2)
 
-        def together(part, rank=rank):  # a rank at a time: only the first call of rank 0 deletes
-            return [part() for _ in barrier]
+    def together(part):
+        made = part()
+        all_are_there.wait(60)
+        return [made]
 
-        record_episodes(model, env, result, tmp_path / "two", 3, 48, rank=rank, num_ranks=2, together=together)
+    def play(rank):
+        policy, own_env = pairs[rank]
+        record_episodes(policy, own_env, result, tmp_path / "two", 3, 48, rank=rank, num_ranks=2, together=together)
+
+    pairs = [policy_and_env(tmp_path, MLP) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(play, range(2)))
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two and len(one) == 6
 
@@ -220,6 +246,49 @@ def test_a_file_that_is_no_recording_is_named(tmp_path, text):
     (tmp_path / "reach_000.js").write_text(text)
     with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
         read_recording(tmp_path / "reach_000.js")
+
+
+def whole_recording():
+    call = {
+        "step": 0,
+        "chunk": [[0.5], [0.5]],
+        "path": [[1.0, 2.0], None],
+        "value": 1.0,
+        "entropy": None,
+        "logprob": None,
+    }
+    return {
+        "number": 0, "spec": {"suite": "t", "task_id": 0, "init_state_id": 0, "seed": 0}, "task": "reach", "instruction": "reach it",
+        "success": True, "as_counted": True, "size": 48, "low": [-1.0], "high": [1.0], "rewards": [0.0, 1.0],
+        "calls": [call], "frames": ["a", "b", "c"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"seed": 0}}, {"spec": None}, {"frames": ["a"]}, {"calls": []}, {"calls": {}}, {"calls": [{"step": 0}]},
+        {"rewards": 3}, {"low": [-1.0, -1.0]}, {"task": None}, {"success": "yes"}, {"rewards": [0.0] * 3, "frames": ["a"] * 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_json_of_another_shape_is_no_recording(tmp_path, change):
+    path = write_recording(tmp_path / "reach_000.js", whole_recording())
+    assert read_recording(path) == whole_recording(), "control"
+    write_recording(path, whole_recording() | change)
+    with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
+        read_recording(path)
+
+
+def test_json_that_is_no_object_is_no_recording(tmp_path):
+    with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
+        read_recording(write_recording(tmp_path / "reach_000.js", [1]))
+
+
+def test_captions_are_as_short_as_they_can_be():
+    assert short_names("/outputs/a", "/outputs/b") == ("a", "b")
+    assert short_names("/runs/1/eval/after_rl", "/runs/2/eval/after_rl") == ("1/eval/after_rl", "2/eval/after_rl")
+    assert short_names("a", "x/a") == ("a", "x/a")
 
 
 @pytest.mark.parametrize("setting", ["cluster.num_players=2", "cluster.placement=split"])

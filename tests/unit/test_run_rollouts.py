@@ -14,9 +14,10 @@ from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
+from rlinf.errors import RLinfError
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.evaluator import Evaluator
-from rlinf.training.stop_signal import StopSignal
+from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.types import EpisodeSpec
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
@@ -57,12 +58,12 @@ def test_random_init_states_balance_tasks_and_depend_on_the_seed():
 
 
 def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(
-    monkeypatch,
+    monkeypatch, tmp_path
 ):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(max_episode_steps=2))
     config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
-    config.output_dir = "unused"
+    config.output_dir = str(tmp_path)
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
     for name in ("world_size", "local_world_size"):
         monkeypatch.setattr(f"rlinf.cluster.rollouts.{name}", lambda: 2)
@@ -77,6 +78,20 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     evaluator = Evaluator(config, env, StopSignal(announce=False), nullcontext)
     assert evaluator.run(Wanderer(), "step_000001").episodes == 2
     assert not env.worker_processes()
+
+    def stopped(*_, **__):
+        raise StopRequested
+
+    monkeypatch.setattr("rlinf.training.evaluator.record_episodes", stopped)
+    config.evaluation.record_episodes = 1
+    config.evaluation.num_videos_per_task = 0
+    result = evaluator.run(Wanderer(), "after_rl")
+    evaluator.record(Wanderer(), "after_rl", result)
+    assert result.episodes == 2, "a signal during the recording leaves the result"
+    monkeypatch.setattr("rlinf.training.evaluator.record_episodes", lambda *_, **__: 1 / 0)
+    with pytest.raises(RLinfError, match=r"its result is kept.*evaluation\.record_episodes=0"):
+        evaluator.record(Wanderer(), "after_rl", result)
+    evaluator.record(Wanderer(), "step_000001", result)
     env.close()
 
 

@@ -162,6 +162,8 @@ def test_each_observation_of_an_evaluation_has_candidates_of_its_own_and_always_
     torch.testing.assert_close(drawn.mean(0), torch.full((6,), 0.5), atol=0.06, rtol=0)  # 4 deviations of a mean
     other = inputs | {"images": inputs["images"].bfloat16()}
     assert not torch.equal(uniforms_by_row(other, 400, 6), drawn), "the control: other images"
+    pictures = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "words": inputs["tokens"]}
+    assert len(uniforms_by_row(pictures, 400, 6).unique(dim=0)) == 400, "a policy that takes pictures as bytes"
     assert uniforms_by_row(inputs, 400, 0).shape == (400, 0)
 
 

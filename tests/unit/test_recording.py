@@ -286,7 +286,7 @@ def test_json_that_is_no_object_is_no_recording(tmp_path):
 
 
 def test_captions_are_as_short_as_they_can_be():
-    assert short_names("/outputs/a", "/outputs/b") == ("a", "b")
+    assert short_names("/data/outputs/a", "/data/outputs/b") == ("a", "b")
     assert short_names("/runs/1/eval/after_rl", "/runs/2/eval/after_rl") == ("1/eval/after_rl", "2/eval/after_rl")
     assert short_names("a", "x/a") == ("a", "x/a")
 

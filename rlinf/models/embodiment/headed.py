@@ -281,14 +281,15 @@ def check_steered(config: HeadConfig, base: ActionModel) -> None:
 def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
     """Return random numbers in (0, 1), float32 ``[B, count]``, that the images and states of each row of ``inputs`` decide.
 
-    So an evaluation repeats, and yet every observation has candidates of its own. With the same quantiles for all observations, the
-    policy could never do what lies between them.
+    So an evaluation repeats on a machine, and yet every observation has candidates of its own. With the same quantiles for all
+    observations, the policy could never do what lies between them. Floating-point numbers and bytes count; token ids and masks do
+    not, because they are padded to the longest prompt of the call.
     """
     if not count:
         return torch.empty(num_rows, 0)
     digests = [0] * num_rows
     for name in sorted(inputs):
-        if inputs[name].is_floating_point():  # token ids are padded to the longest prompt of the call
+        if inputs[name].is_floating_point() or inputs[name].dtype == torch.uint8:
             rows = inputs[name].detach().cpu().reshape(num_rows, -1).contiguous().view(torch.uint8).numpy()
             digests = [zlib.crc32(row, digest) for row, digest in zip(rows, digests, strict=True)]
     drawn = [torch.rand(count, generator=torch.Generator().manual_seed(digest)) for digest in digests]

@@ -260,10 +260,14 @@ def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: s
 
 
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
-    """Return a frozen copy of a plain model on a device, whose parameters hold no numbers yet; buffers are copied."""
+    """Return a copy of a plain model on a device, whose parameters hold no numbers yet; buffers are copied.
+
+    What needs gradients in the model does so in the copy. Nobody computes them there, but torch chooses kernels by that, which round
+    differently.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     return copy.deepcopy(model, memo).to(device).eval()
 
 

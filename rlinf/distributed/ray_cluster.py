@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import threading
@@ -138,7 +139,9 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     how: dict[str, Any] = {"address": address}
     if address is None:
         how = {"address": "local", "include_dashboard": False, **of_new}
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
+    # Ray draws the name of a connection from these: two ranks of one seed would take each other's messages, and ask without a pause.
+    random.seed()
     try:
         ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
@@ -147,6 +150,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
             "the same versions of Python and Ray"
         ) from error
     finally:
+        random.setstate(numbers)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's would end the process; ours saves a checkpoint first
     return ray.get_runtime_context().gcs_address

@@ -261,12 +261,9 @@ class ProcessCollector:
 
 
 def _copy_of_trained(model: ActionModel) -> ActionModel:
-    """Return a copy of a policy with trained weights of its own; it shares the frozen ones.
-
-    A policy without any trained weight is the replica of a sharded one, into which all of them are pushed.
-    """
+    """Return a copy of a policy with trained weights of its own; it shares the frozen ones."""
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(model, frozen if len(frozen) < len(list(model.parameters())) else None)
+    return copy.deepcopy(model, frozen)
 
 
 @torch.no_grad()

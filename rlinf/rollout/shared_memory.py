@@ -21,13 +21,17 @@ ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """The place of a tensor in shared memory."""
+    """The place of a tensor in shared memory.
+
+    ``is_trained``: it needs gradients. Nobody computes them in a worker, but torch chooses kernels by that, which round differently.
+    """
 
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
+    is_trained: bool
 
     def tensor(self, memory: mmap.mmap) -> Tensor:
         """Return the tensor, which shares the memory."""
@@ -62,7 +66,8 @@ class SharedTask:
         places, end = {}, 0
         for key, tensor in tensors.items():
             stride = torch.empty_like(tensor, device="meta").stride()  # without gaps
-            places[key] = Place(end, tuple(tensor.shape), stride, tensor.dtype, isinstance(tensor, nn.Parameter))
+            is_parameter, is_trained = isinstance(tensor, nn.Parameter), tensor.requires_grad
+            places[key] = Place(end, tuple(tensor.shape), stride, tensor.dtype, is_parameter, is_trained)
             end += aligned(tensor.numel() * tensor.element_size())
         data = io.BytesIO()
         pickler = _TaskPickler(data, places)
@@ -139,7 +144,7 @@ class _TaskUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Place) -> Tensor:
         tensor = place.tensor(self.memory)
-        return nn.Parameter(tensor, requires_grad=False) if place.is_parameter else tensor
+        return nn.Parameter(tensor, place.is_trained) if place.is_parameter else tensor
 
 
 class Answer(NamedTuple):

@@ -31,9 +31,9 @@ def test_pictures_are_resized_once_and_nothing_else_changes(tmp_path, monkeypatc
              "algorithm.update_epochs=2", "algorithm.critic_warmup_steps=0"]  # fmt: skip
     resize, num_rows = PrismaticImageProcessor._resize_for_towers, []
 
-    def counting(self, images):
+    def counting(self, images, *arguments):
         num_rows.append(len(images))
-        return resize(self, images)
+        return resize(self, images, *arguments)
 
     def iterate(name):
         run = build(config_of(tmp_path / name, *small))

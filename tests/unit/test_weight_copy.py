@@ -220,12 +220,14 @@ def test_a_weight_that_is_not_finite_is_not_sent(value):
     assert sync.version is None and all((tensor == 1.0).all() for tensor in played.state_dict().values())
 
 
-def test_an_empty_copy_is_frozen_and_takes_its_buffers_along():
+def test_an_empty_copy_needs_the_gradients_of_its_model_and_takes_its_buffers_along():
     model = Net(5.0)
+    model.head.bias.requires_grad_(False)
     model.register_buffer("angles", torch.tensor([1.0, 2.0]), persistent=False)
     empty = empty_copy(model, "cpu")
-    assert not empty.training and not any(parameter.requires_grad for parameter in empty.parameters())
-    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert model.training and not empty.training
+    frozen = [name for name, parameter in empty.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["head.bias"]
     assert torch.equal(empty.angles, model.angles) and empty.angles is not model.angles
     WeightPush(model, empty).push(0)
     assert all(torch.equal(own, other) for own, other in zip(model.parameters(), empty.parameters(), strict=True))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.preflight.validation import validate
+from rlinf.training import evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
 
@@ -20,6 +26,33 @@ def run_config(folder: Path, *overrides: str) -> RunConfig:
     config = build_config(compose_config(list(overrides)))
     config.output_dir = str(folder)
     return config
+
+
+def clone(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
+    """Check and run the cloning of a dataset; return its configuration."""
+    config = run_config(folder, f"sft.dataset={dataset}", *overrides)
+    validate(config, "sft")
+    train(config)
+    return config
+
+
+def give_success(monkeypatch: pytest.MonkeyPatch, *rates: float) -> Iterator[float]:
+    """Let the evaluations of the next runs succeed at these rates, one after the other; return those that are left."""
+    given = iter(rates)
+
+    def evaluated(*args, **kwargs):
+        result, rate = evaluate_policy(*args, **kwargs), next(given)
+        successes = round(rate * len(result.results))
+        result.results = [replace(one, success=number < successes) for number, one in enumerate(result.results)]
+        return result
+
+    monkeypatch.setattr(evaluator, "evaluate_policy", evaluated)
+    return given
+
+
+def same_weights(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether two checkpoints have the same weights, bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -42,10 +75,7 @@ def check_equal_runs(folder: Path, other: Path, checkpoint: str, evaluations: Se
     """Compare two runs bit for bit: metrics, the weights of a checkpoint, the results of evaluations."""
     lines, others = untimed_metrics(folder), untimed_metrics(other)
     assert len(lines) > 3 and lines == others
-    weights, other_weights = weights_of(folder, checkpoint), weights_of(other, checkpoint)
-    assert weights.keys() == other_weights.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, other_weights[name]), name
+    assert same_weights(weights_of(folder, checkpoint), weights_of(other, checkpoint))
     for tag in evaluations:
         one, two = (EvaluationResult.from_json(each / "eval" / tag / "result.json") for each in (folder, other))
         assert len(one.results) == episodes and one.results == two.results

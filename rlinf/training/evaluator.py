@@ -50,7 +50,7 @@ class Evaluator:
         with_videos = is_summary and settings.num_videos_per_task > 0
         try:
             with self.autocast():
-                result = evaluate_policy(
+                return evaluate_policy(
                     model,
                     self.env,
                     episode_list(self.env, settings.split, settings.num_episodes),
@@ -66,7 +66,6 @@ class Evaluator:
                     together=self.stop_signal.together,
                     episodes=self.episodes,
                 )
-                return result
         except StopRequested:
             return None
         finally:

@@ -6,25 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from run_results import weights_of
+from run_results import clone, same_weights, weights_of
 
 from rlinf.cli import main
-from rlinf.commands.train import train
-from rlinf.config.compose import compose_config
-from rlinf.config.schema import RunConfig, build_config
 from rlinf.data import lerobot_dataset
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.cnn_action_model import CNNForRLActionPrediction
-from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
 
 ENV = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=6"]
 QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]
-RUN = ["model=cnn", "model.action_chunks_len=2", "sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "trainer.max_keep=-1",
-       "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0"]  # fmt: skip
+CLONE = [
+    *ENV, *QUIET, "model=cnn", "model.action_chunks_len=2", "sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "trainer.max_keep=-1",
+    "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0",
+]  # fmt: skip
 AUGMENT = ["sft.augment.crop_area=0.9", "sft.augment.brightness=0.2", "sft.augment.hue=0.05"]
 
 
@@ -36,25 +33,13 @@ def dataset(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
-    config = build_config(compose_config([*ENV, *QUIET, *RUN, f"sft.dataset={dataset}", *overrides]))
-    config.output_dir = str(folder)
-    validate(config, "sft")
-    train(config)
-    return config
-
-
-def equal(left: dict, right: dict) -> bool:
-    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
-
-
 def test_a_resumed_run_sees_the_same_changed_images_however_they_are_read(dataset, tmp_path):
-    run(tmp_path / "whole", dataset, *AUGMENT)
-    run(tmp_path / "halves", dataset, *AUGMENT, "sft.max_steps=2", "sft.num_workers=0")
-    run(tmp_path / "halves", dataset, *AUGMENT, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
-    run(tmp_path / "plain", dataset)
+    clone(tmp_path / "whole", dataset, *CLONE, *AUGMENT)
+    clone(tmp_path / "halves", dataset, *CLONE, *AUGMENT, "sft.max_steps=2", "sft.num_workers=0")
+    clone(tmp_path / "halves", dataset, *CLONE, *AUGMENT, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
+    clone(tmp_path / "plain", dataset, *CLONE)
     whole, halves, plain = (weights_of(tmp_path / name, "sft_000004") for name in ("whole", "halves", "plain"))
-    assert equal(whole, halves) and not equal(whole, plain)
+    assert same_weights(whole, halves) and not same_weights(whole, plain)
 
 
 def share_of(observations: list[Observation], images: np.ndarray) -> float:
@@ -85,7 +70,7 @@ def test_an_evaluation_sees_the_images_of_the_env(dataset, tmp_path, monkeypatch
     monkeypatch.setattr(CNNForRLActionPrediction, "preprocess", recorded)
     monkeypatch.setattr(VectorEnv, "reset", recorded_reset)
     monkeypatch.setattr(VectorEnv, "chunk_step", recorded_step)
-    run(tmp_path / "run", dataset, *AUGMENT, "sft.num_workers=0")
+    clone(tmp_path / "run", dataset, *CLONE, *AUGMENT, "sft.num_workers=0")
     stored = lerobot_dataset.open_dataset(dataset, {"front": "observation.images.front"}, None)
     known = stored.rows(np.arange(len(stored)))[0].images["front"]
     of_env = np.concatenate([observation.images["front"] for observation in shown])
@@ -94,5 +79,5 @@ def test_an_evaluation_sees_the_images_of_the_env(dataset, tmp_path, monkeypatch
     assert len(seen[False]) > 2 and share_of(seen[False], of_env) == 1
     assert not any(observation.is_cropped for observation in seen[False])
     seen[True].clear()
-    run(tmp_path / "plain", dataset, "sft.num_workers=0")
+    clone(tmp_path / "plain", dataset, *CLONE, "sft.num_workers=0")
     assert share_of(seen[True], known) == 1, "without augmentation, training sees the images of the dataset"

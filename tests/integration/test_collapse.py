@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import give_success, run_config, same_weights, untimed_metrics, weights_of
 
 from rlinf.commands import train as commands
 from rlinf.commands.train import train
@@ -54,22 +54,8 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 @pytest.fixture
 def succeed(monkeypatch):
-    """Let the evaluations of the next runs succeed at these rates, one after the other, and count those that are left."""
-    evaluate = evaluator.evaluate_policy
-
-    def give(*rates: float):
-        given = iter(rates)
-
-        def evaluated(*args, **kwargs):
-            result, rate = evaluate(*args, **kwargs), next(given)
-            successes = round(rate * len(result.results))
-            result.results = [replace(one, success=number < successes) for number, one in enumerate(result.results)]
-            return result
-
-        monkeypatch.setattr(evaluator, "evaluate_policy", evaluated)
-        return given
-
-    return give
+    """``give_success`` of this test."""
+    return partial(give_success, monkeypatch)
 
 
 def state_of(folder: Path, name: str) -> dict:
@@ -81,8 +67,7 @@ def rates_of(folder: Path) -> list[float]:
 
 
 def assert_equal_weights(one: Path, other: Path, name: str) -> None:
-    left, right = weights_of(one, name), weights_of(other, name)
-    assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+    assert same_weights(weights_of(one, name), weights_of(other, name))
 
 
 @pytest.fixture

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from run_results import weights_of
+from run_results import clone, same_weights, weights_of
 
 from rlinf.cli import main
 from rlinf.commands import collect as collecting
-from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.schema import build_config
 from rlinf.data import lerobot_dataset
 from rlinf.data.formats import open_dataset
 from rlinf.data.statistics import normalization_statistics
@@ -35,8 +33,10 @@ COLUMN = "observation.images.front"
 ENV = ["env=tabletop", "env.tasks=[reach,reach_zone]", "env.max_episode_steps=8", "env.state=proprio"]
 QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]
 MODEL = ["model=openvla_tiny", "model.action_chunks_len=2"]
-RUN = ["sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "evaluation.num_episodes=2", "evaluation.num_envs=2",
-       "evaluation.num_videos_per_task=0", "trainer.max_keep=-1"]  # fmt: skip
+CLONE = [
+    *ENV, *QUIET, *MODEL, "sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "evaluation.num_episodes=2", "evaluation.num_envs=2",
+    "evaluation.num_videos_per_task=0", "trainer.max_keep=-1",
+]  # fmt: skip
 
 
 def collect(dataset: Path, *overrides: str) -> Path:
@@ -201,31 +201,19 @@ def test_nothing_is_left_of_a_collection_cut_short_before_its_first_episode(tmp_
 # -- cloning -----------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
-    config = build_config(compose_config([*ENV, *QUIET, *MODEL, *RUN, f"sft.dataset={dataset}", *overrides]))
-    config.output_dir = str(folder)
-    validate(config, "sft")
-    train(config)
-    return config
-
-
-def equal(left: dict, right: dict) -> bool:
-    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
-
-
 @pytest.fixture(scope="module")
 def cloned(expert, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run(folder, expert)
+    clone(folder, expert, *CLONE)
     return folder
 
 
 def test_two_and_two_steps_on_a_dataset_equal_four(cloned, expert, tmp_path):
-    run(tmp_path / "halves", expert, "sft.max_steps=2", "sft.num_workers=0")
-    run(tmp_path / "halves", expert, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
+    clone(tmp_path / "halves", expert, *CLONE, "sft.max_steps=2", "sft.num_workers=0")
+    clone(tmp_path / "halves", expert, *CLONE, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
     whole = weights_of(cloned, "sft_000004")
-    assert equal(whole, weights_of(tmp_path / "halves", "sft_000004"))
-    assert not equal(whole, weights_of(tmp_path / "halves", "sft_000002")), "two steps are told apart from four"
+    assert same_weights(whole, weights_of(tmp_path / "halves", "sft_000004"))
+    assert not same_weights(whole, weights_of(tmp_path / "halves", "sft_000002")), "two steps are told apart from four"
 
 
 def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_path):
@@ -236,9 +224,9 @@ def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_p
         with pytest.raises(
             CheckpointError, match=r"has cloned other demonstrations than .*Set sft.dataset=.*init_from="
         ):
-            run(tmp_path / "run", expert, resume, "sft.max_steps=5", dataset)
+            clone(tmp_path / "run", expert, *CLONE, resume, "sft.max_steps=5", dataset)
     moved = Path(shutil.copytree(expert, tmp_path / "moved"))
-    run(tmp_path / "run", moved, resume, "sft.max_steps=5")
+    clone(tmp_path / "run", moved, *CLONE, resume, "sft.max_steps=5")
     assert (tmp_path / "run" / "checkpoints" / "sft_000005").is_dir()
 
 

@@ -15,7 +15,11 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def execute(notebook, folder: Path, monkeypatch) -> None:
-    """Run all cells in a fresh kernel whose temporary folders lie in ``folder``; a cell that fails raises CellExecutionError."""
+    """Run all cells in a new kernel, whose temporary folders are in ``folder``.
+
+    Raises:
+        CellExecutionError: A cell has failed.
+    """
     monkeypatch.setenv("RLINF_NOTEBOOK_SHORT", "1")
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -17,14 +17,13 @@ from types import SimpleNamespace
 
 import pytest
 from processes import status_of_child
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import give_success, run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder
 from rlinf.tracking.progress import Progress
-from rlinf.training import evaluator
 from rlinf.training import session as session_module
 from rlinf.training.rl_trainer import RLTrainer
 from rlinf.training.session import Session
@@ -126,19 +125,6 @@ def test_without_minutes_only_steps_count(session_of):
     assert calls == [2, 4, 5]
 
 
-def with_success(monkeypatch, *rates: float) -> None:
-    """Let the evaluations of a run succeed at these rates, one after the other."""
-    evaluate, given = evaluator.evaluate_policy, iter(rates)
-
-    def evaluated(*args, **kwargs):
-        result, rate = evaluate(*args, **kwargs), next(given)
-        successes = round(rate * len(result.results))
-        result.results = [replace(one, success=number < successes) for number, one in enumerate(result.results)]
-        return result
-
-    monkeypatch.setattr(evaluator, "evaluate_policy", evaluated)
-
-
 @pytest.mark.parametrize(
     ("rates", "kept", "best"),
     [
@@ -149,7 +135,7 @@ def with_success(monkeypatch, *rates: float) -> None:
 )
 @pytest.mark.parametrize("save_every", [0, 1])
 def test_the_best_policy_survives_a_collapse_and_is_named(tmp_path, monkeypatch, capsys, rates, kept, best, save_every):
-    with_success(monkeypatch, *rates)
+    give_success(monkeypatch, *rates)
     steps = ["trainer.eval_every=1", "trainer.max_keep=1", f"trainer.save_every={save_every}"]
     train(config_of(tmp_path, *steps))
     assert set(kept) <= set(saved(tmp_path)) and saved(tmp_path)[-1] == "rl_000004"
@@ -174,9 +160,9 @@ def test_the_best_evaluation_is_the_newest_of_equals_above_0_with_a_checkpoint()
 def test_an_interrupted_and_resumed_run_keeps_the_same_best(tmp_path, monkeypatch):
     steps = ["trainer.eval_every=1", "trainer.max_keep=1"]
     with monkeypatch.context() as patch:
-        with_success(patch, 0.25, 0.75, 0.5)
+        give_success(patch, 0.25, 0.75, 0.5)
         train(config_of(tmp_path, *steps, "trainer.max_steps=2"))
-    with_success(monkeypatch, 0.5, 0.25, 0.0)
+    give_success(monkeypatch, 0.5, 0.25, 0.0)
     train(config_of(tmp_path, *steps, f"resume={tmp_path}"))
     assert saved(tmp_path) == ["rl_000001", "rl_000004"]
 

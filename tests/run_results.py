@@ -50,9 +50,10 @@ def give_success(monkeypatch: pytest.MonkeyPatch, *rates: float) -> Iterator[flo
     return given
 
 
-def same_weights(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether two checkpoints have the same weights, bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+def differing_weights(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of the weights that differ in a bit, or that only one of two checkpoints has."""
+    both = left.keys() & right.keys()
+    return sorted((left.keys() ^ right.keys()) | {name for name in both if not torch.equal(left[name], right[name])})
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -75,7 +76,7 @@ def check_equal_runs(folder: Path, other: Path, checkpoint: str, evaluations: Se
     """Compare two runs bit for bit: metrics, the weights of a checkpoint, the results of evaluations."""
     lines, others = untimed_metrics(folder), untimed_metrics(other)
     assert len(lines) > 3 and lines == others
-    assert same_weights(weights_of(folder, checkpoint), weights_of(other, checkpoint))
+    assert not differing_weights(weights_of(folder, checkpoint), weights_of(other, checkpoint))
     for tag in evaluations:
         one, two = (EvaluationResult.from_json(each / "eval" / tag / "result.json") for each in (folder, other))
         assert len(one.results) == episodes and one.results == two.results

@@ -55,7 +55,7 @@ AUTO = "auto"
 """As ``resume``: the newest whole checkpoint, or a new run."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
-"""Exactly one of these keys names the policy that acts."""
+"""A command that sets any of these keys says which policy acts."""
 
 SUMMARY_FILE = "summary.json"
 """What a run writes last."""

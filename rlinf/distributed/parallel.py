@@ -262,7 +262,7 @@ def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: s
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
     """Return a copy of a plain model on a device, whose parameters hold no numbers yet; buffers are copied.
 
-    What needs gradients in the model does so in the copy. Nobody computes them there, but torch chooses kernels by that, which round
+    The copy keeps ``requires_grad``. No gradients are computed there, but torch chooses kernels by it, and different kernels round
     differently.
     """
     memo: dict[int, Any] = {}

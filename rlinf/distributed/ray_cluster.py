@@ -140,7 +140,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     if address is None:
         how = {"address": "local", "include_dashboard": False, **of_new}
     handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
-    # Ray draws the name of a connection from these: two ranks of one seed would take each other's messages, and ask without a pause.
+    # Ray draws the name of a connection from these. With one name, two ranks would receive each other's messages and poll without a pause.
     random.seed()
     try:
         ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")

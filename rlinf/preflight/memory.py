@@ -25,7 +25,7 @@ from rlinf.preflight.placement import Placement
 
 NOT_COUNTED = (
     "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
-    "gathered layer\nof a sharded model, simulators and libraries"
+    "gathered layer\nof a sharded model, 16-bit copies of trained weights (model.precision=bf16-mixed), simulators and libraries"
 )
 
 

@@ -17,7 +17,8 @@ from rlinf.errors import ConfigError
 class _Empty(NamedTuple):
     """A tensor of the state dict, whose numbers a push of weights brings. Tied tensors have one ``key``.
 
-    ``is_trained``: it needs gradients. Nobody computes them in a player, but torch chooses kernels by that, which round differently.
+    ``is_trained``: its ``requires_grad``. No gradients are computed in a player, but torch chooses kernels by it, and different kernels
+    round differently.
     """
 
     key: int

@@ -23,7 +23,8 @@ ALIGNMENT = 64
 class Place(NamedTuple):
     """The place of a tensor in shared memory.
 
-    ``is_trained``: it needs gradients. Nobody computes them in a worker, but torch chooses kernels by that, which round differently.
+    ``is_trained``: its ``requires_grad``. No gradients are computed in a worker, but torch chooses kernels by it, and different kernels
+    round differently.
     """
 
     offset: int

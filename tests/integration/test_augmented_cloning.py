@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_results import clone, same_weights, weights_of
+from run_results import clone, differing_weights, weights_of
 
 from rlinf.cli import main
 from rlinf.data import lerobot_dataset
@@ -39,7 +39,7 @@ def test_a_resumed_run_sees_the_same_changed_images_however_they_are_read(datase
     clone(tmp_path / "halves", dataset, *CLONE, *AUGMENT, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
     clone(tmp_path / "plain", dataset, *CLONE)
     whole, halves, plain = (weights_of(tmp_path / name, "sft_000004") for name in ("whole", "halves", "plain"))
-    assert same_weights(whole, halves) and not same_weights(whole, plain)
+    assert not differing_weights(whole, halves) and differing_weights(whole, plain)
 
 
 def share_of(observations: list[Observation], images: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_results import give_success, run_config, same_weights, untimed_metrics, weights_of
+from run_results import differing_weights, give_success, run_config, untimed_metrics, weights_of
 
 from rlinf.commands import train as commands
 from rlinf.commands.train import train
@@ -67,7 +67,7 @@ def rates_of(folder: Path) -> list[float]:
 
 
 def assert_equal_weights(one: Path, other: Path, name: str) -> None:
-    assert same_weights(weights_of(one, name), weights_of(other, name))
+    assert not differing_weights(weights_of(one, name), weights_of(other, name))
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def act_and_score(name):
     config = config_of(name)
     policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
     observation, seen = random_observation(config, policy), {}
-    replica = copy.deepcopy(policy).requires_grad_(False).eval()
+    replica = copy.deepcopy(policy).eval()
     Sharded(policy, "cpu")
     part = "velocity" if name == "pi0" else "_observation_tokens"
     inner = getattr(policy, part)
@@ -130,7 +130,7 @@ def act_and_score(name):
     scored = policy.evaluate_actions(inputs, chain)
     scored.logprobs.sum().backward()
     formats = {p.grad.dtype for p in policy.parameters() if p.grad is not None}
-    return scored.logprobs.detach(), replica.evaluate_actions(inputs, chain).logprobs, seen, formats
+    return scored.logprobs.detach(), replica.evaluate_actions(inputs, chain).logprobs.detach(), seen, formats
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -96,7 +96,7 @@ def start(config: RecipeConfig) -> Path:
 
 
 def start_rank(work) -> None:
-    """Run a rank with as many threads as a player of two ranks has: with others, some processors add up in another order."""
+    """Run a rank with as many threads as a player of two ranks has: with another number, some processors round otherwise."""
     config, places = work
     torch.set_num_threads(2)
     run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[begins_with_a_digit], places=places)

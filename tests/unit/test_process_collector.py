@@ -22,6 +22,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.child_process import ChildProcess
+from rlinf.distributed.parallel import empty_copy
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
@@ -30,6 +31,7 @@ from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.shared_memory import SharedTask, read_task
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.rollout.worker_process import _Sender
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
@@ -120,25 +122,30 @@ def test_processes_compute_with_what_an_optimiser_and_a_checkpoint_have_written(
     check_equal(before, processes.collect(model, 3, 0, needs_values=True))
 
 
-def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for():
-    """Two are under way, and are taken in another order."""
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replica):
+    """Two are under way, and are taken in another order. ``is_replica``: what plays is the replica of a sharded policy."""
     model, make = make_parts(num_worker_threads=1)
     frozen, trained = list(model.parameters())[:2]
     frozen.requires_grad_(False)
+    played = empty_copy(model, "cpu") if is_replica else model
+    push = WeightPush(model, played)
     threads = make()
-    collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, max_ahead=2)
-    assert all(next(player.parameters()).data_ptr() == frozen.data_ptr() for player in collector.players)
+    collector = ProcessCollector(make, played, num_blocks=BLOCKS, num_processes=1, max_ahead=2)
+    shared = next(played.parameters()).data_ptr()
+    assert all(next(player.parameters()).data_ptr() == shared for player in collector.players)
     first, handles = trained.detach().clone(), []
     for version in (0, 1):
-        handles.append(collector.issue(model, 5 + version, version, needs_values=True))
+        push.push(version)
+        handles.append(collector.issue(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
     with pytest.raises(
         RLinfError, match=r"rollout \(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"
     ):
-        collector.issue(model, 7, 2, needs_values=True)
+        collector.issue(played, 7, 2, needs_values=True)
     batches = {(6, 0, 0.1): collector.take(handles[1]), (5, 0, 0.0): collector.take(handles[0])}
-    batches[5, 1, 0.0] = collector.take(collector.issue(model, 5, 0, needs_values=True, attempt=1))
+    batches[5, 1, 0.0] = collector.take(collector.issue(played, 5, 0, needs_values=True, attempt=1))
     for (step, attempt, change), batch in batches.items():
         trained.data.copy_(first + change)
         check_equal(threads.collect(model, step, step - 5, needs_values=True, attempt=attempt), batch)
@@ -257,7 +264,7 @@ def test_memory_of_several_tensors_is_not_moved(kind):
 
 
 def test_a_weight_needs_gradients_in_a_worker_as_in_the_policy():
-    """torch chooses kernels by that, also where nobody computes gradients, and they round differently."""
+    """torch chooses kernels by it, also where no gradients are computed, and different kernels round differently."""
     model = torch.nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     task = SharedTask(model, model)

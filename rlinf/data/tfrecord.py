@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from crc32c import crc32c
 
 HEADER = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
-STRIPE = 512
-"""Bytes whose checksum is computed in one vectorised pass."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types of protocol buffers."""
 
@@ -49,64 +47,8 @@ def records(data: memoryview) -> Iterator[tuple[int, int]]:
 
 def masked_crc32c(data: bytes | memoryview) -> int:
     """Return the checksum of ``data`` in the form of TFRecord files."""
-    crc = _crc32c_of_stripes(data) if len(data) >= STRIPE else _crc32c(data)
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _crc32c(data: bytes | memoryview) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = int(_CRC_TABLE_8[(crc ^ byte) & 0xFF]) ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
-
-
-def _crc32c_of_stripes(data: bytes | memoryview) -> int:
-    """Return the CRC of long data, computed over many stripes in parallel: forty times faster than ``_crc32c``.
-
-    A CRC with initial value 0 is linear and ignores leading zeros. That of ``a + b`` is the CRC of ``a`` followed by
-    ``len(b)`` zeros, xor the CRC of ``b``. An initial value of all ones equals inverting the first 32 bits.
-    """
-    stripes = np.zeros((-(-len(data) // STRIPE), STRIPE), dtype=np.uint8)
-    own = stripes.reshape(-1)[-len(data) :]
-    own[:] = np.frombuffer(data, np.uint8)
-    own[:4] ^= 0xFF
-    crc = np.zeros(len(stripes), dtype=np.uint32)
-    for column in np.ascontiguousarray(stripes.view("<u2").T):  # two bytes at a time
-        crc = _CRC_TABLE_16[crc.astype(np.uint16) ^ column] ^ (crc >> 16)
-    doublings = 0
-    while len(crc) > 1:
-        if len(crc) % 2:
-            crc = np.concatenate([np.zeros(1, np.uint32), crc])
-        crc = _moved_on(crc[::2], doublings) ^ crc[1::2]
-        doublings += 1
-    return int(crc[0]) ^ 0xFFFFFFFF
-
-
-def _moved_on(crc: np.ndarray, doublings: int) -> np.ndarray:
-    """Return the checksums ``crc`` after ``STRIPE * 2**doublings`` more zero bytes."""
-    bits = crc[:, None] >> np.arange(32, dtype=np.uint32) & 1
-    return np.bitwise_xor.reduce(bits * _bits_moved_on(doublings), axis=1)
-
-
-@lru_cache
-def _bits_moved_on(doublings: int) -> np.ndarray:
-    """Return the checksum of each of the 32 bits after ``STRIPE * 2**doublings`` zero bytes, uint32 ``[32]``."""
-    if doublings:
-        return _moved_on(_bits_moved_on(doublings - 1), doublings - 1)
-    bits = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
-    for _ in range(STRIPE):
-        bits = _CRC_TABLE_8[bits & 0xFF] ^ (bits >> 8)
-    return bits
-
-
-def _crc_table(num_bits: int) -> np.ndarray:
-    table = np.arange(2**num_bits, dtype=np.uint32)
-    for _ in range(num_bits):
-        table = table >> 1 ^ np.where(table & 1, np.uint32(0x82F63B78), np.uint32(0))
-    return table
-
-
-_CRC_TABLE_8, _CRC_TABLE_16 = _crc_table(8), _crc_table(16)
 
 
 def parse_example(data: memoryview, begin: int, end: int) -> dict[str, np.ndarray | Blobs]:

@@ -11,7 +11,9 @@ import pytest
 from run_results import metrics_of, run_config
 
 from rlinf.commands.train import train
-from rlinf.preflight.scaling import measured
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from scaling import measured
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling_model.py"
 TINY = [

@@ -61,6 +61,10 @@ class CheckpointError(RLinfError):
     """A folder is not a checkpoint, is incomplete, or does not fit the run that wants to load it."""
 
 
+class UploadError(CheckpointError):
+    """A run is complete on the disk, and not all of it was uploaded."""
+
+
 class SimulatorError(RLinfError):
     """A simulator crashed, hung or raised more often than ``env.max_restarts`` allows."""
 

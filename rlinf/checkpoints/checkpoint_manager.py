@@ -31,8 +31,8 @@ from rlinf.checkpoints.checkpoint import (
     write_snapshot,
 )
 from rlinf.distributed.launch import GROUP_TIMEOUT
-from rlinf.distributed.process_group import GLOO, world_size
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.distributed.process_group import new_cpu_group, world_size
+from rlinf.errors import CheckpointError, ConfigError, UploadError
 from rlinf.manifest import Manifest, check
 
 logger = logging.getLogger("rlinf")
@@ -59,6 +59,9 @@ class Upload(Protocol):
 
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
         """Take ``folders`` of ``run_folder`` there; raise CheckpointError if that fails."""
+
+    def by_hand(self, run_folder: Path, folder: Path) -> str:
+        """Return a command that takes a folder there without this package."""
 
 
 class CheckpointManager:
@@ -111,7 +114,7 @@ class CheckpointManager:
             )
             self._stager = DefaultStager(options)
             if world_size() > 1:  # the thread's collective calls must not mix with those of the training
-                self._group = dist.new_group(backend=GLOO, timeout=GROUP_TIMEOUT)
+                self._group = new_cpu_group(GROUP_TIMEOUT)
 
     def save(
         self,
@@ -219,8 +222,10 @@ class CheckpointManager:
         if self._upload_failures:
             failures = "; ".join(self._upload_failures.values())
             final = self.folder / SAFETENSORS_FOLDER / FINAL
-            later = "start the same command with train.resume=true" if self.keeps_any else f"upload {final} by hand"
-            raise CheckpointError(
+            later = "start the same command with train.resume=true" if self.keeps_any else "type " + " and ".join(
+                upload.by_hand(self.folder, final) for upload in dict.fromkeys(key[0] for key in self._upload_failures)
+            )
+            raise UploadError(
                 f"{self.folder} is complete, but not all of it was uploaded: {failures}. To upload it later, {later}"
             )
 

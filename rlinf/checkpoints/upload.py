@@ -6,6 +6,7 @@ Credentials come from the environment, are checked before training, and appear i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import yaml
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from rlinf.checkpoints.checkpoint import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -30,7 +30,10 @@ BACKOFF_S = 2.0
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 AWS_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 
-HUB_ERRORS = (OSError, httpx.HTTPError, HFValidationError)
+# The base of its HTTP errors belongs to the HTTP library that huggingface_hub uses: requests, httpx or httpx2.
+HUB_ERRORS = (OSError, HfHubHTTPError.__bases__[0], HFValidationError)
+
+logger = logging.getLogger("rlinf")
 
 Result = TypeVar("Result")
 
@@ -71,7 +74,7 @@ class HubUpload:
 
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
         """Upload the exported policy; raise CheckpointError if that fails."""
-        repo_id = f"{self.repo_name}-{run_folder.name}"
+        repo_id = self._repo_id(run_folder)
         for folder in folders:
             if folder.parent.name == SAFETENSORS_FOLDER:
                 write_text(folder / "README.md", model_card(folder, _scores(folders)))
@@ -82,7 +85,14 @@ class HubUpload:
                         repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
                     )
 
-                _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}")
+                logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
+
+    def by_hand(self, run_folder: Path, folder: Path) -> str:
+        """Return the command of the hub's own tool that uploads a folder."""
+        return f"hf upload {self._repo_id(run_folder)} {folder}{' --private' if self.private else ''}"
+
+    def _repo_id(self, run_folder: Path) -> str:
+        return f"{self.repo_name}-{run_folder.name}"
 
 
 class S3Upload:
@@ -151,6 +161,11 @@ class S3Upload:
                     self.client.upload_file(str(path), self.bucket, key)
 
                 _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
+            logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
+
+    def by_hand(self, run_folder: Path, folder: Path) -> str:
+        """Return the command of AWS's own tool that uploads a folder."""
+        return f"aws s3 cp --recursive {folder} s3://{self.bucket}/{self.key_of(run_folder, folder)}"
 
     def _is_there(self, run_folder: Path, manifest: Path) -> bool:
         """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""
@@ -160,7 +175,7 @@ class S3Upload:
         return False
 
     def key_of(self, run_folder: Path, path: Path) -> str:
-        """Return the key of a file."""
+        """Return the key of a file, or the first part of the keys of a folder."""
         run = run_folder.absolute()
         parts = (self.prefix, run.parent.name, run.name, path.relative_to(run_folder).as_posix())
         return "/".join(part for part in parts if part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from rlinf.distributed.devices import hide_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, place_of
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError, UploadError, did_you_mean
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder
@@ -85,8 +86,25 @@ def launch(arguments: Sequence[str]) -> int:
     deadlines = asdict(config.cluster.deadlines)
     with _places(config, plan, device) as places:
         work = (config, script, device, places)
-        start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
+        with _told_how_to_go_on(config, arguments):
+            start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
     return 0
+
+
+@contextmanager
+def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
+    """Print the command that continues a run after a signal or a failed upload."""
+    words = [word for word in arguments if not word.startswith("train.resume=")]
+    command = shlex.join(["rlinf", "launch", *words, "train.resume=true"])
+    saves = config.train.ckpt.enable_checkpoint
+    try:
+        yield
+    except SystemExit:
+        if saves:
+            print(f"continue with: {command}", file=sys.stderr, flush=True)
+        raise
+    except UploadError as error:
+        raise UploadError(f"{error}: {command}" if saves else str(error)) from None
 
 
 @contextmanager

@@ -71,6 +71,17 @@ def backend_of(device: str) -> str:
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 
 
+def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return another group of all ranks, for CPU tensors and objects (a collective call)."""
+    world = dist.group.WORLD
+    # PyTorch 2.13 binds a new group to the GPU of the default group, and asks its backend for one of CUDA, which gloo has not.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(backend=GLOO, timeout=timeout)
+    finally:
+        world.bound_device_id = bound
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Return the sums of numbers over all ranks."""
     if world_size() == 1:

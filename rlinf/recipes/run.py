@@ -98,9 +98,9 @@ def run(
                 _run_in(folder, checkpoint, config, data, stop_signal, progress)
         except StopRequested as stop:
             if rank() == 0:
-                lost = "nothing was saved (train.ckpt.enable_checkpoint=false)"
-                way_on = "continue with: train.resume=true" if saves else lost
-                print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
+                logger.info("Report: %s", write_report(folder))
+                kept = "its checkpoint is saved" if saves else "nothing was saved (train.ckpt.enable_checkpoint=false)"
+                print(f"\n{stop}; {kept}", file=sys.stderr, flush=True)
             number = stop_signal.number
             sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
     return folder

@@ -129,6 +129,8 @@ class Tracker:
         # A resumed run may log lower steps than wandb saw last, so steps are an axis of their own, not wandb's counter.
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
+        if online:
+            print(f"wandb: {run.url}", flush=True)
         return run
 
     def log(self, step: int, metrics: dict[str, float], phase: str | None = None) -> None:

@@ -5,9 +5,11 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -62,6 +64,7 @@ class Hub(ThreadingHTTPServer):
         files: Content by path in the repository.
         failures: Answers with status 500 that are still to come, for commits.
         role: Of the token.
+        closes_after_whoami: It cannot be reached any more after it has said whose the token is.
     """
 
     def __init__(self) -> None:
@@ -69,7 +72,7 @@ class Hub(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.files: dict[str, bytes] = {}
         self.created: list[dict] = []
-        self.failures, self.role = 0, "write"
+        self.failures, self.role, self.closes_after_whoami = 0, "write", False
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -100,6 +103,9 @@ class _HubHandler(BaseHTTPRequestHandler):
         hub.calls.append(f"GET {self.path}")
         if self._is_known() and self.path == "/api/whoami-v2":
             self._answer({"type": "user", "name": "me", "auth": {"accessToken": {"role": hub.role}}})
+            if hub.closes_after_whoami:
+                self.close_connection = True
+                threading.Thread(target=lambda: (hub.shutdown(), hub.socket.close()), daemon=True).start()
         elif self.path != "/api/whoami-v2":
             self._answer({"error": "not here"}, 404)
 
@@ -242,36 +248,65 @@ if __name__ == "__main__":
 """
 
 
-def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(hub, tiny_lm, tmp_path):
+def closed_port() -> str:
+    """Return an address of this machine where nothing listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+def recipe_that_uploads(tiny_lm, folder: Path, hub: str, **ckpt) -> Callable[..., subprocess.CompletedProcess]:
+    """Write a recipe and its script; return a function that runs it with further words against a hub."""
     tokenizer = chat_tokenizer("plain")
     model = tiny_lm("llama", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(model)
-    (tmp_path / "mine.py").write_text(SCRIPT)
+    (folder / "mine.py").write_text(SCRIPT)
     config = {
         "train": {"output_dir": "out", "timestamp": STAMP, "train_batch_per_replica": 2, "param_dtype": "float32",
-                  "ckpt": {"upload_hf": True, "hf_repo_name": "policy"}},
+                  "ckpt": {"upload_hf": True, "hf_repo_name": "policy", **ckpt}},
         "policy": {"model_name_or_path": model, "device": "cpu", "model_max_length": 64},
     }  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(config))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {
-        "HF_ENDPOINT": hub.address,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_TOKEN": TOKEN,
-        "PYTHONPATH": str(ROOT),
-    }
+    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(folder / "hf"), "HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
 
     def launch(*words: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "rlinf", "launch", "--config", "recipe.yaml", "mine.py", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         assert TOKEN not in done.stdout + done.stderr, "a token must not be logged"
         return done
 
+    return launch
+
+
+def test_a_hub_that_cannot_be_reached_ends_a_run_at_its_start_with_one_line(tiny_lm, tmp_path):
+    failed = recipe_that_uploads(tiny_lm, tmp_path, closed_port())()
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
+    (line,) = [line for line in failed.stderr.splitlines() if "error" in line.lower()]
+    assert "ask the hub for the owner of HF_TOKEN, tried 3 times" in line and "train.ckpt.upload_hf=false" in line
+    assert not list(tmp_path.glob("out/*/checkpoints")), "nothing was trained"
+
+
+def test_a_hub_that_is_gone_at_the_end_leaves_the_export_and_names_the_command(hub, tiny_lm, tmp_path):
+    hub.closes_after_whoami = True
+    launch = recipe_that_uploads(tiny_lm, tmp_path, hub.address, enable_checkpoint=False)
+    failed, final = launch(), tmp_path / "out" / STAMP / "safetensors" / "final"
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
+    assert "ConnectError" in failed.stderr and "tried 3 times" in failed.stderr, failed.stderr
+    repo = f"me/policy-{STAMP}"
+    assert f"To upload it later, type hf upload {repo} out/{STAMP}/safetensors/final --private" in failed.stderr
+    verify_files(final, Manifest.load(final))
+
+
+def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(hub, tiny_lm, tmp_path):
+    launch = recipe_that_uploads(tiny_lm, tmp_path, hub.address)
     hub.failures = 1000
     failed, run = launch(), tmp_path / "out" / STAMP
     assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
     assert f"out/{STAMP} is complete, but not all of it was uploaded: Cannot upload" in failed.stderr
-    assert "To upload it later, start the same command with train.resume=true" in failed.stderr and not hub.files
+    again = "rlinf launch --config recipe.yaml mine.py train.resume=true"
+    assert f"To upload it later, start the same command with train.resume=true: {again}" in failed.stderr
+    assert not hub.files
     for folder in (run / "checkpoints" / "step_2", run / "safetensors" / "final"):
         verify_files(folder, Manifest.load(folder))
     assert json.loads((run / "summary.json").read_text())["steps"] == 2 and (run / "report.html").is_file()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.distributed import launch, process_group
 
 pytestmark = pytest.mark.new_processes
@@ -28,6 +29,21 @@ def fail_on_the_second_rank(_argument) -> None:
 def test_the_error_of_the_rank_that_failed_first_is_told():
     with pytest.raises(launch.RankError, match="Rank 1 failed(?s:.*)fail_on_the_second_rank(?s:.*)what went wrong"):
         launch.launch(fail_on_the_second_rank, None, 2, "cpu")
+
+
+def save_asynchronously_on_a_gpu(folder) -> None:
+    world, gpu = dist.group.WORLD, torch.device("cuda:0")
+    world.bound_device_id = gpu  # as ``init_process_group(device_id=...)`` of a rank with a GPU leaves it
+    with pytest.raises(RuntimeError, match="device type cuda"):
+        dist.new_group(backend=process_group.GLOO)
+    manager = CheckpointManager(folder, save_mode="async")
+    assert process_group.gather_objects(process_group.rank(), manager._group) == [0, 1]
+    assert world.bound_device_id == gpu
+    world.bound_device_id = None  # there is none, and ranks end with a barrier on it
+
+
+def test_asynchronous_saves_have_a_group_of_their_own_beside_one_that_is_bound_to_a_gpu(tmp_path):
+    launch.launch(save_asynchronously_on_a_gpu, tmp_path, 2, "cpu")
 
 
 def kill_the_first_rank(number: int) -> None:

@@ -189,6 +189,7 @@ class FakeWandb:
         self.calls, self.logged = [], []
 
     Settings = dict
+    url = "https://wandb.example/me/runs/1"
 
     def init(self, **arguments):
         self.calls.append(arguments)
@@ -214,7 +215,7 @@ def test_a_run_of_wandb_may_have_a_name_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("secret", "online")])
-def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monkeypatch, key, mode):
+def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monkeypatch, capsys, key, mode):
     fake = FakeWandb()
     monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -231,6 +232,7 @@ def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monke
     assert first["name"] == tmp_path.name and first["dir"] == str(tmp_path)
     assert first["id"] == second["id"] == tracker.run_id and first["config"] == {"seed": 3}
     assert fake.logged == [{"train/loss": 1.0, "global_step": 4}]
+    assert (f"wandb: {fake.url}" in capsys.readouterr().out) == (mode == "online"), "the link of the run"
 
 
 def test_a_missing_sink_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 ``ours`` is ``rlinf train experiment=tabletop_ppo_mlp``; ``peer`` is Stable-Baselines3's PPO on the same simulator, with the same
 networks ([256, 256], tanh), the same number of env steps per update phase and one thread each, in an environment of its own:
 
-    python -m venv /tmp/sb3 && /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 mujoco==3.3.0 omegaconf pyyaml
+    python -m venv /tmp/sb3 && /tmp/sb3/bin/pip install torch==2.13.0 stable-baselines3==2.9.2 mujoco==3.3.0 omegaconf pyyaml pillow
     python benchmarks/ppo_mlp.py --peer-python /tmp/sb3/bin/python [--seeds 2,3,4,5,6] [--against daa9868]
 
 The peer runs twice, with its own defaults (10 epochs, batches of 64, learning rate 3e-4, gamma 0.99) and with the values of our

@@ -222,8 +222,14 @@ class CheckpointManager:
         if self._upload_failures:
             failures = "; ".join(self._upload_failures.values())
             final = self.folder / SAFETENSORS_FOLDER / FINAL
-            later = "start the same command with train.resume=true" if self.keeps_any else "type " + " and ".join(
-                upload.by_hand(self.folder, final) for upload in dict.fromkeys(key[0] for key in self._upload_failures)
+            later = (
+                "start the same command with train.resume=true"
+                if self.keeps_any
+                else "type "
+                + " and ".join(
+                    upload.by_hand(self.folder, final)
+                    for upload in dict.fromkeys(key[0] for key in self._upload_failures)
+                )
             )
             raise UploadError(
                 f"{self.folder} is complete, but not all of it was uploaded: {failures}. To upload it later, {later}"

@@ -85,7 +85,9 @@ class HubUpload:
                         repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
                     )
 
-                logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
+                logger.info(
+                    "Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}")
+                )
 
     def by_hand(self, run_folder: Path, folder: Path) -> str:
         """Return the command of the hub's own tool that uploads a folder."""

@@ -23,7 +23,7 @@ from rlinf.distributed.start import is_connected, place_of
 from rlinf.errors import ConfigError, UploadError, did_you_mean
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.datasets import local_folder
+from rlinf.recipes.datasets import local_folder, made_by
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import load_recipe, recipe_names
 from rlinf.recipes.plan import SPLIT, Plan, choose_device, describe, make_plan, store_room
@@ -136,7 +136,8 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
     if dataset.streaming:
         return None, f"'{dataset.name}' is a stream"
     if local_folder(dataset.name) is None:
-        return None, f"'{dataset.name}' is not on this machine"
+        make = made_by(dataset.name)
+        return None, f"'{dataset.name}' is not on this machine{f' ({make} makes it)' if make else ''}"
     rows = rows_of(dataset)
     if config.validation.enable and not config.validation.dataset.name:
         rows = split_rows(config, rows)[1]

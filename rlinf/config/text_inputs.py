@@ -13,7 +13,7 @@ from rlinf.models.fallback import folder_config
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".arrow")
 """Of files that hold rows of text. The datasets of robots are folders."""
 
-PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
+PAGE = "To train a model on text, use `rlinf launch --config <recipe>`: docs/recipes.md"
 
 
 def text_in(path: str | Path) -> str | None:

@@ -391,14 +391,7 @@ def _generator(
 
 def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlaces | None) -> dict[str, Any] | None:
     """Return the settings of the vLLM engine; None: torch generates."""
-    sampling, rollout = config.rollout.sampling_config, config.rollout
-    for name, neutral in (("top_k", -1), ("top_p", 1.0), ("repetition_penalty", 1.0)):
-        value = getattr(sampling, name)
-        if value not in (neutral, None):
-            logger.warning(
-                "rollout.sampling_config.%s=%s is not used: answers are drawn from the whole distribution, which is the one that is scored "
-                "and trained", name, value,
-            )  # fmt: skip
+    rollout = config.rollout
     if not rollout.backend.startswith("vllm"):
         return None
     reason = why_no_engine(policy.model.config)

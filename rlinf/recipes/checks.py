@@ -44,6 +44,13 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "redis": (("",), "no redis server is needed"),
     "eth_ips": (("",), "the launcher's addresses count"),
     "rollout.quantization": (("none", "fp8"), "mxfp4 weights are read in train.param_dtype"),
+    **{
+        f"rollout.sampling_config.{name}": (
+            neutral,
+            "answers are drawn from the whole distribution, which is scored and trained",
+        )
+        for name, neutral in (("top_k", (-1, None)), ("top_p", (1.0,)), ("repetition_penalty", (1.0,)))
+    },
 }
 """Keys that are accepted, the values that say nothing, and what happens instead of others."""
 

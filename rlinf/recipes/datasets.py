@@ -26,6 +26,8 @@ logger = logging.getLogger("rlinf")
 Packed = TypeVar("Packed")
 
 SECTION = "train.train_policy.dataset"
+MAKERS = {"arithmetic": "scripts/make_arithmetic_data.py", "shapes": "scripts/make_shapes_vqa.py"}
+"""Scripts of this project by the folder that they write, which recipes name."""
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 CHECK_SECONDS = 30.0
 BLOCK_ROWS = 1000
@@ -42,6 +44,7 @@ class Rows:
         start: Number of the first row within the dataset.
         stop: Number after the last row; None: the end.
         offset: Number of the first row of ``data``, for messages.
+        section: Keys of the recipe that name the dataset, for messages.
     """
 
     data: Any
@@ -49,12 +52,13 @@ class Rows:
     start: int = 0
     stop: int | None = None
     offset: int = 0
+    section: str = SECTION
 
     def __post_init__(self) -> None:
         self.stop = len(self.data) if self.stop is None else self.stop
         if self.stop <= self.start:
             raise ConfigError(
-                f"{self.source} has no rows; required: one or more. Set {SECTION}.name or {SECTION}.split"
+                f"{self.source} has no rows; required: one or more. Set {self.section}.name or {self.section}.split"
             )
 
     def __len__(self) -> int:
@@ -94,6 +98,7 @@ def load_rows(
     subset: str = "",
     revision: str | None = None,
     streaming: bool = False,
+    section: str = SECTION,
 ) -> Any:
     """Load rows with the ``datasets`` library.
 
@@ -104,6 +109,7 @@ def load_rows(
         subset: Configuration of the dataset, or the folder of a mirror; empty: the default.
         revision: Branch or commit on the hub.
         streaming: Read row by row, without a copy on disk.
+        section: Keys of the recipe that name the dataset, for messages.
 
     Returns:
         ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
@@ -112,15 +118,15 @@ def load_rows(
     splits = [split] if isinstance(split, str) else list(split)
     if not name or not splits:
         raise ConfigError(
-            f"{SECTION}.name is {name!r} and split is {split!r}; required: both. Set {SECTION}.name=<folder or file>"
+            f"{section}.name is {name!r} and split is {split!r}; required: both. Set {section}.name=<folder or file>"
         )
     library.disable_progress_bars()
-    parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
+    parts = [_load_split(library, name, each, subset, revision, streaming, section) for each in splits]
     for part in parts:
         if part.features is not None:
             part.info.features = library.Features(_undecoded(part.features))
     data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
-    return data if streaming else Rows(data, describe(name, split, subset))
+    return data if streaming else Rows(data, describe(name, split, subset), section=section)
 
 
 def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
@@ -155,14 +161,23 @@ def _import_datasets() -> Any:
     return datasets
 
 
-def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
+def made_by(name: str) -> str:
+    """Return the command that makes a file or folder of a recipe of this project; empty for any other."""
+    folder = next(iter(Path(name).parts), "")
+    return f"python {MAKERS[folder]} {folder}" if folder in MAKERS else ""
+
+
+def _load_split(
+    library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool, section: str
+) -> Any:
     path, folder = Path(name).expanduser(), local_folder(name)
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
-        raise ConfigError(f"{SECTION}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
+        raise ConfigError(f"{section}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
     if folder is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
+        make = f"Make it with {made_by(name)}, or set" if made_by(name) else "Set"
         raise ConfigError(
-            f"{SECTION}.name={name} does not exist. Set {SECTION}.name=<file, folder or owner/name on the hub>"
+            f"{section}.name={name} does not exist. {make} {section}.name=<file, folder or owner/name on the hub>"
         )
     files = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     options = {"streaming": streaming}
@@ -182,13 +197,13 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
         return library.load_dataset(name, subset or None, split=split, revision=revision, **options)
     except StopIteration:
         raise ConfigError(
-            f"{describe(name, split, subset)} has no rows; required: one or more. Set {SECTION}.name=<file>"
+            f"{describe(name, split, subset)} has no rows; required: one or more. Set {section}.name=<file>"
         ) from None
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         _name_bad_line(files)
         cause = error.__cause__ or error
         raise ConfigError(f"{describe(name, split, subset)} cannot be read: {cause} "
-                          f"Set {SECTION}.name, {SECTION}.subset or {SECTION}.split") from error  # fmt: skip
+                          f"Set {section}.name, {section}.subset or {section}.split") from error  # fmt: skip
 
 
 def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:

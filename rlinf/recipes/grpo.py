@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,12 @@ from rlinf.recipes.loop import Update, Validation
 from rlinf.recipes.samples import Prompt, collate
 from rlinf.seeding import derive_seed
 
+logger = logging.getLogger("rlinf")
+
 EPSILON = 1e-6
 """Added to the deviation of a group."""
+FLAT_STEPS = 3
+"""Steps in a row without any group whose rewards differ, after which the run warns."""
 MAX_ADVANTAGE = 5.0
 """Scaled advantages are clipped to plus and minus this; others have the units of the reward."""
 
@@ -76,7 +81,7 @@ class GRPOTrainer:
         self.num_steps, self.batch_size, self.group_size = num_steps, batch_size, group_size
         self.seed, self.advantage, self.num_updates = seed, advantage, num_updates
         self.max_resamples = max_resamples
-        self._loss = loss
+        self._loss, self._flat_steps = loss, 0
         if loss.needs_reference:
             policy.keep_reference()
 
@@ -97,13 +102,29 @@ class GRPOTrainer:
         flat = sum_over_ranks([float(sum(_is_flat(group) for group in groups)), float(num_replaced)])
         named["rollout/zero_variance_group_fraction"] = flat[0] * self.group_size / self.batch_size
         named["rollout/replaced_groups"] = flat[1]
+        self._warn_of_flat_steps(named)
         for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
             named[f"rollout/{name}"] = updates[0][name]
         for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference", "entropy"):
             if name in metrics:
                 named[f"train/{name}"] = metrics[name]
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return Update(metrics["loss"], named, num_tokens, self.batch_size)
+        # The loss of a step says little: its advantages sum to about zero in each group.
+        shown = {"Reward": named["rollout/reward_mean"], "Length": named["rollout/completion_length_mean"]}
+        num_cut = round(named["rollout/truncated_fraction"] * self.batch_size)
+        shown |= {f"Cut answers of {self.batch_size}": num_cut} if num_cut else {}
+        return Update(metrics["loss"], named, num_tokens, self.batch_size, shown)
+
+    def _warn_of_flat_steps(self, metrics: dict[str, Any]) -> None:
+        """Warn when no group teaches anything for ``FLAT_STEPS`` steps, and whenever as many more have passed."""
+        self._flat_steps = self._flat_steps + 1 if metrics["rollout/zero_variance_group_fraction"] == 1 else 0
+        if self._flat_steps and self._flat_steps % FLAT_STEPS == 0 and rank() == 0:
+            logger.warning(
+                "The rewards of every group were equal for %d steps, so nothing was learned "
+                "(rollout/zero_variance_group_fraction is 1, rollout/reward_mean %.4g). Look at the answers in the report, check the "
+                "reward function, or set train.train_policy.temperature or rollout.n_generation higher",
+                self._flat_steps, metrics["rollout/reward_mean"],
+            )  # fmt: skip
 
     def validate(self, step: int) -> Validation | None:
         """See ``Trainer.validate``."""

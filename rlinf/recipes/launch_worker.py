@@ -16,7 +16,7 @@ from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.recipes.config import DatasetConfig, RecipeConfig
-from rlinf.recipes.datasets import load_rows
+from rlinf.recipes.datasets import SECTION, load_rows
 from rlinf.recipes.load import packaged_recipes
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
 from rlinf.recipes.players import PlayerPlaces
@@ -69,7 +69,7 @@ def launch_worker(
     if method.type == "grpo":
         make_rewards(reward_fns or method.reward_function)  # names are checked before data and model are read
     if val_dataset is None and config.validation.enable and config.validation.dataset.name:
-        val_dataset = rows_of(config.validation.dataset)
+        val_dataset = rows_of(config.validation.dataset, "validation.dataset")
     _launch.folder = run(
         config,
         dataset=rows_of(method.dataset) if dataset is None else _made(dataset, config),
@@ -82,9 +82,9 @@ def launch_worker(
     return _launch.folder
 
 
-def rows_of(dataset: DatasetConfig) -> Any:
+def rows_of(dataset: DatasetConfig, section: str = SECTION) -> Any:
     """Load the rows that a recipe names; see ``load_rows``."""
-    return load_rows(dataset.name, dataset.split, dataset.subset, dataset.revision or None, dataset.streaming)
+    return load_rows(dataset.name, dataset.split, dataset.subset, dataset.revision or None, dataset.streaming, section)
 
 
 def default_packer(config: RecipeConfig) -> Packer:

@@ -64,12 +64,14 @@ class Update:
         metrics: Named as in ``rlinf.tracking.METRICS``.
         num_tokens: Tokens of the batch on all ranks, without padding.
         num_rows: Rows of the batch on all ranks.
+        shown: Further numbers of the console's line, by their names there.
     """
 
     loss: float
     metrics: dict[str, float]
     num_tokens: float
     num_rows: float
+    shown: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -245,8 +247,9 @@ class Loop:
         speed = update.num_tokens / seconds
         if state.step % self.config.logging.log_interval == 0 or state.step == trainer.num_steps:
             logger.info(
-                "[Policy] Step: %d/%d, [Policy] Loss: %.6g, Learning rate: %.4g, Iteration time: %.2fs",
-                state.step, trainer.num_steps, update.loss, rate, seconds,
+                "[Policy] Step: %d/%d, [Policy] Loss: %.6g%s, Learning rate: %.4g, Iteration time: %.2fs",
+                state.step, trainer.num_steps, update.loss,
+                "".join(f", {name}: {value:.4g}" for name, value in update.shown.items()), rate, seconds,
             )  # fmt: skip
         metrics = update.metrics | {
             f"{'sft' if trainer.phase == 'sft' else 'train'}/learning_rate": rate,
@@ -259,7 +262,8 @@ class Loop:
             flops = flops_per_token(self.policy.model, update.num_tokens / update.num_rows)
             metrics["throughput/mfu"] = speed * flops / (peak * world_size())
         self._write(state.step - 1, metrics)
-        self.progress.update(trainer.phase, state.step, trainer.num_steps, loss=update.loss, **{"tokens/s": speed})
+        shown = {name.lower(): value for name, value in update.shown.items()} or {"loss": update.loss}
+        self.progress.update(trainer.phase, state.step, trainer.num_steps, **shown, **{"tokens/s": speed})
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker is not None:

@@ -16,6 +16,18 @@ from jinja2 import TemplateError
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.media import open_image, preview
+from rlinf.recipes.messages import (
+    IMAGE_MARK,
+    as_messages,
+    check_messages,
+    images_of,
+    refuse_media,
+    refuse_videos,
+    text_of,
+    text_only,
+    text_parts,
+    tools_of,
+)
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.recipes.videos import find_video, read_frames
 
@@ -27,11 +39,6 @@ RAW_TEXT_HINT = (
     "Use examples/reasoning/tools/dataset/raw_text_sft.py, which needs no chat template: "
     "rlinf launch --config <recipe> examples/reasoning/tools/dataset/raw_text_sft.py"
 )
-ROLES = ("system", "user", "assistant", "tool", "developer")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of messages with ``from`` and ``value``; other names are those of ``ROLES``."""
-IMAGE_MARK = "<image>"
-"""Stands for the next image of a row in a text."""
 MAX_PREVIEWS = 4
 """Images of a prompt that the report shows."""
 
@@ -85,11 +92,11 @@ class RawTextPacker:
 
     def text(self, row: dict[str, Any]) -> str:
         """Return the text of a row."""
-        _refuse_media(row, "are no text", "use the dataset script hf_vlm_sft.py")
+        refuse_media(row, "are no text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
-        messages = [_text_only(message) for message in check_messages(conversation)]
+        messages = [text_only(message) for message in check_messages(conversation)]
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def sample(self, row: dict[str, Any]) -> Sample:
@@ -119,6 +126,9 @@ class ChatPacker:
     A message is ``{role, content}``, or ``{from, value}`` as in ShareGPT's files. The content is a text, or a list of parts: ``{type: text, text}``; ``{type: image, image}``,
     or without ``image`` the next one (or number ``index``) of the column ``images``; ``{type: video, video, fps, max_pixels}``,
     whose frames the model reads as images. In a text, ``<image>`` is the next one of the column ``images``, if the row has any.
+
+    An assistant message may have ``tool_calls``, with or without content; they are learned too. The template gets them, and the
+    column ``tools``: a list of JSON schemas, or its JSON text.
     """
 
     def setup(self, config: Any, processor: Any) -> None:
@@ -152,7 +162,7 @@ class ChatPacker:
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
         if name not in row and prompt in row and response in row:
             answer = {"role": "assistant", "content": column(row, response)}
-            return [*_as_messages(column(row, prompt)), answer]
+            return [*as_messages(column(row, prompt)), answer]
         return column(row, name, "train.train_policy.conversation_column_name")
 
     def reference(self, row: dict[str, Any]) -> str | None:
@@ -162,7 +172,7 @@ class ChatPacker:
 
     def sample(self, row: dict[str, Any]) -> Sample:
         """Return a conversation; of a text that is too long, the beginning."""
-        return self._pack(*self._resolved(self.messages(row), row))
+        return self._pack(*self._resolved(self.messages(row), row), tools_of(row))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
         """Return two conversations that differ in their last answer, which alone is learned.
@@ -177,8 +187,8 @@ class ChatPacker:
             answer = check_messages(answer)
             if answer[0]["role"] == "assistant":
                 name = self.config.train.train_policy.prompt_column_name or "prompt"
-                answer = [*_as_messages(column(row, name, "train.train_policy.prompt_column_name")), *answer]
-            samples.append(self._pack(*self._resolved(answer, row), last_only=True))
+                answer = [*as_messages(column(row, name, "train.train_policy.prompt_column_name")), *answer]
+            samples.append(self._pack(*self._resolved(answer, row), tools_of(row), last_only=True))
         return samples[0], samples[1]
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
@@ -186,7 +196,7 @@ class ChatPacker:
         messages, images = self._resolved(self.messages(row), row)
         if messages[-1]["role"] == "assistant":
             raise BadRowError("its last message is of the assistant; required of a prompt: of the user.")
-        ids, _, inputs = self._encode(self._render(messages, add_generation_prompt=True), images)
+        ids, _, inputs = self._encode(self._render(messages, tools_of(row), add_generation_prompt=True), images)
         self._check_length(len(ids))
         return Prompt(ids, inputs, self.reference(row), row, [preview(image) for image in images[:MAX_PREVIEWS]])
 
@@ -205,21 +215,30 @@ class ChatPacker:
     def _content(self, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.takes_images else text
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        try:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        def text(tools: list[Any] | None) -> str:
             return self.processor.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
+
+        try:
+            rendered = text(tools)
+            shows_tools = not tools or rendered != text(None)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError(f"the chat template refuses it: {error}. {RAW_TEXT_HINT}.") from error
+        if not shows_tools:
+            raise BadRowError(f"the chat template does not show its column 'tools'. {RAW_TEXT_HINT}.")
+        return rendered
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return messages as the template takes them, and the images in the order of their places."""
         system = self.config.train.train_policy.system_prompt
         messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
         if not self.takes_images:
-            _refuse_media(row)
-            return [_text_only(message) for message in messages], []
+            refuse_media(row)
+            return [text_only(message) for message in messages], []
         given, images = images_of(row), []
         num_taken, has_videos = 0, False
         for message in messages:
@@ -249,9 +268,10 @@ class ChatPacker:
                     parts += [{"type": "image"}] * len(frames)
                 else:
                     raise BadRowError(f"a part of its content has the type {kind!r}; required: text, image or video.")
-            message["content"] = parts
+            if content or not message.get("tool_calls"):  # templates tell calls without content by an empty one
+                message["content"] = parts
         if not has_videos:
-            _refuse_videos(row)
+            refuse_videos(row)
         if num_taken < len(given):
             raise BadRowError(
                 f"its column 'images' has {len(given)}, and its messages name {num_taken} of them; required: each."
@@ -263,8 +283,10 @@ class ChatPacker:
         dataset = self.config.train.train_policy.dataset
         return find_video(name, dataset.name, dataset.subset)
 
-    def _pack(self, messages: list[dict[str, Any]], images: list[Any], last_only: bool = False) -> Sample:
-        text, answers = self._answers(messages)
+    def _pack(
+        self, messages: list[dict[str, Any]], images: list[Any], tools: list[Any] | None, last_only: bool = False
+    ) -> Sample:
+        text, answers = self._answers(messages, tools)
         ids, offsets, inputs = self._encode(text, images, answers)
         mask = [False] * len(ids)
         for begin, end in offsets[-1:] if last_only else offsets:
@@ -279,39 +301,57 @@ class ChatPacker:
                               "Set a larger policy.model_max_length.")  # fmt: skip
         return Sample(ids, mask, inputs)
 
-    def _answers(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _answers(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and where in it each answer begins and ends, in characters."""
         speaks = [message["role"] == "assistant" for message in messages]
         if not any(speaks):
             raise BadRowError("it has no message of the assistant; required: at least one, which is learned.")
-        rendered = self._render(messages)
+        rendered = self._render(messages, tools)
         if BEGIN in rendered or END in rendered:
             raise BadRowError(
                 "its text has the characters U+FDD0 or U+FDD1, which mark answers here; required: others."
             )
         for strip in (False, True):  # many templates strip contents, which they cannot do inside the marks
-            marked = self._render(
-                [
-                    self._marked(message, strip) if own else message
-                    for message, own in zip(messages, speaks, strict=True)
-                ]
-            )
-            if marked.replace(BEGIN, "").replace(END, "") == rendered:
-                return rendered, self._spans(marked, sum(speaks))
+            marked = [
+                self._marked(message, strip) if own else message for message, own in zip(messages, speaks, strict=True)
+            ]
+            text = self._render(marked, tools)
+            if text.replace(BEGIN, "").replace(END, "") == rendered:
+                calls = [self._calls(marked[: n + 1], tools) for n, own in enumerate(speaks) if own]
+                return rendered, self._spans(text, calls)
         raise BadRowError(
             f"the chat template changes its answers, so they cannot be found in its text. {RAW_TEXT_HINT}."
         )
 
-    def _marked(self, message: dict[str, Any], strip: bool) -> dict[str, Any]:
-        text = _text_of(message["content"])
+    def _marked(self, message: dict[str, Any], strip: bool = False) -> dict[str, Any]:
+        """Return a message of the assistant with marks around its content, or without content around the name of its first call."""
+        text = text_of(message["content"])
+        calls = message.get("tool_calls")
+        if calls and not text.strip():
+            function = calls[0]["function"]
+            function = function | {"name": f"{BEGIN}{function['name']}{END}"}
+            return message | {"tool_calls": [calls[0] | {"function": function}, *calls[1:]]}
         return message | {"content": self._content(f"{BEGIN}{text.strip() if strip else text}{END}")}
 
-    def _spans(self, marked: str, count: int) -> list[tuple[int, int]]:
+    def _calls(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return how the template goes on from the mark ``END`` in the last message to the end of its tool calls."""
+        if not messages[-1].get("tool_calls"):
+            return ""
+        plain = self._marked({"role": "assistant", "content": "a"})
+        rest, closing = (
+            self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
+        )
+        if not rest.endswith(closing) or rest == closing:
+            raise BadRowError(f"the chat template does not show its tool calls. {RAW_TEXT_HINT}.")
+        return rest.removesuffix(closing)
+
+    def _spans(self, marked: str, calls: Sequence[str]) -> list[tuple[int, int]]:
+        """Return begin and end of each answer in a text without its marks; ``calls``: the tool calls that follow each mark."""
+        if marked.count(END) != len(calls):
+            raise BadRowError("the chat template drops one of its answers; required: all are shown.")
         spans, position, clean = [], 0, 0
-        for _ in range(count):
+        for call in calls:
             end = marked.find(END, position)
-            if end < 0:
-                raise BadRowError("the chat template drops one of its answers; required: all are shown.")
             piece = marked[position:end]
             begin = piece.find(BEGIN)
             before = (
@@ -322,7 +362,9 @@ class ChatPacker:
             )
             if header < 0:
                 raise BadRowError("the chat template drops the beginning of an answer; required: all of it is shown.")
-            spans.append((clean + header, clean + len(piece.replace(BEGIN, ""))))
+            if not marked.startswith(call, end + 1):
+                raise BadRowError("the chat template changes its tool calls when the conversation goes on.")
+            spans.append((clean + header, clean + len(piece.replace(BEGIN, "")) + len(call)))
             clean += len(piece.replace(BEGIN, ""))
             position = end + 1
         return spans
@@ -415,125 +457,12 @@ class PromptPacker(ChatPacker):
         text = self.messages(row)
         if not isinstance(text, str):
             return super().prompt(row)
-        _refuse_media(row)  # a text with images would be messages, if the model took them
+        refuse_media(row)  # a text with images would be messages, if the model took them
         ids = self.tokenizer(text)["input_ids"]
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
         self._check_length(len(ids))
         return Prompt(ids, {}, self.reference(row), row)
-
-
-def _as_messages(prompt: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages with role and content; raise BadRowError for others."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
-        raise BadRowError(
-            f"its conversation is {_short(messages)}; required: a list of messages with role and content."
-        )
-    return [_checked(number, message) for number, message in enumerate(messages)]
-
-
-def _checked(number: int, message: Any) -> dict[str, Any]:
-    """Return a message with role and content, whichever keys it has."""
-    if not isinstance(message, Mapping):
-        raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
-    given = {key: value for key, value in message.items() if value is not None}  # files give each row the keys of all
-    role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
-    for key in (role_key, content_key):
-        if key not in given:
-            raise BadRowError(f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and "
-                              "content, or from and value.")  # fmt: skip
-    role, content = given.pop(role_key), given.pop(content_key)
-    role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
-    if role not in ROLES:
-        known = [*SHAREGPT_ROLES, *ROLES] if role_key == "from" else ROLES
-        raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; required: one of {', '.join(known)}.")
-    is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
-    if not isinstance(content, str) and not is_parts:
-        raise BadRowError(
-            f"message {number} has '{content_key}': {_short(content)}; required: a text, or a list of parts."
-        )
-    if role == "assistant":
-        _text_of(content)
-    return {**given, "role": role, "content": content}
-
-
-def _text_of(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if any(part.get("type") != "text" for part in content):
-        raise BadRowError(f"an answer has the parts {[part.get('type') for part in content]}; required: text only.")
-    return "".join(str(part.get("text") or "") for part in content)
-
-
-def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row: those of ``images``, else that of ``image``."""
-    return _media(row, "images", "image")[1]
-
-
-def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
-    """Return the first of some columns that has media, with them; else "" and none.
-
-    Files of tables hold null or an empty text where a row has none; ``datasets`` writes it with the keys ``bytes`` and ``path``.
-    """
-    for key in keys:
-        given = row.get(key)
-        entries = list(given) if isinstance(given, (list, tuple)) else [given]
-        if any(map(_is_medium, entries)):
-            return key, entries
-    return "", []
-
-
-def _is_medium(entry: Any) -> bool:
-    if isinstance(entry, Mapping):
-        return any(map(_is_medium, entry.values()))
-    return entry is not None and not (isinstance(entry, (str, bytes)) and not entry.strip())
-
-
-def _refuse_media(
-    row: Mapping[str, Any],
-    why: str = "the model, which reads text only, would not see",
-    cure: str = "set policy.model_name_or_path=<vision-language model>",
-) -> None:
-    """Raise BadRowError if a row has images or videos that nothing would read."""
-    key, images = _media(row, "images", "image")
-    if images:
-        raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}; required: none. Remove the column, or {cure}."
-        )
-    _refuse_videos(row)
-
-
-def _refuse_videos(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError if a row has videos in a column; only those in messages are read."""
-    key, videos = _media(row, "videos", "video")
-    if videos:
-        raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, videos))}, which nothing reads; required: none. Remove the column, or name its "
-            "videos in parts of messages, {type: video, video: <file>}, for a vision-language model."
-        )
-
-
-def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
-    """Return a text as parts of a message; in a row with images, ``IMAGE_MARK`` is the next one."""
-    pieces = text.split(IMAGE_MARK) if has_images else [text]
-    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
-    for piece in pieces[1:]:
-        parts += [{"type": "image"}, {"type": "text", "text": piece}]
-    return [part for part in parts if part.get("text") != ""] or parts[:1]
-
-
-def _text_only(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a model that reads text only."""
-    content = message["content"]
-    if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
-        kinds = sorted({str(part.get("type")) for part in content} - {"text"})
-        raise BadRowError(f"a message has parts of the type {', '.join(kinds)}, and the model reads text only; required: text. "
-                          "Set policy.model_name_or_path=<vision-language model>.")  # fmt: skip
-    return message | {"content": _text_of(content)}
 
 
 def _moved(place: int, changes: Sequence[Mapping[str, Any]]) -> int:
@@ -542,8 +471,3 @@ def _moved(place: int, changes: Sequence[Mapping[str, Any]]) -> int:
         len(each["replacement"]) - (each["span"][1] - each["span"][0]) for each in changes if each["span"][1] <= place
     ]
     return place + sum(grown)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -13,7 +13,8 @@ from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages, images_of, text_parts
+from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, text_parts
+from rlinf.recipes.packers import ChatPacker
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
 from rlinf.recipes.samples import BadRowError, Prompt
 

@@ -13,6 +13,7 @@ from rlinf.cli import main
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError
 from rlinf.recipes import launch_worker as launching
+from rlinf.recipes.datasets import MAKERS
 from rlinf.recipes.launch_worker import find_script, launch_worker
 from rlinf.recipes.load import packaged_recipes
 from rlinf.recipes.packers import ChatPacker, PromptPacker
@@ -39,6 +40,7 @@ logger = ["console", "wandb"]
 SCRIPT = """
 from helper import ROWS
 from rlinf.recipes import launch_worker as launching
+from rlinf.recipes.datasets import MAKERS
 from rlinf.recipes.launch_worker import launch_worker
 
 if __name__ == "__main__":
@@ -178,6 +180,15 @@ def test_the_validation_data_of_a_recipe_are_loaded(recipe, calls, tmp_path):
     words = ["validation.enable=true", f"validation.dataset.name={tmp_path}/rows.jsonl"]
     assert main(["launch", "--config", recipe(), *words]) == 0
     assert len(calls[0][1]["val_dataset"]) == 40
+
+
+def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that_makes_them(recipe, calls, capsys):
+    words = ["validation.enable=true", "validation.dataset.name=arithmetic/test.jsonl"]
+    assert main(["launch", "--config", recipe(), *words]) == 2
+    said = capsys.readouterr().err
+    assert "validation.dataset.name=arithmetic/test.jsonl does not exist" in said and "train_policy" not in said
+    assert "Make it with python scripts/make_arithmetic_data.py arithmetic" in said and calls == []
+    assert all((ROOT / script).is_file() for script in MAKERS.values())
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,14 @@ def test_what_the_tables_name_exists():
     assert not {*ALIASES, *DROPPED} & set(keys)
 
 
+def test_sampling_that_is_not_trained_is_noted_before_the_run(recipe):
+    _, notices = recipe("train.train_batch_per_replica=16", "rollout.sampling_config.top_k=50", type="grpo")
+    assert [
+        line for line in notices if line.startswith("rollout.sampling_config.top_k=50 has no effect: answers are drawn")
+    ]
+    assert not recipe("train.train_batch_per_replica=16", type="grpo")[1]
+
+
 def test_every_default_is_accepted_and_leaves_are_documented():
     config = from_mapping(RecipeConfig, {"policy": {"lora": {}}})
     assert config.train.ckpt.max_keep == 5 and config.policy.lora.r == 8

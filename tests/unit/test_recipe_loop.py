@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -225,6 +225,17 @@ def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp
         one.fit()
     shown = [record.getMessage().split(",")[0] for record in caplog.records if "Iteration time" in record.getMessage()]
     assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
+
+
+def test_the_line_of_a_step_shows_the_numbers_of_its_method(tmp_path, monkeypatch, caplog):
+    trainer = Validated(1)
+    take = trainer.update
+    trainer.update = lambda step: replace(take(step), shown={"Reward": 0.25, "Length": 12.0})
+    one, *_ = watched(tmp_path, monkeypatch, trainer)
+    with caplog.at_level("INFO", logger="rlinf"):
+        one.fit()
+    (line,) = [record.getMessage() for record in caplog.records if "Iteration time" in record.getMessage()]
+    assert ", Reward: 0.25, Length: 12, Learning rate: " in line
 
 
 def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from rlinf.cli import EXIT_USER_ERROR, main
 
-PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
+PAGE = "To train a model on text, use `rlinf launch --config <recipe>`: docs/recipes.md"
 
 
 @pytest.fixture

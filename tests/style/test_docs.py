@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -317,26 +318,28 @@ def status_rows(text: str) -> list[tuple[str, str, str, str]]:
 
 
 def unknown_tests(text: str) -> list[str]:
-    """``file::test`` names in backticks that do not exist."""
+    """``file::test`` names in quotes or backticks that do not exist."""
     return [
         f"{file}::{name}"
-        for file, name in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", text)
+        for file, name in re.findall(r"[`\"](tests/[\w/.]+\.py)::(\w+)[`\"]", text)
         if not (ROOT / file).is_file() or f"\ndef {name}(" not in text_of(file)
     ]
 
 
 def test_tests_that_the_pages_name_exist():
-    assert [found for page in PAGES for found in unknown_tests(page.read_text(encoding="utf-8"))] == []
+    pages = [*PAGES, ROOT / "docs" / "status_tests.json"]
+    assert [found for page in pages for found in unknown_tests(page.read_text(encoding="utf-8"))] == []
     here = "tests/style/test_docs.py"
     assert unknown_tests(f"`{here}::test_readme_is_short` `{here}::test_no_such`") == [f"{here}::test_no_such"]
 
 
 def test_every_done_row_names_its_test_or_command():
-    rows = status_rows(text_of("docs/status.md"))
-    assert len(rows) == len({row[0] for row in rows}) > 100
-    for row_id, _, state, shown_by in rows:
+    rows, shown_by = status_rows(text_of("docs/status.md")), json.loads(text_of("docs/status_tests.json"))
+    assert list(shown_by) == [row[0] for row in rows] and len(shown_by) > 100
+    for row_id, _, state, note in rows:
+        assert len(note) <= 160, f"{row_id}: a note is short; facts belong on the page of the feature"
         if state == "done":
-            assert re.search(r"`(tests/[\w/.]+::\w+|bash scripts/|rlinf |python benchmarks/)", shown_by), row_id
+            assert any(re.match(r"tests/[\w/.]+::\w+|bash scripts/|rlinf |python benchmarks/", each) for each in shown_by[row_id]), row_id
 
 
 def test_status_has_the_rows_of_the_requirements():

@@ -115,6 +115,30 @@ def test_the_second_model_is_diagnosed_and_trains_an_iteration(tmp_path, monkeyp
     assert update["rollout/logprob_gap_max"] < 1e-4 and update["train/grad_norm"] > 0
 
 
+def test_the_third_model_is_diagnosed_clones_and_trains_an_iteration(tmp_path, monkeypatch, capsys):
+    from rlinf.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    for name, language, words in (
+        ("bin_policy.py", "python", "class BinPolicy"),
+        ("bin_experiment.yaml", "yaml", "bin_policy.py"),
+    ):
+        (code,) = (code for _, found, code in BLOCKS if found == language and words in code)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    own = ["--config-dir", ".", "experiment=bin_experiment"]
+    main(["diagnose", *own])
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed.replace("pass or FAIL", "") and "samples are those of the random numbers" in printed
+    tiny = [
+        "rollout.num_envs=4", "rollout.num_chunks=16", "trainer.minibatch_size=64", "trainer.max_steps=1", "sft.max_steps=2",
+        "sft.num_demonstrations=2", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=0", "output_dir=run",
+    ]  # fmt: skip
+    assert main(["train", *own, *tiny]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (update,) = [line for line in metrics if "train/policy_loss" in line]
+    assert update["rollout/logprob_gap_max"] < 1e-4 and update["train/grad_norm"] > 0
+
+
 def test_the_pages_yaml_is_the_packaged_file_and_has_only_known_keys():
     section = yaml.safe_load(next(code for _, language, code in BLOCKS if language == "yaml"))["model"]
     packaged = yaml.safe_load((PROJECT / "examples/embodiment/config/your_config.yaml").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run, resolve_checkpoint
+from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run, resolve_checkpoint
 from rlinf.commands import audit as auditing
 from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training

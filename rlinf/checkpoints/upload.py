@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
+from rlinf.checkpoints.folders import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest

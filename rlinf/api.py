@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -38,12 +39,16 @@ from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
+from rlinf.manifest import other_project
 from rlinf.models import build_policy
 from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
 from rlinf.types import Acts, Observation
+
+if (other := other_project()) is not None:
+    warnings.warn(other, stacklevel=2)
 
 IN_MEMORY_KEYS = (
     "seed",

@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         self.group = group
         self.hidden: list[Entry] = []
         self._entries = {name: Entry(name, target, BUILTIN) for name, target in builtin.items()}
-        self._configs = {self._entries[name]: target for name, target in (configs or {}).items()}
+        self._configs = configs or {}
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
@@ -91,8 +91,9 @@ class Registry(Generic[T]):
 
     def config_class(self, name: str) -> type:
         """Return the configuration dataclass of a registered class; raise ConfigError as ``get``."""
-        target = self._configs.get(self.entries().get(name))  # None for a class that has replaced a built-in one
-        return import_string(target) if target else self.get(name).config_class
+        entry = self.entries().get(name)
+        is_known = name in self._configs and entry.origin == BUILTIN  # and no class of a user has replaced it
+        return import_string(self._configs[name]) if is_known else self.get(name).config_class
 
     def get(self, name: str) -> T:
         """Import and return the target of ``name``.

@@ -108,7 +108,7 @@ class S3Upload:
             )
         if find_spec("boto3") is None:
             raise MissingDependencyError(
-                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install 'rlinf[s3]', or set "
+                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install -e '.[s3]' in the clone of rlinf, or set "
                 "train.ckpt.upload_s3=false"
             )
         import boto3

@@ -24,7 +24,7 @@ from rlinf.envs import ENVS, make_env
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.graphics import backend
 from rlinf.errors import RLinfError
-from rlinf.manifest import Manifest, verify_files
+from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
 
@@ -86,7 +86,10 @@ def check_python() -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """Check that every required package is installed in an accepted version."""
+    """Check that every required package is installed in an accepted version, and that `rlinf` is this project."""
+    other = other_project()
+    if other is not None:
+        return [Finding("packages", NO, other)]
     try:
         from packaging.requirements import Requirement
 

@@ -40,8 +40,8 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
     check_writable(config.output, "output")
-    hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
+    hide_progress_bars()
     from rlinf.commands import export as command
 
     print(f"exported {checkpoint} to {command.export(checkpoint, output, config.merge_lora, overrides)}")

@@ -136,6 +136,9 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             composed = compose_config(overrides, args.config_dir, args.config_name)
             if args.cfg:
                 typed_config(composed)
+                if args.cfg == "job" and args.package is None:  # what Hydra would compose again, twice
+                    print(OmegaConf.to_yaml(composed, resolve=args.resolve))
+                    return []
                 continue
             checked[_of_the_task(overrides)] = config = build(composed, command)
             check(config, command)

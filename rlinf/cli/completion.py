@@ -23,41 +23,16 @@ INSTALL, COMPLETE = "--install-completion", "--complete"
 OTHER_KEYS = ("launch", "report", "why", "convert", "export", "models")
 """Commands whose words are not those of a run; the shell offers files for them."""
 
-SCRIPTS = {
-    "bash": """_rlinf() {
-  local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\\n'
-  local word="${line##* }"
-  local kept="${word%"${word##*[$COMP_WORDBREAKS]}"}"  # readline replaces what follows the last "=" alone
-  COMPREPLY=($("$1" --complete "$line" 2>/dev/null))
-  COMPREPLY=("${COMPREPLY[@]#"$kept"}")
-  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
-}
-complete -o default -F _rlinf rlinf
-""",
-    "zsh": """_rlinf() {
-  local -a found=("${(@f)$("${words[1]}" --complete "${(j: :)words[1,CURRENT]}" 2>/dev/null)}")
-  [[ -z "$found" ]] && { compset -P '*='; _files; return }
-  compadd -S '' -- ${(M)found:#*[=.]}
-  compadd -- ${found:#*[=.]}
-}
-(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }
-compdef _rlinf rlinf
-""",
-    "fish": """complete -c rlinf -n 'test -n "$(rlinf --complete "$(commandline -cp)" 2>/dev/null)"' -f \\
-  -a '(rlinf --complete "$(commandline -cp)" 2>/dev/null)'
-""",
-}
-"""The scripts, by shell. They ask with the line up to the cursor; no answer leaves the shell's own completion of files."""
+SHELLS = ("bash", "zsh", "fish")
+"""Each has its script beside this file, ``completion.<shell>``."""
 
 
 def install(words: list[str]) -> int:
     """Write the script of the shell in ``words``, or else in ``$SHELL``, and the line that loads it; raise ConfigError for others."""
     shell = words[0] if words else Path(os.environ.get("SHELL", "")).name
-    if shell not in SCRIPTS or len(words) > 1:
+    if shell not in SHELLS or len(words) > 1:
         found = f"The shell is '{' '.join(words) or shell}'"
-        raise ConfigError(
-            f"{found}; required: {', '.join(SCRIPTS)}. Run rlinf {INSTALL} bash, or with another of these"
-        )
+        raise ConfigError(f"{found}; required: {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, or with another of these")
     data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "rlinf"
     script, loads = data / f"completion.{shell}", Path(os.environ.get("ZDOTDIR") or "~").expanduser() / ".zshrc"
     if shell == "fish":  # which loads the files of this folder by itself
@@ -66,7 +41,7 @@ def install(words: list[str]) -> int:
     elif shell == "bash":
         loads = Path("~/.bashrc").expanduser()
     script.parent.mkdir(parents=True, exist_ok=True)
-    write_text(script, SCRIPTS[shell])
+    write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
     line = f'[ -f "{script}" ] && . "{script}"  # completion of rlinf'
     if script != loads and line not in (loads.read_text().splitlines() if loads.is_file() else []):
         with loads.open("a") as file:

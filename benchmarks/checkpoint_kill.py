@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rlinf.checkpoints.checkpoint import load_checkpoint, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import load_checkpoint
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.errors import CheckpointError
 from rlinf.manifest import Manifest
 

@@ -36,7 +36,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 import rlinf
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from scaling import PHASES, PLACEMENTS, Line, Machine, Workload, best, measured, predict
 
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config

@@ -4,8 +4,6 @@ The functions below are what the commands run; docs/python.md shows them at work
 torch nor a simulator: each name is loaded when it is first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from rlinf.imports import lazy_attributes
@@ -32,9 +30,9 @@ _LAZY = {
 
 __all__ = ["EpisodeSpec", "Observation", "Policy", "audit", "compare", "evaluate", "load_policy", "make_env", "train"]
 
-
-__getattr__ = lazy_attributes(__name__, _LAZY)
+if not TYPE_CHECKING:  # a type checker would take every name for one of them
+    __getattr__ = lazy_attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "lazy_attributes"})

@@ -10,12 +10,13 @@ import dataclasses
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run, resolve_checkpoint
+from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run, resolve_checkpoint
 from rlinf.commands import audit as auditing
 from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
@@ -38,12 +39,16 @@ from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
+from rlinf.manifest import other_project
 from rlinf.models import build_policy
 from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
 from rlinf.types import Acts, Observation
+
+if (other := other_project()) is not None:
+    warnings.warn(other, stacklevel=2)
 
 IN_MEMORY_KEYS = (
     "seed",

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import rlinf
 from rlinf import __version__
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
 from rlinf.files import sha256_of, write_text
@@ -41,6 +42,18 @@ MUST_MATCH_MINOR = ("transformers",)
 
 ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
 """Fields recorded for every model that has them; its class may name more (``manifest_fields``)."""
+
+
+def other_project() -> str | None:
+    """Say that the installed package ``rlinf`` is another project of that name, and the cure; None: it is ours, or there is none."""
+    try:
+        found = distribution("rlinf")
+    except PackageNotFoundError:
+        return None
+    if found.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
+        return None
+    installed = f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}"
+    return f"{installed}. Run pip uninstall -y rlinf, and then pip install -e . in the clone of this one"
 
 
 @dataclass

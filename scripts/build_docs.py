@@ -58,6 +58,9 @@ model or simulator starts.
   A packaged group, too, holds what differs from the defaults of this page. A value may follow from another key:
   `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
 
+- `rlinf --install-completion` makes Tab complete commands, experiments, groups (`model=`, `env=`, `algorithm=`), keys (`trainer.`, `evaluation.`,
+  ...) and the values of choices and booleans in bash, zsh and fish; `rlinf --install-completion zsh` names the shell. It writes one script, and one
+  line into `~/.bashrc` or `~/.zshrc` that loads it. `rlinf train --help` shows the names on one screen, `--hydra-help` the flags of Hydra.
 - Your own models, envs and algorithms: `plugins=[my_module]` or `plugins=[path/to/file.py]` imports the code that registers
   them; an installed package announces them by entry points (`rlinf.models`, `rlinf.envs`, `rlinf.algorithms`, and
   `rlinf.configs` for its groups).

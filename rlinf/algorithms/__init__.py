@@ -16,6 +16,14 @@ ALGORITHMS: Registry = Registry(
         "sac": "rlinf.offpolicy.sac:SAC",
         "td3": "rlinf.offpolicy.td3:TD3",
     },
+    configs={
+        "ppo": "rlinf.algorithms.config:PPOConfig",
+        "grpo": "rlinf.algorithms.config:GRPOConfig",
+        "rloo": "rlinf.algorithms.config:RLOOConfig",
+        "reinforce_pp": "rlinf.algorithms.config:ReinforcePPConfig",
+        "sac": "rlinf.algorithms.offpolicy_config:SACConfig",
+        "td3": "rlinf.algorithms.offpolicy_config:TD3Config",
+    },
 )
 
 

@@ -16,7 +16,6 @@ back through an unrestricted pickle.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -34,7 +33,20 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, leaves_base, save_model_files
+from rlinf.checkpoints.folders import (
+    CONFIG_FILE,
+    FORMAT,
+    SAFETENSORS_FOLDER,
+    STATE_FILE,
+    SUPERSEDED,
+    TRAINER_FOLDER,
+    checkpoints_in,
+    damage_of,
+    fingerprint,
+    later_checkpoints,
+    read_state,
+)
+from rlinf.checkpoints.model_files import is_adapter, leaves_base, save_model_files
 from rlinf.checkpoints.rng_state import load_rng_state, rng_state, save_rng_state
 from rlinf.checkpoints.trainer_state import (
     frozen_names,
@@ -46,19 +58,12 @@ from rlinf.checkpoints.trainer_state import (
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
-from rlinf.files import follow_latest, naming, replace_folder, write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
-from rlinf.models.base_weights import HEAD_SETTINGS
+from rlinf.files import naming, replace_folder, write_text
+from rlinf.manifest import Manifest, hash_files
 from rlinf.optim.finite import check_loaded
-from rlinf.tracking.tracker import METRICS_FILE, PHASES
 
 logger = logging.getLogger("rlinf")
 
-STATE_FILE, CONFIG_FILE = "state.json", "config.yaml"
-CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, TRAINER_FOLDER = "checkpoints", "safetensors", "trainer_state"
-SUPERSEDED = re.compile(r"superseded_(\d+)")
-"""Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
-FORMAT = 1
 Result = TypeVar("Result")
 
 
@@ -189,7 +194,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     verify_checkpoint(folder)
-    state = _read_state(folder)
+    state = read_state(folder)
     _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
         logger.warning(
@@ -221,87 +226,11 @@ def verify_checkpoint(folder: Path) -> None:
     """
 
     def verify() -> None:
-        damage = _damage_of(folder, _fingerprint(folder))
+        damage = damage_of(folder, fingerprint(folder))
         if damage is not None:
             raise CheckpointError(damage)
 
     on_rank_zero(verify, f"read {folder}")
-
-
-def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
-    """Return the ``loop_state`` of a checkpoint without loading anything else."""
-    return _read_state(Path(folder))["loop_state"]
-
-
-def saved_at(folder: str | os.PathLike) -> float:
-    """Return when a checkpoint was written, in seconds; damaged ones have the time of their folder."""
-    return _moment(Path(folder))[2]
-
-
-def is_checkpoint(folder: str | os.PathLike) -> bool:
-    """Return whether a folder has the files of a checkpoint, whatever their content."""
-    return (Path(folder) / STATE_FILE).is_file()
-
-
-def is_export(folder: str | os.PathLike) -> bool:
-    """Return whether ``rlinf export`` wrote a folder: it holds a policy, but nothing to resume from."""
-    folder = Path(folder)
-    return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
-
-
-def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is a run folder, or ``latest``, which names one."""
-    folder = follow_latest(folder)
-    return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
-
-
-def policy_folder(folder: str | os.PathLike) -> Path:
-    """Return the folder for ``from_pretrained``: ``model/`` or ``adapter/`` of a checkpoint, or an export itself."""
-    folder = Path(folder)
-    places = (folder / MODEL_FOLDER, folder / ADAPTER_FOLDER, folder)
-    for place in places:
-        if _has_policy(place):
-            return place
-    looked = ", ".join(map(str, places))
-    raise CheckpointError(
-        f"{folder} holds no policy: no config.json, adapter_config.json or {HEAD_SETTINGS} in {looked}."
-    )
-
-
-def _has_policy(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", HEAD_SETTINGS))
-
-
-def has_policy(checkpoint: Path) -> bool:
-    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies have none."""
-    return any(_has_policy(place) for place in (checkpoint / MODEL_FOLDER, checkpoint / ADAPTER_FOLDER, checkpoint))
-
-
-def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
-
-    A checkpoint or an export is returned as it is. A run folder, or its ``checkpoints``, means the last undamaged checkpoint
-    in it. ``latest`` means the newest run.
-    """
-    path = follow_latest(path)
-    if not path.exists():
-        raise CheckpointError(f"There is no folder {path}; required: a checkpoint folder or a run folder.")
-    if is_checkpoint(path) or is_export(path):
-        return path
-    parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
-    found = _checkpoints_in(parent)
-    for folder in reversed(found):
-        damage = _damage_of(folder, _fingerprint(folder))
-        if damage is None:
-            return folder
-        _warn_once(f"{folder} is skipped: {damage}")
-    looked = f"no {STATE_FILE} in {path} or in {parent}/*"
-    if found:
-        looked = f"{len(found)} checkpoints in {parent} are all damaged"
-    raise CheckpointError(
-        f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
-        "first checkpoint can only be started again."
-    )
 
 
 def on_rank_zero(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
@@ -358,7 +287,7 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
         return
     phase = newest.name.rpartition("_")[0]
     others = [
-        path for path in _checkpoints_in(newest.parent)
+        path for path in checkpoints_in(newest.parent)
         if path != newest and re.fullmatch(rf"{re.escape(phase)}_\d+", path.name)
     ]  # fmt: skip
     for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
@@ -390,75 +319,3 @@ def set_aside_later(resumed: Path) -> None:
         os.rename(path, folder / path.name)
     names = ", ".join(path.name for path in later)
     logger.warning("The run continues from %s; its later checkpoints (%s) are now in %s", resumed, names, folder)
-
-
-def later_checkpoints(resumed: Path) -> list[Path]:
-    """Return the checkpoints next to ``resumed`` that are later by phase or step, oldest first."""
-    point = _moment(resumed)[:2]
-    return [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
-
-
-def has_checkpoints(run: Path) -> bool:
-    """Return whether a run folder holds any checkpoint, whole or damaged."""
-    return bool(_checkpoints_in(run / CHECKPOINTS_FOLDER))
-
-
-def _checkpoints_in(parent: Path) -> list[Path]:
-    """Return checkpoint folders, oldest first by phase and step; the time of saving decides between equals."""
-    paths = parent.iterdir() if parent.is_dir() else ()
-    return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
-
-
-def _moment(folder: Path) -> tuple[int, int, float, str]:
-    """Return phase and step (from the folder's name, or else its state), time of saving, and name."""
-    try:
-        state = _read_state(folder)
-        saved_at, loop = float(state["saved_at"]), state["loop_state"]
-        phase = str(loop.get("phase"))
-        step = int(loop.get("sft_step" if phase == "sft" else "step", 0))
-    except (CheckpointError, AttributeError, TypeError, ValueError):
-        saved_at, phase, step = folder.stat().st_mtime, "", 0
-    named = re.fullmatch(rf"({'|'.join(PHASES)}|step)_(\d+)", folder.name)
-    if named:
-        phase, step = named[1], int(named[2])
-    return PHASES.index(phase) if phase in PHASES else -1, step, saved_at, folder.name
-
-
-def _fingerprint(folder: Path) -> tuple:
-    """Return names, sizes and times of the files; while they stay the same, a verified folder is not hashed again."""
-    files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    # The time of the last change of the inode, which no copy or touch can set back as it can st_mtime_ns.
-    return tuple((str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in files)
-
-
-@functools.cache
-def _damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return what is wrong with a checkpoint or an export; None: nothing."""
-    try:
-        verify_files(folder, Manifest.load(folder))
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
-    except FileNotFoundError as error:
-        hint = "Name a checkpoint or a run folder."
-        if is_export(folder):
-            hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
-    if not complete:
-        raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
-    return state

@@ -17,18 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.checkpoint import (
+from rlinf.checkpoints.checkpoint import Snapshot, load_checkpoint, on_rank_zero, take_snapshot, write_snapshot
+from rlinf.checkpoints.folders import (
     CHECKPOINTS_FOLDER,
     SAFETENSORS_FOLDER,
     STATE_FILE,
-    Snapshot,
     is_checkpoint,
-    load_checkpoint,
-    on_rank_zero,
     resolve_checkpoint,
     saved_at,
-    take_snapshot,
-    write_snapshot,
 )
 from rlinf.distributed.launch import GROUP_TIMEOUT
 from rlinf.distributed.process_group import new_cpu_group, world_size

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE, TRAINER_FOLDER
+from rlinf.checkpoints.folders import CONFIG_FILE, TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import naming, replace_folder, write_text

@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlinf.checkpoints.folders import MODEL_FOLDER
 from rlinf.files import write_text
 from rlinf.models.base_weights import ADAPTER_FOLDER
 
-MODEL_FOLDER = "model"
 STATISTICS_FILE = "dataset_statistics.json"
 
 

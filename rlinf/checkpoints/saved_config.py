@@ -8,8 +8,11 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE
+from rlinf.checkpoints.folders import CONFIG_FILE
 from rlinf.errors import CheckpointError
+
+TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
+"""What of a recipe's configuration an export reads, and an override may change."""
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:

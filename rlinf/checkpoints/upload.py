@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
+from rlinf.checkpoints.folders import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest
@@ -120,7 +120,7 @@ class S3Upload:
             )
         if find_spec("boto3") is None:
             raise MissingDependencyError(
-                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install 'rlinf[s3]', or set "
+                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install -e '.[s3]' in the clone of rlinf, or set "
                 "train.ckpt.upload_s3=false"
             )
         import boto3

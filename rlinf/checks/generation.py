@@ -27,7 +27,7 @@ from rlinf.llm.logprobs import context_length, sequence_logprobs
 from rlinf.llm.losses import NLLLossFn
 from rlinf.llm.policy_interface import PolicyInterface
 from rlinf.llm.vllm_generation import VllmGenerationWorker
-from rlinf.models.precision import MAX_EXP_GAP
+from rlinf.models.config import MAX_EXP_GAP
 from rlinf.options import from_mapping
 
 logger = logging.getLogger(__name__)

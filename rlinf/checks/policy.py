@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from rlinf.checks.report import BATCH_SIZES, Check
+from rlinf.models.config import MAX_EXP_GAP
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.token_action_model import TokenActionModel
-from rlinf.models.precision import MAX_EXP_GAP
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import ast
 import errno
-import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rlinf import __version__
+from rlinf.config.names import group_folders, options_of
 from rlinf.distributed.start import forget, place_of
 from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.imports import import_string
@@ -39,10 +42,19 @@ COMMANDS = {
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 
+ON_TAB = {
+    "--install-completion": "rlinf.cli.completion:install",
+    "--complete": "rlinf.cli.completion:complete",
+}
+"""Completion in a shell: the word that a user types, and the one that the shell's script asks with."""
+
 WITH_RANKS = ("train", "sft", "launch", "evaluate")
 """Commands that use all processes that torchrun or srun has started. The others run on rank 0 alone."""
 
 USAGES = {
+    "train": "experiment=<name> [key=value ...]\n       rlinf train model=<name> env=<name> algorithm=<name> [key=value ...]",
+    "sft": "experiment=<name> [key=value ...]",
+    "models": "[plugins=[my_env.py]] [--config-dir <folder>]",
     "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate checkpoint=<folder> questions=<file> [key=value ...]\n"
     "       rlinf evaluate --compare A B",
@@ -58,7 +70,7 @@ USAGES = {
     "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
     "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
 }
-"""What follows the command. The others print the help of Hydra."""
+"""What follows the command."""
 
 EXAMPLES = """examples:
   rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
@@ -80,7 +92,8 @@ EXAMPLES = """examples:
   rlinf check env=gymnasium env.id=Pendulum-v1
   rlinf diagnose experiment=quickstart
 
-In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
+In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>.
+Completion by Tab: rlinf --install-completion, for bash, zsh or fish."""
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -90,6 +103,22 @@ def usage() -> str:
     """Return the help text of the command."""
     commands = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
     return f"usage: rlinf <command> [key=value ...]\n\ncommands:\n{commands}\n\n{EXAMPLES}"
+
+
+def help_of(command: str) -> str:
+    """Return usage and docstring of a command, which are read from its file, because importing it may take seconds."""
+    module, _, function = COMMANDS[command][0].partition(":")
+    source = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+    found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
+    text = f"usage: rlinf {command} {USAGES[command]}\n\n{ast.get_docstring(found)}"
+    if command not in ("train", "sft"):
+        return text
+    groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
+    indented = {"width": 130, "subsequent_indent": " " * 13, "break_on_hyphens": False}
+    lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
+    return f"{text}\n\nchoices, as name=choice (`rlinf models` shows those of other packages, too):\n" + "\n".join(
+        lines
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,15 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version", "version"):
         print(__version__)
         return 0
-    if words[0] not in COMMANDS:
+    if words[0] not in (*COMMANDS, *ON_TAB):
         print(f"rlinf: there is no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        command = import_string(COMMANDS[words[0]][0])
-        if words[0] in USAGES and {"-h", "--help"} & set(words):
-            print(f"usage: rlinf {words[0]} {USAGES[words[0]]}\n\n{inspect.cleandoc(command.__doc__)}")
+        if words[0] in ON_TAB:
+            return import_string(ON_TAB[words[0]])(words[1:])
+        if {"-h", "--help"} & set(words):
+            print(help_of(words[0]))
             return 0
-        status = _on_ranks(words, command)
+        status = _on_ranks(words, import_string(COMMANDS[words[0]][0]))
         sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
     except RLinfError as error:

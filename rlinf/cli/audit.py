@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlinf.commands import audit as command
 from rlinf.commands.hydra_app import names_policy, parse
 from rlinf.errors import ConfigError
 
@@ -20,6 +19,8 @@ def audit(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
         )
+    from rlinf.commands import audit as command
+
     config = command.configured(args)
     if config is not None:
         command.audit(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlinf.commands import collect as command
 from rlinf.commands.hydra_app import configure, parse
 
 
@@ -16,5 +15,7 @@ def collect(arguments: Sequence[str]) -> int:
     """
     config = configure(parse(arguments), "collect")
     if config is not None:
+        from rlinf.commands import collect as command
+
         command.collect(config)
     return 0

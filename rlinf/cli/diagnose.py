@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checks.env import spread_specs
 from rlinf.checks.report import Check
 from rlinf.cli.table import format_table

@@ -15,21 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.cli.table import format_table
 from rlinf.config.plugins import load_plugins
+from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.graphics import backend
 from rlinf.errors import RLinfError
-from rlinf.manifest import Manifest, verify_files
+from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from rlinf.config.schema import RunConfig
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"
@@ -89,7 +86,10 @@ def check_python() -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """Check that every required package is installed in an accepted version."""
+    """Check that every required package is installed in an accepted version, and that `rlinf` is this project."""
+    other = other_project()
+    if other is not None:
+        return [Finding("packages", NO, other)]
     try:
         from packaging.requirements import Requirement
 
@@ -216,7 +216,6 @@ def check_choice(words: list[str]) -> list[Finding]:
     try:
         from rlinf.commands.hydra_app import configure, given_value, parse
         from rlinf.config.compose import ROOT, compose_config, parse_overrides
-        from rlinf.config.schema import build_config
         from rlinf.config.search import GROUP
         from rlinf.preflight.validation import check_names
 

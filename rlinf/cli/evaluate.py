@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlinf.commands import evaluate as command
-from rlinf.commands.evaluate_questions import evaluate_questions
 from rlinf.commands.hydra_app import configure, hide_progress_bars, parse
 from rlinf.config.compose import parse_overrides
 from rlinf.errors import ConfigError
-from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
 from rlinf.evaluation.config import EvaluationConfig
-from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
 from rlinf.options import from_mapping
 from rlinf.recipes.load import with_overrides
-from rlinf.recipes.questions import QuestionsConfig
 
 COMPARE_FLAG = "--compare"
 
@@ -38,12 +33,17 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _questions(arguments)
     config = configure(parse(arguments), "evaluate")
     if config is not None:
+        from rlinf.commands import evaluate as command
+
         command.evaluate(config)
     return 0
 
 
 def _questions(arguments: Sequence[str]) -> int:
     """Evaluate on a file of questions, whose keys are not those of a run."""
+    from rlinf.commands.evaluate_questions import evaluate_questions
+    from rlinf.recipes.questions import QuestionsConfig
+
     config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
     if not config.checkpoint:
         raise ConfigError("checkpoint is not given; required: a model. Set checkpoint=<folder of a model or a run>")
@@ -54,6 +54,9 @@ def _questions(arguments: Sequence[str]) -> int:
 
 def _compare(words: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
+    from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
+    from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
+
     position = words.index(COMPARE_FLAG)
     folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
     key = "evaluation.allow_mismatch"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
-from rlinf.commands import export as command
+from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.saved_config import TOKEN_KEYS
 from rlinf.commands.hydra_app import hide_progress_bars
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
@@ -40,8 +40,10 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
     check_writable(config.output, "output")
-    hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
+    hide_progress_bars()
+    from rlinf.commands import export as command
+
     print(f"exported {checkpoint} to {command.export(checkpoint, output, config.merge_lora, overrides)}")
     return 0
 
@@ -49,7 +51,7 @@ def export(arguments: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Return the values of the command's own keys, and the overrides of the configuration."""
     own, others = {}, []
-    sections_of_recipes = [key.partition(".")[0] for key in command.TOKEN_KEYS]
+    sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
     own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
     for word in arguments:
         key, equals, value = word.partition("=")

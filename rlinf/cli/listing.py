@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from rlinf.algorithms import ALGORITHMS
 from rlinf.cli.table import format_columns, format_table
 from rlinf.commands.hydra_app import parse
-from rlinf.config.compose import compose_config
+from rlinf.config.compose import parse_overrides
 from rlinf.config.plugins import load_plugins
+from rlinf.config.schema import RunConfig
 from rlinf.config.search import group_options
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
+from rlinf.options import from_mapping
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
@@ -25,7 +27,9 @@ def models(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     if any(not override.startswith("plugins=") for override in args.overrides):
         raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Run rlinf models")
-    load_plugins(compose_config(args.overrides, args.config_dir).plugins)
+    load_plugins(
+        from_mapping(RunConfig, {item.key_or_group: item.value() for item in parse_overrides(args.overrides)}).plugins
+    )
     rows = []
     for registry in (MODELS, ENVS, ALGORITHMS):
         rows += [(registry.kind, name, entry.origin) for name, entry in sorted(registry.entries().items())]

@@ -10,16 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlinf.commands.evaluate import open_policy
 from rlinf.commands.hydra_app import configure, names_policy, parse
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
-from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
 from rlinf.evaluation.video import write_video
-from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import from_mapping, option, public_fields
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
@@ -57,6 +53,11 @@ def play(arguments: Sequence[str]) -> int:
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """Play an episode of ``config.checkpoint``, or of the configured model without one, write and show its video, and return the MP4."""
+    from rlinf.commands.evaluate import open_policy
+    from rlinf.distributed.process_group import resolve_device, set_num_threads
+    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
+    from rlinf.models.precision import autocast, evaluation_mode
+
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     evaluation = config.evaluation

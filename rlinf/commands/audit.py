@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import is_checkpoint, read_loop_state
+from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.envs import env_maker
 from rlinf.commands.evaluate import conditions, open_policy, server_untold

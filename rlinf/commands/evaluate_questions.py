@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, SAFETENSORS_FOLDER
+from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, SAFETENSORS_FOLDER
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads

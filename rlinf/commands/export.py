@@ -14,15 +14,10 @@ import numpy as np
 import torch
 import yaml
 
-from rlinf.checkpoints.checkpoint import (
-    CONFIG_FILE,
-    has_policy,
-    policy_folder,
-    resolve_checkpoint,
-    verify_checkpoint,
-)
+from rlinf.checkpoints.checkpoint import verify_checkpoint
+from rlinf.checkpoints.folders import CONFIG_FILE, has_policy, policy_folder, resolve_checkpoint
 from rlinf.checkpoints.model_files import is_adapter, write_policy
-from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.checkpoints.saved_config import TOKEN_KEYS, flat, read_saved_config
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
@@ -97,10 +92,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output
-
-
-TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
-"""What of a recipe's configuration an export reads, and an override may change."""
 
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:

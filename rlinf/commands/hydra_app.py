@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
+from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config import search
 from rlinf.config.compose import (
@@ -32,21 +32,15 @@ from rlinf.config.compose import (
     normalize_overrides,
     parse_overrides,
 )
-from rlinf.config.schema import RunConfig, build_config, overrides_text
+from rlinf.config.schema import RunConfig, build_config, overrides_text, typed_config
 from rlinf.config.training import ClusterConfig
-from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import is_connected, started_here
 from rlinf.envs.config import num_cores
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
-from rlinf.evaluation.runs import sweep_table
 from rlinf.files import LATEST, mark_latest
 from rlinf.options import override_text
-from rlinf.preflight.derived import format_derived
 from rlinf.preflight.folders import check_new_folder
-from rlinf.preflight.placement import ranks_by_ray
-from rlinf.preflight.saved import changes_since
-from rlinf.preflight.validation import validate
 
 MOST_ENVS_PER_CORE = 1024
 """More are warned of: they are more likely a slip of the keyboard than meant."""
@@ -133,16 +127,21 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         if args.cfg:
             print(OmegaConf.to_yaml(composed, resolve=args.resolve))
             return []
-        validate(config, command)
+        check(config, command)
         start(config, command)
         return [Path(config.output_dir)]
     checked: dict[tuple[str, ...], RunConfig] = {}
     if not only_tells:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
-            config = build(compose_config(overrides, args.config_dir, args.config_name), command)
-            if not args.cfg:
-                validate(config, command)
-            checked[_of_the_task(overrides)] = config
+            composed = compose_config(overrides, args.config_dir, args.config_name)
+            if args.cfg:
+                typed_config(composed)
+                if args.cfg == "job" and args.package is None:  # what Hydra would compose again, twice
+                    print(OmegaConf.to_yaml(composed, resolve=args.resolve))
+                    return []
+                continue
+            checked[_of_the_task(overrides)] = config = build(composed, command)
+            check(config, command)
 
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
@@ -154,7 +153,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             config = checked.pop(tuple(hydra_config.overrides.task), None) if os.getpid() == process else None
             if config is None:
                 config = build(composed, command)
-                validate(config, command)
+                check(config, command)
             config.output_dir = hydra_config.runtime.output_dir
             check_new_folder(config)
             start(config, command)
@@ -171,6 +170,8 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         raise explain(error, args.overrides, args.config_name) from error
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
+        from rlinf.evaluation.runs import sweep_table
+
         print(sweep_table(finished), flush=True)
     if failures:
         raise failures[0]
@@ -199,9 +200,20 @@ def build(composed: DictConfig, command: str) -> RunConfig:
     return config
 
 
+def check(config: RunConfig, command: str) -> None:
+    """Check a configuration as a whole (``validate``); only now torch is imported, so that a misspelt word is refused at once."""
+    from rlinf.preflight.validation import validate
+
+    validate(config, command)
+
+
 def start(config: RunConfig, command: str) -> None:
     """Make the folder of a checked configuration, print its numbers and what a resumed run changes, and run."""
     from rlinf.commands import train as training
+    from rlinf.distributed.process_group import resolve_device
+    from rlinf.preflight.derived import format_derived
+    from rlinf.preflight.placement import ranks_by_ray
+    from rlinf.preflight.saved import changes_since
 
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     mark_as_latest(Path(config.output_dir))
@@ -307,11 +319,12 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         for key in ("num_processes", "num_players", "start", "placement"):
             if given_value(args.overrides, f"cluster.{key}") is None:
                 composed.cluster[key] = getattr(ClusterConfig(), key)
-    config = build_config(composed)
     if args.cfg:
+        typed_config(composed)
         print(OmegaConf.to_yaml(composed, resolve=args.resolve))
         return None
-    validate(config, command)
+    config = build_config(composed)
+    check(config, command)
     hide_progress_bars()
     return config
 

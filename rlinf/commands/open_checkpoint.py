@@ -9,14 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import (
-    is_checkpoint,
-    load_weights,
-    on_rank_zero,
-    policy_folder,
-    resolve_checkpoint,
-    verify_checkpoint,
-)
+from rlinf.checkpoints.checkpoint import load_weights, on_rank_zero, verify_checkpoint
+from rlinf.checkpoints.folders import is_checkpoint, policy_folder, resolve_checkpoint
 from rlinf.checkpoints.model_files import STATISTICS_FILE
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.compose import compose_on_saved

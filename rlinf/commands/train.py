@@ -17,6 +17,7 @@ import torch
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.checkpoints import folders
 from rlinf.cluster.envs import describe_places, env_maker
 from rlinf.cluster.factory import episode_sampler
 from rlinf.cluster.player import Player
@@ -203,8 +204,8 @@ def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
     """Return the checkpoint that is resumed, if any, and the state of the run."""
     if config.resume is None:
         return None, LoopState(phase="sft" if config.sft.max_steps > 0 else "rl")
-    folder = checkpoints.on_rank_zero(lambda: checkpoints.resolve_checkpoint(config.resume), f"read {config.resume}")
-    saved, typed = checkpoints.read_loop_state(folder), config.trainer.learning_rate
+    folder = checkpoints.on_rank_zero(lambda: folders.resolve_checkpoint(config.resume), f"read {config.resume}")
+    saved, typed = folders.read_loop_state(folder), config.trainer.learning_rate
     state = LoopState(**saved | {"rollbacks": rollbacks_of(folder, saved, typed)})
     if rank() == 0 and state.rollbacks and config.trainer.max_steps > 0:
         rate = rl_trainer_config(config.trainer, state.rollbacks).learning_rate
@@ -428,12 +429,12 @@ def _launch(config: RunConfig, reservation: Reservation | None) -> None:
 def _passed_over(config: RunConfig) -> dict[Path, int]:
     """Return the checkpoints of this run's folder that are later than the one that it resumes, with their inodes."""
     begins = _own_checkpoint(config)
-    return {} if begins is None else {path: path.stat().st_ino for path in checkpoints.later_checkpoints(begins)}
+    return {} if begins is None else {path: path.stat().st_ino for path in folders.later_checkpoints(begins)}
 
 
 def _own_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that is resumed if it is one of this run's folder."""
-    folder = None if config.resume is None else checkpoints.resolve_checkpoint(config.resume)
+    folder = None if config.resume is None else folders.resolve_checkpoint(config.resume)
     own = (Path(config.output_dir) / checkpoints.CHECKPOINTS_FOLDER).resolve()
     return folder if folder is not None and folder.parent.resolve() == own else None
 
@@ -450,9 +451,9 @@ def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
     """
     if any(path.exists() and path.stat().st_ino == inode for path, inode in passed.items()):
         return config
-    if not checkpoints.has_checkpoints(Path(config.output_dir)):
+    if not folders.has_checkpoints(Path(config.output_dir)):
         return config
-    return replace(config, resume=str(checkpoints.resolve_checkpoint(config.output_dir)), init_from=None)
+    return replace(config, resume=str(folders.resolve_checkpoint(config.output_dir)), init_from=None)
 
 
 def sft(config: RunConfig) -> Path:

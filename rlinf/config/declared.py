@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlinf import models
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.errors import RLinfError
 
 if TYPE_CHECKING:

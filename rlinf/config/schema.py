@@ -98,7 +98,7 @@ def section_class(section: str, name: str) -> type:
         fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
         found = f"{section}.name is {override_text(name)!r}, which is not registered"
         raise ConfigError(f"{found}.{did_you_mean(name, registry)} {fix}")
-    return registry.get(name).config_class
+    return registry.config_class(name)
 
 
 def field_types(config: Any = None, path: str = "") -> dict[str, Any]:
@@ -152,19 +152,41 @@ def chunks_needed(config: RunConfig) -> int:
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Turn a composed configuration into a ``RunConfig``; plugins are imported first, so that their names are known.
+    """Turn a composed configuration into a ``RunConfig`` (``typed_config``), and fill in what follows from others of its values.
 
     Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
     Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
     ``validate`` says what is wrong with an env that cannot tell.
 
     Args:
+        mapping: See ``typed_config``.
+    """
+    config, env = typed_config(mapping), mapping.get("env", {})
+    if config.cluster.num_processes is None:
+        place = place_of(os.environ)
+        config.cluster.num_processes = 1 if place is None else place.size
+    if isinstance(env, Mapping) and env.get("cameras") is None:
+        config.env.cameras = cameras_read(config)
+    if config.rollout.num_chunks is None:
+        with suppress(RLinfError):
+            config.rollout.num_chunks = chunks_needed(config)
+    for dotted in SOURCES:
+        *sections, key = dotted.split(".")
+        owner = reduce(getattr, sections, config)
+        path = getattr(owner, key, None)  # not every algorithm has all of them
+        if path is not None and LATEST in Path(path).parts:
+            setattr(owner, key, str(follow_latest(Path(path).expanduser())))
+    return config
+
+
+def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
+    """Check the keys and types of a composed configuration; plugins are imported first, so that their names are known.
+
+    Args:
         mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
     """
     values = dict(plain_container(mapping))
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
-    env = values.get("env", {})
-    cameras_follow = isinstance(env, Mapping) and env.get("cameras") is None
     for section in REGISTRIES:
         given, default = values.get(section), getattr(RunConfig(), section).name
         if isinstance(given, Mapping):
@@ -182,19 +204,4 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, default)()
-    config = from_mapping(RunConfig, values)
-    if config.cluster.num_processes is None:
-        place = place_of(os.environ)
-        config.cluster.num_processes = 1 if place is None else place.size
-    if cameras_follow:
-        config.env.cameras = cameras_read(config)
-    if config.rollout.num_chunks is None:
-        with suppress(RLinfError):
-            config.rollout.num_chunks = chunks_needed(config)
-    for dotted in SOURCES:
-        *sections, key = dotted.split(".")
-        owner = reduce(getattr, sections, config)
-        path = getattr(owner, key, None)  # not every algorithm has all of them
-        if path is not None and LATEST in Path(path).parts:
-            setattr(owner, key, str(follow_latest(Path(path).expanduser())))
-    return config
+    return from_mapping(RunConfig, values)

@@ -7,7 +7,6 @@ an ``experiment_name`` of its own it gets the name of its file.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,14 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-import rlinf
+from rlinf.config.names import GROUP, packaged_experiments
 from rlinf.config.plugins import user_folders
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError
 from rlinf.options import to_mapping
+from rlinf.registry import installed_points
 
-GROUP = "experiment"
 PACKAGE = "pkg://rlinf.config"
-
-
-def packaged_experiments() -> Path:
-    """Return the folder of the experiments that come with rlinf.
-
-    In the source tree this is ``examples/embodiment/config``; a wheel carries the same files as ``rlinf/experiments``.
-    """
-    package = Path(rlinf.__file__).parent
-    installed = package / "experiments"
-    return installed if installed.is_dir() else package.parent / "examples" / "embodiment" / "config"
 
 
 def experiment_folders() -> list[Path]:
@@ -124,7 +113,7 @@ class RLinfSearchPath(SearchPathPlugin):
             search_path.append("user", f"file://{folder}")
             search_path.append("user experiments", f"{ExperimentSource.scheme()}://{folder}")
         search_path.append("rlinf experiments", f"{ExperimentSource.scheme()}://{packaged_experiments()}")
-        for point in entry_points(group="rlinf.configs"):
+        for point in installed_points().select(group="rlinf.configs"):
             search_path.append(point.name, f"pkg://{point.value}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run
+from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS

@@ -203,7 +203,7 @@ def import_h5py() -> ModuleType:
         import h5py
     except ImportError as error:
         raise MissingDependencyError(
-            "`rlinf convert` needs the package 'h5py' for HDF5 files. Run pip install 'rlinf[lerobot]'"
+            "`rlinf convert` needs the package 'h5py' for HDF5 files. Run pip install -e '.[lerobot]' in the clone of rlinf"
         ) from error
     return h5py
 

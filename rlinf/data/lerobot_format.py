@@ -45,7 +45,7 @@ def import_pyarrow(wanted_by: str) -> ModuleType:
         import pyarrow.parquet
     except ImportError as error:
         raise MissingDependencyError(
-            f"{wanted_by} needs the package 'pyarrow' for parquet files. Run pip install 'rlinf[lerobot]'"
+            f"{wanted_by} needs the package 'pyarrow' for parquet files. Run pip install -e '.[lerobot]' in the clone of rlinf"
         ) from error
     return pyarrow
 

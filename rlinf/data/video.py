@@ -18,7 +18,7 @@ def import_av(wanted_by: str) -> ModuleType:
         import av
     except ImportError as error:
         raise MissingDependencyError(
-            f"{wanted_by} needs the package 'av' for MP4 files. Run pip install 'rlinf[lerobot]'"
+            f"{wanted_by} needs the package 'av' for MP4 files. Run pip install -e '.[lerobot]' in the clone of rlinf"
         ) from error
     return av
 

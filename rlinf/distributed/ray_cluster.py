@@ -27,7 +27,7 @@ def import_ray(needed_by: str) -> ModuleType:
         import ray
     except ImportError as error:
         raise MissingDependencyError(
-            f"{needed_by} needs Ray, which is not installed ({error}). Run: pip install 'rlinf[ray]'"
+            f"{needed_by} needs Ray, which is not installed ({error}). Run: pip install -e '.[ray]' in the clone of rlinf"
         ) from error
     return ray
 

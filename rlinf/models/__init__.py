@@ -149,7 +149,7 @@ def register_auto_classes() -> None:
 
 
 def _register_auto_classes(entry: ModelEntry) -> None:
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoProcessor, PreTrainedConfig
+    from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
     AutoConfig.register(entry.config.model_type or entry.name, entry.config, exist_ok=True)
     is_own = isinstance(entry.config, type) and issubclass(entry.config, PreTrainedConfig)
@@ -157,6 +157,10 @@ def _register_auto_classes(entry: ModelEntry) -> None:
     if is_own and entry.acts and not entry.config.__module__.startswith("transformers."):
         AutoModel.register(entry.config, entry.model, exist_ok=True)
     if entry.image_processor is not None:
+        from transformers import AutoImageProcessor  # with tokenizers, which a policy on the state needs not
+
         AutoImageProcessor.register(entry.config, slow_image_processor_class=entry.image_processor, exist_ok=True)
     if entry.processor is not None:
+        from transformers import AutoProcessor
+
         AutoProcessor.register(entry.config, entry.processor, exist_ok=True)

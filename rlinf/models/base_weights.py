@@ -8,13 +8,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlinf.files import sha256_of
 from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse_mismatches
 from rlinf.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ADAPTER_FOLDER = "adapter"
 """Of a checkpoint, with its adapters."""
@@ -69,6 +70,8 @@ def weights_digest(model_path: str | None) -> str | None:
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return one SHA-256 of names, number formats, shapes and bits of the tensors of a policy, wherever they lie."""
+    import torch
+
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -7,6 +7,9 @@ from typing import Any
 
 from rlinf.options import option
 
+MAX_EXP_GAP = 1.05
+"""Largest accepted mean of exp |log-prob - log-prob of the same token elsewhere|, which rounding to 16 bits explains."""
+
 
 @dataclass
 class LoraConfig:

@@ -11,9 +11,6 @@ from torch import nn
 
 from rlinf.errors import ConfigError
 
-MAX_EXP_GAP = 1.05
-"""Largest accepted mean of exp |log-prob - log-prob of the same token elsewhere|, which rounding to 16 bits explains."""
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _PRECISIONS = {

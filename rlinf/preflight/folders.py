@@ -6,10 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
+from rlinf import models
+from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
-from rlinf.models import config_file_names, entry_for
 from rlinf.models.base_weights import check_base
 from rlinf.preflight.refuse import refuse
 
@@ -32,7 +32,7 @@ def check_sources(config: RunConfig) -> None:
             "model.model_path=<folder or hub id>, or model=openvla_tiny",
         )
     if model.model_path is not None:
-        check_hub_folder("model.model_path", model.model_path, config_file_names(entry_for(model)))
+        check_hub_folder("model.model_path", model.model_path, models.config_file_names(models.entry_for(model)))
     if model.lora_path is not None:
         check_hub_folder("model.lora_path", model.lora_path, ("adapter_config.json",))
     if is_new and Path(model.model_path or "").expanduser().is_dir():

@@ -10,13 +10,7 @@ from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import HeadConfig, OffPolicyConfig
-from rlinf.checkpoints.checkpoint import (
-    has_policy,
-    is_checkpoint,
-    policy_folder,
-    read_loop_state,
-    resolve_checkpoint,
-)
+from rlinf.checkpoints.folders import has_policy, is_checkpoint, policy_folder, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device

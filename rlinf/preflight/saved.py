@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
+from rlinf.checkpoints.folders import SUPERSEDED, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError

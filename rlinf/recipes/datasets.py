@@ -156,7 +156,7 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            "Recipes read data with the package datasets. Run pip install 'rlinf[recipes]'"
+            "Recipes read data with the package datasets. Run pip install -e '.[recipes]' in the clone of rlinf"
         ) from error
     return datasets
 

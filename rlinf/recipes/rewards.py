@@ -164,7 +164,7 @@ def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise MissingDependencyError(
-            "The reward boxed_math needs math-verify. Run pip install 'rlinf[recipes]'"
+            "The reward boxed_math needs math-verify. Run pip install -e '.[recipes]' in the clone of rlinf"
         ) from error
     right = _required(reference, "boxed_math")
     if "\\boxed" not in completion:

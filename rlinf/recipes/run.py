@@ -13,14 +13,9 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    on_rank_zero,
-    resolve_checkpoint,
-    set_aside_later,
-)
+from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
+from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, resolve_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank

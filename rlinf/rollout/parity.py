@@ -18,7 +18,7 @@ from rlinf.algorithms.statistics import masked_mean
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.distributed.sums import maximum
 from rlinf.errors import ParityError
-from rlinf.models.precision import MAX_EXP_GAP
+from rlinf.models.config import MAX_EXP_GAP
 from rlinf.types import RolloutBatch
 
 logger = logging.getLogger("rlinf")

@@ -16,5 +16,5 @@ def require_packages(wanted_by: str) -> None:
     """Raise MissingDependencyError, with the install command, if what this package imports is not installed."""
     if find_spec("websockets") is None or find_spec("msgpack") is None:
         raise MissingDependencyError(
-            f"{wanted_by} needs the packages websockets and msgpack. Run pip install 'rlinf[serve]'"
+            f"{wanted_by} needs the packages websockets and msgpack. Run pip install -e '.[serve]' in the clone of rlinf"
         )

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, on_rank_zero
+from rlinf.checkpoints.checkpoint import on_rank_zero
+from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.collapse import has_collapsed

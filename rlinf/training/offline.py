@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, policy_folder
+from rlinf.checkpoints.folders import TRAINER_FOLDER, policy_folder
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import rank

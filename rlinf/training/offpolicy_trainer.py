@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE, OffPolicyConfig
-from rlinf.checkpoints.checkpoint import TRAINER_FOLDER, resolve_checkpoint
+from rlinf.checkpoints.folders import TRAINER_FOLDER, resolve_checkpoint
 from rlinf.checkpoints.kept_base import keep_base
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.data.stored import StoredDemonstrations

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
+from rlinf.checkpoints.folders import TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.cluster.rollouts import played_by
 from rlinf.distributed import deadlines

@@ -14,7 +14,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.cnn_action_model import CNNForRLActionPrediction
 from rlinf.types import Observation
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 ENV = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=6"]
 QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]

@@ -20,14 +20,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlinf.checkpoints import checkpoint as checkpoints
-from rlinf.checkpoints.checkpoint import (
-    load_checkpoint,
-    load_weights,
-    read_loop_state,
-    resolve_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from rlinf.checkpoints.checkpoint import load_checkpoint, load_weights, save_checkpoint, verify_checkpoint
+from rlinf.checkpoints.folders import read_loop_state, resolve_checkpoint
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Sharded, full_tensor
 from rlinf.distributed.process_group import rank, world_size

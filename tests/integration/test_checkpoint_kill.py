@@ -14,7 +14,8 @@ from processes import status_of_child
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import checkpoint_kill
 
-from rlinf.checkpoints.checkpoint import load_checkpoint, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import load_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 
 BENCHMARK = Path(checkpoint_kill.__file__)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import checkpoint_manager as manager_module
-from rlinf.checkpoints.checkpoint import load_checkpoint, read_loop_state
+from rlinf.checkpoints import folders
+from rlinf.checkpoints.checkpoint import load_checkpoint
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint, save_is_due
+from rlinf.checkpoints.folders import read_loop_state
 from rlinf.checkpoints.hf_folder import HFFolder, token_manifest
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.distributed.launch import launch
@@ -175,7 +176,7 @@ def test_the_newest_and_the_best_stay_with_what_was_exported_from_them(trained, 
     manager.close()
     assert sorted(manager.names()) == ["step_100", "step_40", "step_80"]
     assert sorted(path.name for path in (tmp_path / "safetensors").iterdir()) == ["final", "step_40", "step_80"]
-    assert checkpoints.resolve_checkpoint(tmp_path).name == "step_100", "by number, not by text"
+    assert folders.resolve_checkpoint(tmp_path).name == "step_100", "by number, not by text"
     CheckpointManager(tmp_path / "all", max_keep=-1).save("step_1", **state_of(trained, tiny_lm(), 1))
     assert manager.best_of({"step_20": 1.0}) is None and manager.best_of({"step_80": 0.5, "step_40": 0.5}) == "step_40"
 

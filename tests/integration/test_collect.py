@@ -26,7 +26,7 @@ from rlinf.rollout.demonstrations import ExpertDemonstrator, play_episodes
 from rlinf.tracking import read_metrics
 from rlinf.types import EpisodeSpec
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COLUMN = "observation.images.front"

@@ -19,8 +19,8 @@ from rlinf.envs.libero.tasks import ASSETS_VARIABLE, check_packages
 from rlinf.errors import MissingDependencyError
 from rlinf.types import EpisodeSpec
 
-pytest.importorskip("h5py", reason="h5py is not installed: pip install 'rlinf[lerobot]'")
-pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pytest.importorskip("h5py", reason="h5py is not installed: pip install -e '.[lerobot]'")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]
 ENV = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=8", "env.state=proprio", "env.image_size=32"]

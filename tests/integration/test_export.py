@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlinf.checkpoints.checkpoint import is_export, load_checkpoint, resolve_checkpoint, save_checkpoint
+from rlinf.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from rlinf.checkpoints.folders import is_export, resolve_checkpoint
 from rlinf.commands import export as export_module
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.open_checkpoint import load_policy, read_config

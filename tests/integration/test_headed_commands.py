@@ -111,7 +111,7 @@ def test_compare_pairs_a_headed_policy_with_its_frozen_one(run, capsys):
 
 
 def test_a_dataset_of_a_headed_policy_holds_what_it_executed(run, tmp_path):
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
     from rlinf.data.lerobot_dataset import open_dataset
 
     command = [

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import rlinf
 from rlinf.checkpoints import checkpoint as checkpoints
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlinf.checkpoints.checkpoint import read_loop_state
+from rlinf.checkpoints.folders import read_loop_state
 from rlinf.cli import main
 
 SMALL = [

@@ -12,7 +12,7 @@ import torch
 
 from rlinf.cli import main
 
-pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 ROOT = Path(__file__).parents[2]
 DATASET = ROOT / "tests" / "fixtures" / "lerobot" / "images"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from run_results import run_config, untimed_metrics, weights_of
 
-from rlinf.checkpoints import checkpoint as checkpoint_module
+from rlinf.checkpoints import folders as checkpoint_folders
 from rlinf.commands import train as run_module
 from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
@@ -231,13 +231,13 @@ def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
 
 def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
     train(config_of(tmp_path, "trainer.max_steps=1"))
-    verify_files, hashed = checkpoint_module.verify_files, []
+    verify_files, hashed = checkpoint_folders.verify_files, []
 
     def counted(folder, manifest):
         hashed.append(folder.name)
         verify_files(folder, manifest)
 
-    monkeypatch.setattr(checkpoint_module, "verify_files", counted)
+    monkeypatch.setattr(checkpoint_folders, "verify_files", counted)
     build(config_of(tmp_path, f"resume={tmp_path}"))
     assert hashed == ["rl_000001"]
 

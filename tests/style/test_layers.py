@@ -54,7 +54,7 @@ FACES = {
 """Modules that may name modules of a higher layer in a table of lazy attributes: the import paths that users know."""
 
 HEAVY = {
-    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "peft", "pyarrow", "ray", "robosuite",
+    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "numpy", "peft", "pyarrow", "ray", "robosuite",
     "safetensors", "sapien", "tensorboard", "torch", "transformers", "vllm", "wandb", "websockets",
 }  # fmt: skip
 """Libraries that are slow to import or optional: the reasons for an import inside a function."""

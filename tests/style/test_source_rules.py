@@ -18,6 +18,7 @@ FOLDERS = ("rlinf", "examples", "benchmarks", "scripts", "tests", "docs", ".ci")
 MAX_LINES = 600
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 # Built from pieces so that this file does not contain what it looks for.
+EXTRA_OF_INDEX = re.compile(r"\brlinf\[[a-z]")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|root|home|Users)/[\w.-]+|" + r"\b10\.\d+\.\d+\.\d+\b")
 DISPATCH_NAMES = {"model_type", "env_type", "env_name", "algorithm_name"}
 OWNERS = (ROOT / "rlinf" / "models" / "embodiment", *(ROOT / "rlinf" / "envs").glob("*/"))
@@ -110,6 +111,17 @@ def test_no_path_of_a_particular_machine():
     assert found == {}
 
 
+def test_extras_are_those_of_a_clone():
+    """On the public index, `rlinf` is another project: `pip install 'rlinf[serve]'` would put it in place of this one."""
+    found = {}
+    for path in source_files(".py", ".md", ".ipynb", ".yaml", ".sh"):
+        if name_of(path).split("/")[0] in ("rlinf", "docs", "examples", "README.md"):
+            found |= {
+                name_of(path): lines for lines in [EXTRA_OF_INDEX.findall(path.read_text(encoding="utf-8"))] if lines
+            }
+    assert found == {}
+
+
 def test_the_checks_above_catch_what_they_look_for():
     assert swallowing_handlers("try:\n    f()\nexcept Exception:\n    pass\n") == [3]
     assert swallowing_handlers("try:\n    f()\nexcept:\n    x = 1\n") == [3]
@@ -118,6 +130,8 @@ def test_the_checks_above_catch_what_they_look_for():
     assert name_dispatch("if cfg.model.model_type == 'openvla':\n    pass\n") == [1]
     assert name_dispatch("if env.name in ('a', 'b'):\n    pass\n") == [1]
     assert name_dispatch("if other.title == 'openvla':\n    pass\n") == []
+    assert EXTRA_OF_INDEX.search("pip install 'rlinf[serve]'") and EXTRA_OF_INDEX.search('"rlinf[vllm-cpu]"')
+    assert not EXTRA_OF_INDEX.search("pip install -e '.[serve]'")
     assert MACHINE_PATH.search("open('/" + "home/someone/data')")
     assert not MACHINE_PATH.search("docs/home/page.md")
 

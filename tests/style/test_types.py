@@ -31,3 +31,14 @@ def test_a_type_error_is_found(tmp_path):
     result = mypy(str(wrong))
     assert result.returncode == 1
     assert 'Argument 1 to "half" has incompatible type "str"; expected "int"' in result.stdout
+
+
+def test_a_misspelt_public_name_is_found(tmp_path):
+    """Two lines of a user: names of `rlinf` are known to a type checker, although they load at their first use."""
+    lines = tmp_path / "lines.py"
+    lines.write_text("import rlinf\nrlinf.evalute('outputs')\nreveal_type(rlinf.evaluate('outputs').success_rate)\n")
+    result = mypy(str(lines))
+    assert 'Module has no attribute "evalute"; maybe "evaluate"?' in result.stdout, result.stdout
+    assert (
+        'note: Revealed type is "float"' in result.stdout.replace("builtins.", "") and "Found 1 error" in result.stdout
+    )

@@ -201,13 +201,13 @@ def test_sweep_with_one_bad_run_starts_none_of_them(here, started, capsys):
 @pytest.mark.parametrize(("words", "runs"), [([], 1), (["-m", "seed=1,2"], 2)])
 def test_each_run_is_built_and_checked_once(words, runs, here, started, monkeypatch):
     calls = []
-    for name in ("build_config", "validate"):
+    for name in ("build_config", "check"):
         function = getattr(hydra_app, name)
         monkeypatch.setattr(
             hydra_app, name, lambda *args, name=name, function=function: (calls.append(name), function(*args))[1]
         )
     assert main(["train", *SMALL, *words]) == 0
-    assert len(started) == runs and sorted(calls) == ["build_config"] * runs + ["validate"] * runs
+    assert len(started) == runs and sorted(calls) == ["build_config"] * runs + ["check"] * runs
 
 
 def test_a_folder_that_holds_a_run_is_refused_where_hydra_chooses_it(here, started, capsys):

@@ -22,8 +22,8 @@ from rlinf.data.hdf5 import ConvertConfig, open_demonstrations
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.compatibility import check_dataset
 
-h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install 'rlinf[lerobot]'")
-pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install -e '.[lerobot]'")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 STOVE = "turn_on_the_stove_demo.hdf5"
 
@@ -436,7 +436,7 @@ def test_nothing_is_overwritten_and_videos_need_even_sides(tmp_path):
 def test_a_missing_package_is_told_first(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        MissingDependencyError, match=f"needs the package '{package}' .*Run pip install 'rlinf.lerobot.'"
+        MissingDependencyError, match=f"needs the package '{package}' .*Run pip install -e '..lerobot.'"
     ):
         converting.convert(ConvertConfig("nowhere", str(tmp_path / "data")))
 

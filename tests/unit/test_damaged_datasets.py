@@ -15,8 +15,8 @@ from rlinf.data.formats import describe_dataset, image_columns
 from rlinf.data.tfrecord import masked_crc32c
 from rlinf.errors import ConfigError
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
-pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FRONT = "observation.images.front"

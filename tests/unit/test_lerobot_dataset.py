@@ -17,7 +17,7 @@ from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.data.statistics import QUANTILES, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.errors import ConfigError, MissingDependencyError
 
-pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lerobot"
 FRONT = "observation.images.front"
@@ -26,7 +26,7 @@ VIDEO_ERROR = 3.0
 
 
 def needs_av():
-    pytest.importorskip("av", reason="PyAV is not installed: pip install 'rlinf[lerobot]'")
+    pytest.importorskip("av", reason="PyAV is not installed: pip install -e '.[lerobot]'")
 
 
 def truth(name: str) -> dict[str, np.ndarray]:
@@ -305,7 +305,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
 @pytest.mark.parametrize(("module", "video"), [("pyarrow", False), ("av", True)])
 def test_a_missing_package_names_the_command(tmp_path, monkeypatch, module, video):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf"'{module}'.*pip install 'rlinf\[lerobot\]'"):
+    with pytest.raises(MissingDependencyError, match=rf"'{module}'.*pip install -e '\.\[lerobot\]'"):
         write(tmp_path / "data", episodes(), video=video)
     assert list(tmp_path.iterdir()) == []
 

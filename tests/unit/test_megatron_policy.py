@@ -26,7 +26,7 @@ from rlinf.models import HuggingFacePolicy, MegatronPolicy
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(
-    not HAS_MEGATRON, reason="megatron-core is not installed: pip install 'rlinf[megatron]'"
+    not HAS_MEGATRON, reason="megatron-core is not installed: pip install -e '.[megatron]'"
 )
 OPTIONS = {"learning_rate": 1e-2, "max_new_tokens": 5, "temperature": 0.8, "max_grad_norm": 0.5}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -298,7 +298,7 @@ def test_importing_needs_no_megatron_and_constructing_names_the_extra():
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    assert "extra 'megatron'" in done.stdout and "pip install 'rlinf[megatron]'" in done.stdout
+    assert "extra 'megatron'" in done.stdout and "pip install -e '.[megatron]'" in done.stdout
 
 
 @pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is installed")

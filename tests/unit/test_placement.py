@@ -129,7 +129,7 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"cluster.placement=split needs Ray.*pip install 'rlinf\[ray\]'"):
+    with pytest.raises(MissingDependencyError, match=r"cluster.placement=split needs Ray.*pip install -e '\.\[ray\]'"):
         check_placement(config_of())
 
 

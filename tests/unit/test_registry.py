@@ -21,7 +21,7 @@ def point(name, value, distribution=("some-package", "1.2")):
 def announced(monkeypatch):
     """Entry points of installed packages, to be filled."""
     points = []
-    monkeypatch.setattr(module, "entry_points", lambda group: points)
+    monkeypatch.setattr(module, "installed_points", lambda: SimpleNamespace(select=lambda group: points))
     return points
 
 

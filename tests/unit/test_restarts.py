@@ -40,7 +40,7 @@ def save(folder, step):
 def whole(monkeypatch):
     """A checkpoint without a file "damaged" is whole."""
     damage = lambda folder, _: "a file has changed" if (folder / "damaged").exists() else None  # noqa: E731
-    monkeypatch.setattr("rlinf.checkpoints.checkpoint._damage_of", damage)
+    monkeypatch.setattr("rlinf.checkpoints.folders.damage_of", damage)
 
 
 def lose(*acts):

@@ -85,8 +85,8 @@ class MegatronPolicy(TokenPolicy):
             )
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
-                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install "
-                f"'rlinf[megatron]'. Or use HuggingFacePolicy('{model_name}')"
+                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install -e "
+                f"'.[megatron]' in the clone of rlinf. Or use HuggingFacePolicy('{model_name}')"
             )
         check_ranks(config)
         self.device = device_of_this_rank()

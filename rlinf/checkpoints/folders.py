@@ -1,0 +1,174 @@
+"""Find checkpoints, and tell them from runs and exports, without reading a weight: this needs no torch."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rlinf.errors import CheckpointError
+from rlinf.files import follow_latest
+from rlinf.manifest import MANIFEST_FILE, Manifest, verify_files
+from rlinf.models.base_weights import ADAPTER_FOLDER, HEAD_SETTINGS
+from rlinf.tracking.tracker import METRICS_FILE, PHASES
+
+logger = logging.getLogger("rlinf")
+
+STATE_FILE, CONFIG_FILE = "state.json", "config.yaml"
+CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, TRAINER_FOLDER = "checkpoints", "safetensors", "trainer_state"
+MODEL_FOLDER = "model"
+SUPERSEDED = re.compile(r"superseded_(\d+)")
+"""Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
+FORMAT = 1
+
+
+def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
+    """Return the ``loop_state`` of a checkpoint without loading anything else."""
+    return read_state(Path(folder))["loop_state"]
+
+
+def saved_at(folder: str | os.PathLike) -> float:
+    """Return when a checkpoint was written, in seconds; damaged ones have the time of their folder."""
+    return _moment(Path(folder))[2]
+
+
+def is_checkpoint(folder: str | os.PathLike) -> bool:
+    """Return whether a folder has the files of a checkpoint, whatever their content."""
+    return (Path(folder) / STATE_FILE).is_file()
+
+
+def is_export(folder: str | os.PathLike) -> bool:
+    """Return whether ``rlinf export`` wrote a folder: it holds a policy, but nothing to resume from."""
+    folder = Path(folder)
+    return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
+
+
+def is_run(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is a run folder, or ``latest``, which names one."""
+    folder = follow_latest(folder)
+    return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
+
+
+def policy_folder(folder: str | os.PathLike) -> Path:
+    """Return the folder for ``from_pretrained``: ``model/`` or ``adapter/`` of a checkpoint, or an export itself."""
+    folder = Path(folder)
+    places = (folder / MODEL_FOLDER, folder / ADAPTER_FOLDER, folder)
+    for place in places:
+        if _has_policy(place):
+            return place
+    looked = ", ".join(map(str, places))
+    raise CheckpointError(
+        f"{folder} holds no policy: no config.json, adapter_config.json or {HEAD_SETTINGS} in {looked}."
+    )
+
+
+def _has_policy(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", HEAD_SETTINGS))
+
+
+def has_policy(checkpoint: Path) -> bool:
+    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies have none."""
+    return any(_has_policy(place) for place in (checkpoint / MODEL_FOLDER, checkpoint / ADAPTER_FOLDER, checkpoint))
+
+
+def resolve_checkpoint(path: str | os.PathLike) -> Path:
+    """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
+
+    A checkpoint or an export is returned as it is. A run folder, or its ``checkpoints``, means the last undamaged checkpoint
+    in it. ``latest`` means the newest run.
+    """
+    path = follow_latest(path)
+    if not path.exists():
+        raise CheckpointError(f"There is no folder {path}; required: a checkpoint folder or a run folder.")
+    if is_checkpoint(path) or is_export(path):
+        return path
+    parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
+    found = checkpoints_in(parent)
+    for folder in reversed(found):
+        damage = damage_of(folder, fingerprint(folder))
+        if damage is None:
+            return folder
+        _warn_once(f"{folder} is skipped: {damage}")
+    looked = f"no {STATE_FILE} in {path} or in {parent}/*"
+    if found:
+        looked = f"{len(found)} checkpoints in {parent} are all damaged"
+    raise CheckpointError(
+        f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
+        "first checkpoint can only be started again."
+    )
+
+
+def later_checkpoints(resumed: Path) -> list[Path]:
+    """Return the checkpoints next to ``resumed`` that are later by phase or step, oldest first."""
+    point = _moment(resumed)[:2]
+    return [path for path in checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
+
+
+def has_checkpoints(run: Path) -> bool:
+    """Return whether a run folder holds any checkpoint, whole or damaged."""
+    return bool(checkpoints_in(run / CHECKPOINTS_FOLDER))
+
+
+def checkpoints_in(parent: Path) -> list[Path]:
+    """Return checkpoint folders, oldest first by phase and step; the time of saving decides between equals."""
+    paths = parent.iterdir() if parent.is_dir() else ()
+    return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
+
+
+def _moment(folder: Path) -> tuple[int, int, float, str]:
+    """Return phase and step (from the folder's name, or else its state), time of saving, and name."""
+    try:
+        state = read_state(folder)
+        saved_at, loop = float(state["saved_at"]), state["loop_state"]
+        phase = str(loop.get("phase"))
+        step = int(loop.get("sft_step" if phase == "sft" else "step", 0))
+    except (CheckpointError, AttributeError, TypeError, ValueError):
+        saved_at, phase, step = folder.stat().st_mtime, "", 0
+    named = re.fullmatch(rf"({'|'.join(PHASES)}|step)_(\d+)", folder.name)
+    if named:
+        phase, step = named[1], int(named[2])
+    return PHASES.index(phase) if phase in PHASES else -1, step, saved_at, folder.name
+
+
+def fingerprint(folder: Path) -> tuple:
+    """Return names, sizes and times of the files; while they stay the same, a verified folder is not hashed again."""
+    files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    # The time of the last change of the inode, which no copy or touch can set back as it can st_mtime_ns.
+    return tuple((str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in files)
+
+
+@functools.cache
+def damage_of(folder: Path, fingerprint: tuple) -> str | None:
+    """Return what is wrong with a checkpoint or an export; None: nothing."""
+    try:
+        verify_files(folder, Manifest.load(folder))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
+    except FileNotFoundError as error:
+        hint = "Name a checkpoint or a run folder."
+        if is_export(folder):
+            hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
+    if not complete:
+        raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
+    return state

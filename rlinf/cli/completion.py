@@ -1,0 +1,106 @@
+"""Completion in a shell: ``rlinf --install-completion`` writes a script that asks ``rlinf --complete`` at each Tab."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from contextlib import suppress
+from functools import reduce
+from pathlib import Path
+
+import yaml
+
+from rlinf.cli import COMMANDS
+from rlinf.config.names import GROUP, group_folders, options_of
+from rlinf.config.schema import REGISTRIES, RunConfig, section_class
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.files import write_text
+from rlinf.options import override_text, public_fields
+
+INSTALL, COMPLETE = "--install-completion", "--complete"
+
+OTHER_KEYS = ("launch", "report", "why", "convert", "export", "models")
+"""Commands whose words are not those of a run; the shell offers files for them."""
+
+SHELLS = ("bash", "zsh", "fish")
+"""Each has its script beside this file, ``completion.<shell>``."""
+
+
+def install(words: list[str]) -> int:
+    """Write the script of the shell in ``words``, or else in ``$SHELL``, and the line that loads it; raise ConfigError for others."""
+    shell = words[0] if words else Path(os.environ.get("SHELL", "")).name
+    if shell not in SHELLS or len(words) > 1:
+        found = f"The shell is '{' '.join(words) or shell}'"
+        raise ConfigError(f"{found}; required: {', '.join(SHELLS)}. Run rlinf {INSTALL} bash, or with another of these")
+    data = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "rlinf"
+    script, loads = data / f"completion.{shell}", Path(os.environ.get("ZDOTDIR") or "~").expanduser() / ".zshrc"
+    if shell == "fish":  # which loads the files of this folder by itself
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+        script = loads = config / "fish" / "completions" / "rlinf.fish"
+    elif shell == "bash":
+        loads = Path("~/.bashrc").expanduser()
+    script.parent.mkdir(parents=True, exist_ok=True)
+    write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
+    line = f'[ -f "{script}" ] && . "{script}"  # completion of rlinf'
+    if script != loads and line not in (loads.read_text().splitlines() if loads.is_file() else []):
+        with loads.open("a") as file:
+            file.write(f"\n{line}\n")
+    print(
+        f"{script}, which {'fish' if script == loads else loads} loads. Open a new shell, and press Tab after `rlinf `"
+    )
+    return 0
+
+
+def complete(words: list[str]) -> int:
+    """Print what the last word of the line ``words[0]`` can become, one a line."""
+    *before, current = words[0].split(" ")
+    before = [word for word in before if word]
+    if len(before) < 2:
+        found = [*COMMANDS, "--help", "--version", INSTALL]
+    elif before[1] in COMMANDS and before[1] not in OTHER_KEYS:
+        found = overrides(before[2:], current)
+    else:
+        found = []
+    print("\n".join(word for word in found if word.startswith(current)))
+    return 0
+
+
+def overrides(given: list[str], current: str) -> list[str]:
+    """Return the words that may follow ``given``: groups and sections, the keys of a section, the values of a group or key."""
+    key, equals, _ = current.partition("=")
+    section, dot, name = key.rpartition(".")
+    groups = group_folders()
+    if equals and key in groups:
+        return [f"{key}={option}" for option in options_of(groups[key])]
+    try:
+        owner = reduce(getattr, section.split(".") if dot else [], _config_of(given, groups))
+        fields, hints = public_fields(type(owner)), typing.get_type_hints(type(owner))
+    except (AttributeError, TypeError):  # there is no such section
+        return []
+    if equals:
+        field = fields.get(name)
+        choices = (field.metadata["choices"] or (hints[name] is bool and (True, False)) or ()) if field else ()
+        return [f"{key}={override_text(value)}" for value in choices]
+    own = [f"{section}{dot}{each}" for each in fields]
+    words = [
+        f"{path}." if dataclasses.is_dataclass(getattr(owner, path.rpartition(".")[2])) else f"{path}=" for path in own
+    ]
+    return words if dot else [f"{group}=" for group in groups] + words
+
+
+def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:
+    """Return the defaults under the env and algorithm of ``given``, or of its experiment."""
+    config, chosen = RunConfig(), dict(word.split("=", 1) for word in given if "=" in word)
+    experiment = groups[GROUP] / f"{chosen.get(GROUP)}.yaml"
+    if experiment.is_file():
+        for item in yaml.safe_load(experiment.read_text()).get("defaults", []):
+            if isinstance(item, dict):
+                chosen = {key.rpartition("/")[2]: option for key, option in item.items()} | chosen
+    for section in REGISTRIES:
+        file = groups[section] / f"{chosen.get(section)}.yaml"
+        name = (yaml.safe_load(file.read_text()) or {}).get("name") if file.is_file() else chosen.get(section)
+        if name:
+            with suppress(RLinfError):  # what is not registered is told when the command runs
+                setattr(config, section, section_class(section, name)())
+    return config

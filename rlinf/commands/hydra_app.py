@@ -36,11 +36,11 @@ from rlinf.config.schema import RunConfig, build_config, overrides_text
 from rlinf.config.training import ClusterConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import is_connected, started_here
-from rlinf.envs.config import num_cores
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.evaluation.runs import sweep_table
 from rlinf.files import LATEST, mark_latest
+from rlinf.memory import num_cores
 from rlinf.options import override_text
 from rlinf.preflight.derived import format_derived
 from rlinf.preflight.folders import check_new_folder

@@ -53,15 +53,27 @@ SLOW_PACKAGES = (
 
 TESTS = {
     "rlinf/algorithms/advantages.py": ["tests/numerics/test_advantages.py"],
-    "rlinf/algorithms/losses.py": ["tests/numerics/test_losses.py", "tests/numerics/test_token_losses.py"],
-    "rlinf/algorithms/base.py": ["tests/numerics/test_loss_of_algorithms.py", "tests/numerics/test_losses.py"],
-    "rlinf/algorithms/ppo.py": ["tests/numerics/test_loss_of_algorithms.py", "tests/numerics/test_losses.py"],
+    "rlinf/algorithms/losses.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_losses.py",
+        "tests/numerics/test_token_losses.py",
+    ],
+    "rlinf/algorithms/base.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_loss_of_algorithms.py",
+        "tests/numerics/test_losses.py",
+    ],
+    "rlinf/algorithms/ppo.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_loss_of_algorithms.py",
+        "tests/numerics/test_losses.py",
+    ],
     "rlinf/algorithms/grpo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/groups.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/rloo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
-    "rlinf/llm/losses.py": ["tests/numerics/test_token_losses.py"],
+    "rlinf/llm/losses.py": ["tests/numerics/test_loss_gradients.py", "tests/numerics/test_token_losses.py"],
     "rlinf/llm/token_policy.py": ["tests/unit/test_hf_policy.py", "tests/integration/test_recipe_ranks.py"],
     "rlinf/offpolicy/learner.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/sac.py": ["tests/numerics/test_offpolicy_losses.py"],

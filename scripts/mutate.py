@@ -51,6 +51,16 @@ SLOW_PACKAGES = (
     "hypothesis",
 )
 
+
+def _cloning(*policies: str) -> list[str]:
+    """Return the tests of the gradients of some policies."""
+    tests = (
+        "test_a_policy_clones_along_the_derivative_of_its_loss",
+        "test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives",
+    )
+    return [f"tests/numerics/test_cloning_losses.py::{test}[{policy}]" for policy in policies for test in tests]
+
+
 TESTS = {
     "rlinf/algorithms/advantages.py": ["tests/numerics/test_advantages.py"],
     "rlinf/algorithms/losses.py": [
@@ -87,12 +97,12 @@ TESTS = {
     "rlinf/optim/train_step.py": ["tests/unit/test_train_step.py", "tests/integration/test_parallel.py"],
     "rlinf/distributed/parallel.py": ["tests/integration/test_parallel.py"],
     "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_parallel.py"],
-    "rlinf/models/embodiment/mlp_action_model.py": ["tests/numerics/test_cloning_losses.py"],
-    "rlinf/models/embodiment/token_action_model.py": ["tests/numerics/test_cloning_losses.py"],
-    "rlinf/models/embodiment/openvla/policy.py": ["tests/numerics/test_cloning_losses.py"],
-    "rlinf/models/embodiment/openvla_oft/policy.py": ["tests/numerics/test_cloning_losses.py"],
-    "rlinf/models/embodiment/pi0/policy.py": ["tests/numerics/test_cloning_losses.py"],
-    "rlinf/models/embodiment/pi0/flow.py": ["tests/unit/test_flow.py", "tests/numerics/test_cloning_losses.py"],
+    "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
+    "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
+    "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
+    "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
+    "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
+    "rlinf/models/embodiment/pi0/flow.py": [*_cloning("pi0", "pi0, learned noise"), "tests/unit/test_flow.py"],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],

@@ -1,4 +1,4 @@
-"""Memory of this machine, this process and its GPU."""
+"""Memory and cores of this machine, this process and its GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import resource
 import sys
 from pathlib import Path
 
-import torch
-
 from rlinf.number_formats import GIB
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time that a container may use in each period, or ``max``; and the period."""
 
 
 def main_memory_bytes() -> int:
@@ -20,8 +21,17 @@ def main_memory_bytes() -> int:
     return min(total, int(text)) if text.isdigit() else total
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use: of its affinity, or the container's quota if that is lower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = (CPU_QUOTA.read_text() if CPU_QUOTA.is_file() else "max").partition(" ")
+    return min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
+
+
 def memory_metrics() -> dict[str, float]:
     """Return ``memory/rss_gib`` (peak resident size) and, with a GPU, ``memory/cuda_gib`` (peak allocation)."""
+    import torch
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics = {"memory/rss_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}
     if torch.cuda.is_available():

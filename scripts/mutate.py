@@ -1,13 +1,15 @@
 """Mutation testing of the code behind every published number: does a test fail when a line of it is wrong?
 
 Each mutant changes one place of a file: an operator, a comparison, a constant, a condition, a reduction, or a statement that
-goes. The tests that cover the file then run in a fork of this process, which has imported the slow packages already. A mutant
+goes. Three kinds keep the value of a loss and spoil what is learnt: a term without its gradient, an optimiser that lacks a
+parameter, a number of one rank in the place of all. The tests that cover the file then run in a fork of this process, which has imported the slow packages already. A mutant
 that no test notices survives, unless ``tests/mutation/equivalent.txt`` lists it with the reason why it changes no number.
 
     python scripts/mutate.py                                   all files (about an hour)
     python scripts/mutate.py --file rlinf/algorithms/losses.py
     python scripts/mutate.py --file rlinf/rollout/collector.py --lines 300-330
     python scripts/mutate.py --sample 100 --seed 1             a random hundred of all files
+    python scripts/mutate.py --kind gradient                   mutants of one kind
     python scripts/mutate.py --list                            print the mutants, run nothing
 
 The last line is one JSON object with the score of each file. The exit status is 1 where the score is below ``--minimum``.
@@ -25,6 +27,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -48,17 +51,58 @@ SLOW_PACKAGES = (
     "hypothesis",
 )
 
+
+def _cloning(*policies: str) -> list[str]:
+    """Return the tests of the gradients of some policies."""
+    tests = (
+        "test_a_policy_clones_along_the_derivative_of_its_loss",
+        "test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives",
+    )
+    return [f"tests/numerics/test_cloning_losses.py::{test}[{policy}]" for policy in policies for test in tests]
+
+
 TESTS = {
     "rlinf/algorithms/advantages.py": ["tests/numerics/test_advantages.py"],
-    "rlinf/algorithms/losses.py": ["tests/numerics/test_losses.py", "tests/numerics/test_token_losses.py"],
-    "rlinf/algorithms/base.py": ["tests/numerics/test_loss_of_algorithms.py", "tests/numerics/test_losses.py"],
-    "rlinf/algorithms/ppo.py": ["tests/numerics/test_loss_of_algorithms.py", "tests/numerics/test_losses.py"],
+    "rlinf/algorithms/losses.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_losses.py",
+        "tests/numerics/test_token_losses.py",
+    ],
+    "rlinf/algorithms/base.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_loss_of_algorithms.py",
+        "tests/numerics/test_losses.py",
+    ],
+    "rlinf/algorithms/ppo.py": [
+        "tests/numerics/test_loss_gradients.py",
+        "tests/numerics/test_loss_of_algorithms.py",
+        "tests/numerics/test_losses.py",
+    ],
     "rlinf/algorithms/grpo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/groups.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/rloo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
-    "rlinf/llm/losses.py": ["tests/numerics/test_token_losses.py"],
+    "rlinf/llm/losses.py": ["tests/numerics/test_loss_gradients.py", "tests/numerics/test_token_losses.py"],
+    "rlinf/llm/token_policy.py": ["tests/unit/test_hf_policy.py", "tests/integration/test_recipe_ranks.py"],
+    "rlinf/offpolicy/learner.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/offpolicy/sac.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/offpolicy/td3.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/heads/base.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/heads/chunk.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/heads/critic.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/heads/edit.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/heads/residual.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/optim/master_adamw.py": ["tests/unit/test_train_step.py"],
+    "rlinf/optim/train_step.py": ["tests/unit/test_train_step.py", "tests/integration/test_parallel.py"],
+    "rlinf/distributed/parallel.py": ["tests/integration/test_parallel.py"],
+    "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_parallel.py"],
+    "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
+    "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
+    "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
+    "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
+    "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
+    "rlinf/models/embodiment/pi0/flow.py": [*_cloning("pi0", "pi0, learned noise"), "tests/unit/test_flow.py"],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],
@@ -96,6 +140,20 @@ NAMES = {
     "ones": "zeros", "zeros_like": "ones_like", "ones_like": "zeros_like", "clamp_min": "clamp_max",
     "clamp_max": "clamp_min", "floor": "ceil", "ceil": "floor",
 }  # fmt: skip
+MERGED = (
+    "sum_over_ranks",
+    "sum_counts",
+    "maximum",
+    "any_rank",
+    "gather_objects",
+    "full_tensor",
+    "over_ranks",
+    "_sum_values",
+)
+"""Functions of numbers of a rank that return those of all ranks, and of a shard that return the whole."""
+OPTIMIZERS = ("MasterAdamW", "AdamW", "Adam", "_adam")
+KINDS = {"gradient": "detached", "parameters": "without its", "ranks": "of one rank"}
+"""Words in the descriptions of the kinds that leave a value as it is."""
 DROPPED_METHODS = ("detach", "clamp", "abs", "exp", "sqrt", "square", "cumsum", "copy", "clone", "contiguous")
 
 
@@ -108,6 +166,7 @@ class Mutant:
     source: str
     change: str
     tree: ast.Module
+    term: tuple[int, ...] | None = None  # place of what is detached
 
     @property
     def key(self) -> str:
@@ -115,8 +174,61 @@ class Mutant:
         return f"{self.path} | {self.source} | {self.change}"
 
 
+def _parsed(text: str, *parts: ast.expr) -> ast.expr:
+    return ast.parse(text % tuple(ast.unparse(part) for part in parts), mode="eval").body
+
+
+def _detached(term: ast.expr) -> ast.expr:
+    """Return a term without its gradient; what is no tensor stays as it is."""
+    return _parsed("(lambda term: getattr(term, 'detach', lambda: term)())(%s)", term)
+
+
+def _without(parameters: ast.expr, which: str) -> ast.expr:
+    """Return the parameters of an optimiser, or its groups of them, without the first or the last one."""
+    return _parsed(
+        "(lambda given: (lambda every: (lambda kept: [each | {'params': [p for p in each['params'] if p in kept]} for each in given] "
+        f"if every is not given else list(kept))(dict.fromkeys(every[{which}])))(given if not isinstance(given[0], dict) else "
+        "[p for each in given for p in each['params']]))(list(%s))",
+        parameters,
+    )
+
+
+def _of_one_rank(call: ast.Call, name: str) -> ast.expr:
+    """Return what a call would return on a single rank."""
+    if name in ("sum_counts", "maximum"):
+        return ast.Tuple(call.args, ast.Load())
+    if name == "gather_objects":
+        return ast.List(call.args[:1], ast.Load())
+    if name == "full_tensor":
+        return _parsed("(lambda tensor: getattr(tensor, 'to_local', lambda: tensor)())(%s)", call.args[0])
+    return call.func.value if name == "over_ranks" else call.args[0]
+
+
+def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Yield the changes of ``KINDS``, as ``changes_of`` does: a loss keeps its value, and something else is learnt."""
+    match node:
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            for side in ("left", "right"):
+                if not isinstance(getattr(node, side), ast.Constant):
+                    yield (
+                        f"{side} term detached",
+                        lambda one, side=side: setattr(one, side, _detached(getattr(one, side))) or one,
+                    )
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=[given, *_]) if name in OPTIMIZERS:
+            for word, which in (("first", "1:"), ("last", ":-1")):
+                yield (
+                    f"without its {word} parameter",
+                    lambda one, which=which: setattr(one, "args", [_without(given, which), *one.args[1:]]) or one,
+                )
+        case ast.Call(func=ast.Name(id=name), args=[_, *_]) | ast.Call(func=ast.Attribute(attr=name)) if name in MERGED:
+            is_method = isinstance(node.func, ast.Attribute)
+            if is_method == (name in ("over_ranks", "_sum_values")):
+                yield f"{name} of one rank", lambda one: _of_one_rank(one, name)
+
+
 def changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
     """Yield what can be wrong about one node: a description, and a function that returns the changed copy of the node."""
+    yield from hidden_changes_of(node)
 
     def swapped(attribute: str, value: Any) -> Any:
         def apply(one: Any) -> Any:
@@ -200,7 +312,9 @@ def mutants_of(path: str) -> list[Mutant]:
                 else:
                     getattr(parent, name)[index] = new
                 ast.fix_missing_locations(whole)
-                found.append(Mutant(path, child.lineno, lines[child.lineno - 1].strip(), change, whole))
+                term = getattr(child, change.partition(" ")[0]) if change.endswith("term detached") else None
+                place = None if term is None else _place(term)
+                found.append(Mutant(path, child.lineno, lines[child.lineno - 1].strip(), change, whole, place))
             visit(child, here)
 
     visit(tree, [])
@@ -210,6 +324,41 @@ def mutants_of(path: str) -> list[Mutant]:
         if seen[mutant.key] > 1:
             found[place] = replace(mutant, change=f"{mutant.change} (#{seen[mutant.key]})")
     return sorted(found, key=lambda mutant: (mutant.line, mutant.change))
+
+
+def _place(node: ast.expr) -> tuple[int, ...]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+class _Watched(ast.NodeTransformer):
+    """Let terms say in a file when they have a gradient."""
+
+    def __init__(self, places: list[tuple[int, ...]], file: int) -> None:
+        self.places, self.file = places, file
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        is_one = isinstance(node, ast.expr) and _place(node) in self.places and not isinstance(node, ast.Starred)
+        number = self.places.index(_place(node)) if is_one else 0
+        node = self.generic_visit(node)
+        if not is_one:
+            return node
+        text = f"__import__('os').write({self.file}, b'{number} ')"
+        text = f"(lambda term: (getattr(term, 'requires_grad', False) and __import__('torch').is_grad_enabled() and {text}, term)[1])"
+        return ast.copy_location(_parsed(text + "(%s)", node), node)
+
+
+def with_gradient(mutants: list[Mutant], tests: list[str]) -> list[Mutant]:
+    """Leave out mutants of one file that detach what never has a gradient in its tests: they change no number there."""
+    places = sorted({mutant.term for mutant in mutants if mutant.term is not None})
+    if not places:
+        return mutants
+    first = mutants[0]
+    with tempfile.TemporaryFile() as file:
+        tree = _Watched(places, file.fileno()).visit(ast.parse((ROOT / first.path).read_text(encoding="utf-8")))
+        run_tests(tests, replace(first, tree=ast.fix_missing_locations(tree)), 3600)
+        file.seek(0)
+        seen = {places[int(number)] for number in set(file.read().split())}
+    return [mutant for mutant in mutants if mutant.term is None or mutant.term in seen]
 
 
 class _Mutated(SourceFileLoader):
@@ -277,6 +426,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", action="append", choices=sorted(TESTS), help="only this file (several times)")
     parser.add_argument("--lines", help="only these lines of the file: 40-60")
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), action="append", help="only mutants of this kind (several times)"
+    )
     parser.add_argument("--sample", type=int, help="a random choice of this many mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice")
     parser.add_argument("--minimum", type=float, default=0.95, help="share of the mutants that must die")
@@ -286,6 +438,9 @@ def main() -> int:
     if arguments.lines:
         first, last = (int(number) for number in arguments.lines.split("-"))
         mutants = [mutant for mutant in mutants if first <= mutant.line <= last]
+    if arguments.kind:
+        words = [KINDS[kind] for kind in arguments.kind]
+        mutants = [mutant for mutant in mutants if any(word in mutant.change for word in words)]
     known = equivalents()
     mutants = [mutant for mutant in mutants if mutant.key not in known]
     if arguments.sample is not None:
@@ -304,14 +459,18 @@ def main() -> int:
     gc.freeze()  # a collection in a fork would copy the memory of all these packages
     scores: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
+    for path in dict.fromkeys(mutant.path for mutant in mutants):
+        start = time.monotonic()
+        if run_tests(TESTS[path], None, 3600) != "passed":
+            print(f"{path}: its tests fail without any change: {' '.join(TESTS[path])}")
+            return 2
+        seconds[path] = time.monotonic() - start
+        own = [mutant for mutant in mutants if mutant.path == path]
+        kept = with_gradient(own, TESTS[path])
+        print(f"{path}: {len(own)} mutants, of which {len(own) - len(kept)} detach what has no gradient", flush=True)
+        mutants = [mutant for mutant in mutants if mutant.path != path or mutant in kept]
     for mutant in mutants:
         tests = TESTS[mutant.path]
-        if mutant.path not in seconds:
-            start = time.monotonic()
-            if run_tests(tests, None, 3600) != "passed":
-                print(f"{mutant.path}: its tests fail without any change: {' '.join(tests)}")
-                return 2
-            seconds[mutant.path] = time.monotonic() - start
         outcome = run_tests(tests, mutant, 10 * seconds[mutant.path] + 60)
         score = scores.setdefault(mutant.path, [0, 0])
         score[0] += outcome != "passed"

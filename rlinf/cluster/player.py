@@ -17,9 +17,9 @@ from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.vllm_engine import expandable_segments
-from rlinf.envs.config import num_cores
 from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
+from rlinf.memory import num_cores
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement

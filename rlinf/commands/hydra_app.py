@@ -35,10 +35,10 @@ from rlinf.config.compose import (
 from rlinf.config.schema import RunConfig, build_config, overrides_text, typed_config
 from rlinf.config.training import ClusterConfig
 from rlinf.distributed.start import is_connected, started_here
-from rlinf.envs.config import num_cores
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.files import LATEST, mark_latest
+from rlinf.memory import num_cores
 from rlinf.options import override_text
 from rlinf.preflight.folders import check_new_folder
 

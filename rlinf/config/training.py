@@ -119,7 +119,9 @@ class ClusterConfig:
         "ranks of cluster.start=ray may start again from the newest checkpoint.",
         minimum=0,
     )
-    num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
+    num_threads: int | None = option(
+        None, "CPU threads per rank; null: OMP_NUM_THREADS, or all cores divided by the ranks."
+    )
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
     env_nodes: int = option(
         0,

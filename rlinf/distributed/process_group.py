@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlinf.errors import ConfigError
+from rlinf.memory import num_cores
 
 
 def rank() -> int:
@@ -28,9 +29,14 @@ def local_world_size() -> int:
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set the threads of torch: ``num_threads``, or this rank's share of the cores among ``num_processes`` on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(num_threads or max(1, cores // num_processes))
+    """Set the threads of torch: ``num_threads``, or those of ``OMP_NUM_THREADS``, or this rank's share of the machine's cores.
+
+    Args:
+        num_threads: ``cluster.num_threads``.
+        num_processes: Ranks on this machine.
+    """
+    if num_threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
+        torch.set_num_threads(num_threads or max(1, num_cores() // num_processes))
 
 
 def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rlinf.memory import num_cores
 from rlinf.options import option
 
 
@@ -60,11 +60,6 @@ class ProcessEnvConfig(EnvConfig):
     max_restarts: int = option(
         20, "Worker processes that may be replaced (after a crash or a missed deadline) before the run ends.", minimum=0
     )
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:

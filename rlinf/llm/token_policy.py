@@ -81,6 +81,7 @@ class TokenPolicy(PolicyInterface):
             betas=tuple(config.betas),
             eps=config.epsilon,
         )
+        self._optimizer.check_trains(self.model)
         self._train_step = TrainStep(self._optimizer, config.max_grad_norm, **train_step)
         seed = config.seed if rank == 0 else derive_seed(config.seed, "generation", rank)
         self._random = torch.Generator().manual_seed(seed)

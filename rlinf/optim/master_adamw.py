@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlinf.errors import RLinfError
+
 
 class MasterAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) on float32 masters of parameters in 16 bits, and on others directly.
@@ -44,6 +46,16 @@ class MasterAdamW(torch.optim.AdamW):
         super().__init__(stepped, fused=True, **settings)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = decoupled
+
+    def check_trains(self, model: nn.Module) -> None:
+        """Raise RLinfError unless every trained parameter of a model is one of ``parameters``."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        missing = [name for name, parameter in trained.items() if parameter not in self._master_of]
+        if missing:
+            raise RLinfError(
+                f"The optimiser lacks {len(missing)} of {len(trained)} trained tensors of {type(model).__name__}, which would never change "
+                f"(first: {missing[0]}). Give it all parameters that need gradients, or freeze these with requires_grad_(False)"
+            )
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what is stepped for a parameter of the model; None: nothing, it is not trained."""

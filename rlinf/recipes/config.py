@@ -428,7 +428,7 @@ class ClusterConfig:
         minimum=0,
     )
     num_threads: int | None = option(
-        None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
+        None, "CPU threads per rank; null: OMP_NUM_THREADS, or all cores divided by the ranks of a machine.", minimum=1
     )
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")
 

@@ -41,7 +41,7 @@ class QuestionRanksConfig:
         None, "Ranks that share the questions; null: one, or those that torchrun or srun has started.", minimum=1
     )
     num_threads: int | None = option(
-        None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
+        None, "CPU threads per rank; null: OMP_NUM_THREADS, or all cores divided by the ranks of a machine.", minimum=1
     )
     deadlines: DeadlinesConfig = option(
         DeadlinesConfig(), "Seconds that the ranks may wait; an evaluation uses start, evaluate and save."

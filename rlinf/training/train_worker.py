@@ -114,6 +114,7 @@ class TrainWorker:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
         )
+        optimizer.check_trains(self.model)
         self.named_masters = {name: optimizer.master_of(p) for name, p in named}
         self.policy_masters = [optimizer.master_of(p) for p in policy]
         self.value_masters = [optimizer.master_of(p) for p in value]

@@ -57,9 +57,11 @@ def policy_of(config, seed=0):
     return build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
 
 
-def worker_of(held, config):
+def worker_of(held, config, max_grad_norm=1.0):
     # Adam divides by the size of the gradient, so a huge epsilon keeps the step as exact as the gradient.
-    trainer = TrainerConfig(learning_rate=LEARNING_RATE, value_learning_rate=LEARNING_RATE, adam_eps=1.0)
+    trainer = TrainerConfig(
+        learning_rate=LEARNING_RATE, value_learning_rate=LEARNING_RATE, adam_eps=1.0, max_grad_norm=max_grad_norm
+    )
     return TrainWorker(
         held.model, trainer, temperature=1.0, micro_batch_size=1, val_micro_batch_size=2,
         precision=config.model.precision, parallel=held,
@@ -67,13 +69,16 @@ def worker_of(held, config):
 
 
 def train(worker, config, num_steps=STEPS, first=0):
-    """Clone random actions; each rank computes its rows in micro-batches of one."""
+    """Clone random actions, and return the norm of each gradient; each rank computes its rows in micro-batches of one."""
+    norms = []
     index, _ = own_rows(ROWS)
     length = worker.model.sft_chunk_len
     for step in range(first, first + num_steps):
         observation = random_observation(config, worker.model, ROWS, seed=step)
         actions = np.random.default_rng(step).uniform(-1, 1, (ROWS, length, 2)).astype(np.float32)
-        worker.sft_update(observation.select(index.numpy()), torch.from_numpy(actions)[index], ROWS, step, seed=step)
+        own = observation.select(index.numpy()), torch.from_numpy(actions)[index]
+        norms.append(worker.sft_update(*own, ROWS, step, seed=step)["grad_norm"])
+    return norms
 
 
 def whole(tensors):
@@ -81,7 +86,7 @@ def whole(tensors):
 
 
 def train_on_ranks(arguments):
-    folder, name, overrides, fault = arguments
+    folder, name, overrides, fault, max_grad_norm = arguments
     _, sharded, how = WAYS[name]
     torch.set_num_threads(1)
     config = config_of(*overrides)
@@ -92,7 +97,9 @@ def train_on_ranks(arguments):
     if fault == "average":
         for unit in held.units():
             unit.set_gradient_divide_factor(float(world_size()))
-    worker = worker_of(held, config)
+    worker = worker_of(held, config, max_grad_norm)
+    if fault == "norm of a shard":
+        worker.train_step.norm_of = norm_of_own_shards
     reductions = [0]
     reduce = _fsdp_param_group.foreach_reduce
 
@@ -101,7 +108,7 @@ def train_on_ranks(arguments):
         return reduce(*args, **kwargs)
 
     _fsdp_param_group.foreach_reduce = counted
-    train(worker, config)
+    norms = train(worker, config)
     _fsdp_param_group.foreach_reduce = reduce
     if sharded:
         shards = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -109,11 +116,17 @@ def train_on_ranks(arguments):
     state = whole(model.state_dict())
     if rank() == 0:
         units = len(list(held.units())) if sharded else 0
-        torch.save({"state": state, "reductions": reductions[0], "units": units}, Path(folder) / "result.pt")
+        result = {"state": state, "norms": norms, "reductions": reductions[0], "units": units}
+        torch.save(result, Path(folder) / "result.pt")
 
 
-def run(folder, name, overrides=(), fault=None):
-    launch(train_on_ranks, (str(folder), name, list(overrides), fault), WAYS[name][0], "cpu", process_group=True)
+def norm_of_own_shards(parameters):
+    return torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters]) if parameters else torch.zeros(())
+
+
+def run(folder, name, overrides=(), fault=None, max_grad_norm=1.0):
+    arguments = (str(folder), name, list(overrides), fault, max_grad_norm)
+    launch(train_on_ranks, arguments, WAYS[name][0], "cpu", process_group=True)
     return torch.load(folder / "result.pt")
 
 
@@ -153,6 +166,51 @@ def test_gradients_too_large_to_be_held_whole_are_reduced_in_each_micro_batch(tm
     result = run(tmp_path, "shards on 2", fault="large gradients")
     assert gap(result["state"], full[1]) < 1e-6
     assert result["reductions"] > STEPS * result["units"]
+
+
+# -- clipping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clipped():
+    """Weights after steps whose gradients are cut to a thirtieth, the norms before, by hand, and where they are cut."""
+    config = config_of()
+    model = policy_of(config)
+    worker = worker_of(Replicated(model), config, max_grad_norm=1e-9)
+    first = train(worker, config, num_steps=1)[0]
+    model = policy_of(config)
+    worker, norms = worker_of(Replicated(model), config, max_grad_norm=first / 30), []
+    clip = worker.train_step.apply
+
+    def by_hand(loss):
+        gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+        norms.append(float(sum(gradient.square().sum() for gradient in gradients).sqrt()))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= first / 30 / norms[-1]
+        worker.train_step.max_grad_norm = 0.0  # it is cut already
+        return clip(loss)
+
+    worker.train_step.apply = by_hand
+    train(worker, config)
+    assert min(norms) > 10 * first / 30
+    return model.state_dict(), norms, first / 30
+
+
+@pytest.mark.parametrize("name", ["replicas on 2", "shards on 1", "shards on 2", "shards on 4", "2 groups of 2 shards"])
+def test_gradients_are_cut_by_the_norm_of_all_shards(tmp_path, full, clipped, name):
+    expected, norms, limit = clipped
+    assert gap(expected, full[1]) > 1e-3, "the test needs gradients that are cut"
+    result = run(tmp_path, name, max_grad_norm=limit)
+    assert result["norms"] == pytest.approx(norms, rel=1e-4)
+    assert gap(result["state"], expected) < 1e-6
+
+
+def test_control_ranks_that_cut_by_the_norm_of_their_own_shards_do_not(tmp_path, clipped):
+    expected, norms, limit = clipped
+    result = run(tmp_path, "shards on 2", fault="norm of a shard", max_grad_norm=limit)
+    assert result["norms"] != pytest.approx(norms, rel=1e-2)
+    assert gap(result["state"], expected) > 1e-5
 
 
 # -- LoRA: replicas --------------------------------------------------------------------------------------------------

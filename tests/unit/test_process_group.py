@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlinf import memory
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.distributed import launch, process_group
 
@@ -191,3 +194,35 @@ def assert_all_see_all_objects(_argument) -> None:
 def test_all_objects_reach_every_rank():
     launch.launch(assert_all_see_all_objects, None, 2, "cpu")
     assert process_group.gather_objects("x") == ["x"]
+
+
+@pytest.mark.parametrize(("key", "variable", "expected"), [(5, "1", 5), (None, "1", 1), (None, None, 4)])
+def test_the_threads_of_a_rank_are_those_of_the_key_then_of_the_variable_then_its_share_of_the_cores(
+    key, variable, expected
+):
+    """In a new process, as torch reads the variable when it starts; nine cores, two ranks."""
+    words = f"""
+import torch, rlinf.distributed.process_group as group
+group.num_cores = lambda: 9
+group.set_num_threads({key}, 2)
+print(torch.get_num_threads())
+"""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
+    environment |= {} if variable is None else {"OMP_NUM_THREADS": variable}
+    found = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=True)
+    assert int(found.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 8), ("max 100000", 8), (None, 8)],
+)
+def test_a_container_has_the_cores_of_its_quota(tmp_path, monkeypatch, quota, expected):
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(f"{quota}\n")
+    monkeypatch.setattr(memory, "CPU_QUOTA", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert memory.num_cores() == expected

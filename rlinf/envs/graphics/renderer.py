@@ -7,6 +7,7 @@ import functools
 import importlib
 import threading
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -58,21 +59,25 @@ class StateRenderer:
         if self._fast:
             self.model.vis.quality.offsamples = 0
         failures = (ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError, *_gl_errors(backend))
-        try:
-            self._gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
-            self._gl.make_current()
-            self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
-        except failures as error:
-            self._gl = None
-            raise cannot_render(backend, error) from error
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
-        self._scene = mujoco.MjvScene(self.model, maxgeom=self._max_geoms)
-        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX") if self._fast else ():
-            self._scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
-        self._option, self._viewport = mujoco.MjvOption(), mujoco.MjrRect(0, 0, self.size, self.size)
-        self._camera = mujoco.MjvCamera()
-        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-        self._release = _release_function(backend)
+        with ExitStack() as opened:  # a signal that raises in here leaves nothing half open
+            try:
+                gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
+                opened.callback(gl.free)
+                gl.make_current()
+                self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
+                opened.callback(self._context.free)
+            except failures as error:
+                raise cannot_render(backend, error) from error
+            mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
+            self._scene = mujoco.MjvScene(self.model, maxgeom=self._max_geoms)
+            for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX") if self._fast else ():
+                self._scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
+            self._option, self._viewport = mujoco.MjvOption(), mujoco.MjrRect(0, 0, self.size, self.size)
+            self._camera = mujoco.MjvCamera()
+            self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+            self._release = _release_function(backend)
+            self._gl = gl
+            opened.pop_all()
         _open_renderers.add(self)
         _close_at_exit()
 

@@ -20,13 +20,14 @@ import numpy as np
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, Failure, SharedMemory, end_all
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import ProcessEnvConfig, num_cores
+from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
 from rlinf.envs.process.worker_handle import Worker
 from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.imports import import_string
+from rlinf.memory import num_cores
 from rlinf.types import EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")

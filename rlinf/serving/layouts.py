@@ -11,6 +11,7 @@ import numpy as np
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.serving import MessageError
+from rlinf.serving.codec import too_long
 from rlinf.types import Observation
 
 Path = tuple[str, ...]
@@ -40,7 +41,12 @@ class Layout:
         return None if None in widths else sum(widths)
 
     def read(
-        self, request: Mapping[str, Any], cameras: Sequence[str], reads_state: bool, image_size: int | None = None
+        self,
+        request: Mapping[str, Any],
+        cameras: Sequence[str],
+        reads_state: bool,
+        image_size: int | None = None,
+        max_prompt: int | None = None,
     ) -> dict[str, Any]:
         """Return ``images``, ``state`` and ``instruction`` of a request.
 
@@ -49,13 +55,16 @@ class Layout:
             cameras: Names that the policy has for ``images``; more pictures than that are ignored.
             reads_state: The policy has a state.
             image_size: Pictures must have so many rows and columns; None: any.
+            max_prompt: Bytes that the prompt may have; None: any number.
 
         Raises:
             MessageError: A part is missing, or is none.
         """
+        prompt = _at(request, self.prompt)
+        if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
+            raise too_long("The prompt", len(prompt), max_prompt)
         places = zip(cameras, self.images, strict=False)
         images = {name: self._picture(request, place, image_size) for name, place in places}
-        prompt = _at(request, self.prompt)
         if isinstance(prompt, bytes):
             prompt = prompt.decode("utf-8", "replace")
         parts = [_numbers(request, place, width) for place, width in self.states if reads_state]

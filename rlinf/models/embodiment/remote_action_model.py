@@ -192,10 +192,15 @@ class RemotePolicy(ActionModel, nn.Module):
             ]
             actions = np.stack(replies)
         else:
-            shape = (len(requests), self.action_chunks_len, self.action_dim)
-            actions = self._actions(self.client.ask({self._batch_key: requests}), shape)
+            firsts = range(0, len(requests), self.rows_of_call)
+            actions = np.concatenate([self._ask_together(requests[at : at + self.rows_of_call]) for at in firsts])
         empty = torch.zeros(len(actions), 0)
         return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
+
+    def _ask_together(self, requests: list[dict[str, Any]]) -> np.ndarray:
+        """Return the actions of requests in one message, which our server takes if they are no more than a call of its policy."""
+        shape = (len(requests), self.action_chunks_len, self.action_dim)
+        return self._actions(self.client.ask({self._batch_key: requests}), shape)
 
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:

@@ -36,7 +36,7 @@ from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import validate
 from rlinf.serving import MessageError
 from rlinf.serving.client import PolicyClient
-from rlinf.serving.codec import encode
+from rlinf.serving.codec import decode, encode
 from rlinf.serving.server import Limits, PolicyServer
 from rlinf.serving.vla_eval import Hello
 from rlinf.types import Observation
@@ -414,6 +414,49 @@ def foreign(reply, metadata=None):
         finally:
             server.shutdown()
             thread.join(30)
+
+
+@pytest.mark.parametrize(
+    ("keys", "env", "said"),
+    [
+        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which names nothing in the observation: .* Leave 'b' out"),
+        ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which names nothing in the observation: .* no state"),
+        ("{picture: a}", [], "no key 'model.keys.picture'.* Known: channels_first, image, prompt, state"),
+        ("{image: 3}", [], "model.keys.image is '3'"),
+        ("{image: a, prompt: a}", [], "names a for two parts"),
+        ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
+        ("{}", [], "names nothing; required"),
+        ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
+        ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; required: 7"),
+        ("{image: a}", ["env.cameras=[front,wrist]"], r"at most 1, .* or env.cameras=\[front\]"),
+        ("cup", [], "model.keys is 'cup'; required: rlinf, libero, aloha, droid, or {image"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_are_refused_before_anything_is_connected(keys, env, said):
+    config = remote("ws://127.0.0.1:1", "unused", f"model.keys={keys}", "evaluation.greedy=true", *env)
+    with pytest.raises(ConfigError, match=said) as error:
+        validate(replace(config, output_dir=None), "evaluate")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["model.keys={image: see, state: {arm: 30, grip: 1}, prompt: do}"],
+                                   ["model.keys.image=see", "model.keys.state={arm: 30, grip: 1}", "model.keys.prompt=do"]])  # fmt: skip
+def test_a_server_is_asked_under_the_keys_that_the_user_names(words, tmp_path):
+    asked = []
+
+    def handle(connection):
+        connection.send(encode({}))
+        for message in connection:
+            asked.append(decode(message))
+            connection.send(encode({"actions": np.zeros((3, 2))}))
+
+    with serve_websocket(handle, "127.0.0.1", 0, compression=None) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever)
+        url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        evaluate(remote(url, tmp_path / "out", *FOREIGN[1:4], "env.state=full", *words))
+        server.shutdown()
+    assert set(asked[0]) == {"see", "arm", "grip", "do"} and asked[0]["see"].shape == (64, 64, 3)
+    assert (asked[0]["arm"].shape, asked[0]["grip"].shape) == ((30,), (1,)) and isinstance(asked[0]["do"], str)
 
 
 FOREIGN = [

@@ -15,6 +15,7 @@ from rlinf.errors import ConfigError, PolicyServerError
 from rlinf.manifest import Manifest
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.options import override_text
 from rlinf.serving import require_packages
 from rlinf.serving.layouts import Layout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
@@ -38,7 +39,7 @@ class RemoteConfig(PreTrainedConfig):
     model_type = "remote"
 
     url: str | None = None
-    keys: str | None = None
+    keys: str | dict[str, Any] | None = None
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     api_key_env: str | None = None
@@ -90,7 +91,7 @@ class RemotePolicy(ActionModel, nn.Module):
                 env.cameras,
                 env.state_dim,
                 f"env={env.name}",
-                "model.keys=<another>, or env.cameras",
+                f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}",
             )
 
     @classmethod

@@ -22,12 +22,11 @@ from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.config import search
-from rlinf.config.compose import compose_config, compose_on_saved, no_such_option, normalize_overrides, parse_overrides
+from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides, parse_overrides
 from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import code_values
 from rlinf.config.schema import RunConfig, build_config, section_class
 from rlinf.distributed.process_group import resolve_device
-from rlinf.envs import ENVS
 from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
@@ -336,20 +335,13 @@ def run_config(
         raise ConfigError(
             f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. {cure}"
         )
-    search.register(config_dir)
-    options = search.group_options("env")
-    is_group = isinstance(env, str) and env in options
-    chosen = [f"env={env}", *overrides] if is_group else list(overrides)
-    if is_group and base is None:
+    is_named = isinstance(env, str)
+    chosen = [f"env={env}", *overrides] if is_named else list(overrides)
+    if is_named and base is None:
         composed = plain_container(compose_config(chosen, config_dir))
     else:
         saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
-        if isinstance(env, str) and not is_group:
-            load_plugins(_typed_values(chosen).get("plugins", saved["plugins"]))
-            if env not in ENVS:
-                raise ConfigError(no_such_option("env", env, [*options, *ENVS]))
-            saved["env"] = {"name": env}
-        elif env is not None and not is_group:
+        if env is not None and not is_named:
             saved["env"] = to_mapping(env)
         composed = plain_container(compose_on_saved(saved, [*_loaded_code(saved, chosen), *chosen], config_dir))
     if settings:

@@ -15,7 +15,7 @@ def serve(arguments: Sequence[str]) -> int:
     """Serve a checkpoint to clients of openpi and of vla-eval, until SIGTERM or Ctrl-C.
 
     `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process. Keys of the server are host, port,
-    api_key_env, keys, cameras, execute, max_batch, batch_wait_ms, max_message_mib, max_clients, infer_timeout_s (docs/serving.md);
+    api_key_env, keys, cameras, execute, max_batch, batch_wait_ms, max_message_mib, max_prompt_bytes, max_clients, infer_timeout_s (docs/serving.md);
     others change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
     """
     require_packages("`rlinf serve`")

@@ -27,6 +27,7 @@ from rlinf.config.compose import (
     compose_config,
     compose_on_saved,
     explain,
+    fitted,
     keys_named,
     no_such_option,
     normalize_overrides,
@@ -152,7 +153,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         try:
             config = checked.pop(tuple(hydra_config.overrides.task), None) if os.getpid() == process else None
             if config is None:
-                config = build(composed, command)
+                config = build(fitted(composed, hydra_config.overrides.task), command)
                 check(config, command)
             config.output_dir = hydra_config.runtime.output_dir
             check_new_folder(config)

@@ -59,8 +59,13 @@ class ServeConfig:
         minimum=1,
     )
     batch_wait_ms: float = option(5.0, "Longest wait for observations of other clients.", minimum=0)
-    max_message_mib: int = option(64, "Largest message that is read.", minimum=1)
-    max_clients: int = option(64, "Connections at a time.", minimum=1)
+    max_message_mib: int | None = option(
+        None, "Largest message that is read; null: one with `max_batch` observations, or 8 if that is less.", minimum=1
+    )
+    max_prompt_bytes: int = option(4096, "Longest prompt that is read, or other text in a message.", minimum=1)
+    max_clients: int = option(
+        64, "Connections at a time; one that has asked nothing for a minute makes room for another.", minimum=1
+    )
     infer_timeout_s: float = option(60.0, "Longest wait for an action; then the client gets an error.", minimum=0.1)
 
 
@@ -82,7 +87,7 @@ class PolicyRows:
     """
 
     def __init__(self, policy: Policy, settings: ServeConfig) -> None:
-        self.policy, self.num_rows = policy, settings.max_batch
+        self.policy, self.num_rows, self.max_prompt = policy, settings.max_batch, settings.max_prompt_bytes
         names = settings.cameras or policy.cameras
         self.layout, self.named = layout_of(settings.keys, names), layout_of("rlinf", names)
         self.state_dim = ENVS.get(policy.config.env.name).state_width(policy.config.env) or 0
@@ -98,7 +103,7 @@ class PolicyRows:
 
     def _row(self, layout: Layout, request: Mapping[str, Any]) -> Row:
         size = self.policy.config.env.image_size
-        parts = layout.read(request, self.policy.cameras, self.reads_state, size)
+        parts = layout.read(request, self.policy.cameras, self.reads_state, size, self.max_prompt)
         if not isinstance(parts["instruction"], str):
             raise MessageError(f"The prompt is a {type(parts['instruction']).__name__}; required: a sentence")
         prompt = parts["instruction"]
@@ -117,13 +122,24 @@ class PolicyRows:
             raise MessageError(f"temperature is {temperature!r}; required: a number above 0")
         return Row(rows, uniforms, float(temperature))
 
-    def act(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Return float32 ``[C, D]`` for each row, which depends on no other row."""
+    @property
+    def largest_message(self) -> int:
+        """Bytes of ``max_batch`` observations, with 64 KiB each for what is no picture."""
+        policy = self.policy
+        pictures = len(policy.cameras) * 3 * policy.config.env.image_size**2
+        return self.num_rows * (pictures + 8 * policy.model.num_uniforms + 2**16)
+
+    def act(self, rows: Sequence[Row]) -> list[np.ndarray | Exception]:
+        """Return float32 ``[C, D]`` for each row, which depends on no other row, or the error of a prompt that is too long."""
         kinds: dict[tuple[bool, float], list[int]] = {}
-        for number, row in enumerate(rows):
-            kinds.setdefault((row.uniforms is None, row.temperature), []).append(number)
-        actions: dict[int, np.ndarray] = {}
+        actions: dict[int, np.ndarray | Exception] = {}
         model = self.policy.model
+        for number, row in enumerate(rows):
+            try:  # alone, and before it is one of many equally long rows
+                model.prompt_lengths(row.observation)
+                kinds.setdefault((row.uniforms is None, row.temperature), []).append(number)
+            except ConfigError as error:
+                actions[number] = error
         with evaluation_mode(model), autocast(model, self.policy.config.model.precision):
             for (is_greedy, temperature), numbers in kinds.items():
                 observation = Observation.concatenate([rows[number].observation for number in numbers])
@@ -167,7 +183,8 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
         limits = Limits(
             settings.max_batch,
             settings.batch_wait_ms / 1000,
-            settings.max_message_mib * 2**20,
+            settings.max_message_mib * 2**20 if settings.max_message_mib else max(2**23, rows.largest_message),
+            settings.max_prompt_bytes,
             settings.max_clients,
             settings.infer_timeout_s,
         )

@@ -7,6 +7,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,25 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
+from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import check_code, leaves, literal
-from rlinf.config.schema import REGISTRIES, RunConfig, field_types, fields_meant, overrides_text, unknown_key_error
+from rlinf.config.schema import (
+    REGISTRIES,
+    RunConfig,
+    field_types,
+    fields_meant,
+    overrides_text,
+    section_class,
+    unknown_key_error,
+)
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
-from rlinf.options import closest, public_fields
+from rlinf.options import closest, from_mapping, public_fields
 
 ROOT = "train"
 """Name of the packaged primary config."""
@@ -37,7 +47,7 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections."""
     result, overrides = [], list(overrides)
-    any_keys = [key for key, hint in field_types().items() if typing.get_origin(hint) is dict]  # ``model.init_config``
+    any_keys = [key for key, hint in field_types().items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
     for position, override in enumerate(overrides):
         match = _KEY.match(override)
@@ -47,7 +57,7 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
         if key == search.GROUP and prefix in ("+", "++"):
             prefix = ""
         # The keys of ``env`` and ``algorithm`` are those of the class that was chosen; ``build_config`` checks them against it.
-        if not prefix and key.startswith(free):
+        if not prefix and (key.startswith(free) or key in any_keys):
             prefix = "++"
         result.append(f"{prefix}{key}{value}")
     return result
@@ -82,10 +92,39 @@ def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None,
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
+    _load_named_plugins(overrides)
     try:
-        return _compose(overrides, root)
+        return fitted(_compose(overrides, root), overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise explain(error, overrides, root) from error
+
+
+def _load_named_plugins(overrides: list[str]) -> None:
+    """Import the plugins that overrides or their experiment name, because Hydra asks for the names that these register."""
+    typed = {item.key_or_group: item.value() for item in parse_overrides(overrides) if not item.is_sweep_override()}
+    path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
+    if "plugins" not in typed and path is not None:
+        with suppress(yaml.YAMLError):  # Hydra, which reads the file after this, says what is wrong
+            plugins = OmegaConf.load(path).get("plugins", [])
+    load_plugins(from_mapping(RunConfig, {"plugins": plugins}).plugins)
+
+
+def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
+    """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line."""
+    typed = [item.key_or_group for item in parse_overrides(overrides)]
+    for section in {*REGISTRIES} & {*typed} if search.GROUP in typed else ():
+        name = composed[section].name
+        known = public_fields(section_class(section, name))
+        lacks = [key for key in composed[section] if key not in known and f"{section}.{key}" not in typed]
+        with open_dict(composed):
+            for key in lacks:
+                del composed[section][key]
+        if lacks:
+            print(
+                f"left out of the experiment, because {section}={name} has no such keys: {', '.join(lacks)}",
+                file=sys.stderr,
+            )
+    return composed
 
 
 def _compose(overrides: list[str], root: str) -> DictConfig:
@@ -237,7 +276,8 @@ def compose_on_saved(
     # A mapping is merged into the saved one; its other keys stay.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
     check_code(saved, typed, folder)
-    fresh = compose_config([item.input_line for item in groups], config_dir)
+    code = [item for item in parsed if item.key_or_group == "plugins"]
+    fresh = compose_config([item.input_line for item in (*groups, *code)], config_dir)
     config = OmegaConf.create(literal(_in_present_terms(saved, folder)))
     config.resume = config.init_from = config.checkpoint = config.dataset = None
     for key in ("evaluation.compare", "model.url", "model.api_key_env"):

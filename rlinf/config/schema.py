@@ -22,7 +22,7 @@ from rlinf.data.config import CollectConfig, SFTConfig
 from rlinf.distributed.start import place_of
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ALIASES, ConfigError, RLinfError, closest, did_you_mean
+from rlinf.errors import ALIASES, ConfigError, MissingDependencyError, RLinfError, closest, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.files import LATEST, follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
@@ -130,19 +130,34 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
 
     ``hints`` are the types of the known keys; None: those of the default env and algorithm.
     """
-    name, known = dotted.rpartition(".")[2], list(known)
-    elsewhere = [key for key in fields_meant(name) if key != dotted]
+    (section, _, name), known = dotted.rpartition("."), list(known)
+    others = {key for key in field_types() if key.rpartition(".")[0] != section}  # of this one, `known` tells
+    elsewhere = [key for key in fields_meant(name) if key in others]
     if not set(known).isdisjoint(ALIASES.get(name, ())):
         elsewhere = []
     elif not elsewhere and closest(name, known) is None:
-        similar = closest(name, (key.rpartition(".")[2] for key in field_types()))
-        elsewhere = fields_meant(similar) if similar else []
+        similar = closest(name, (key.rpartition(".")[2] for key in others))
+        elsewhere = [key for key in fields_meant(similar) if key in others] if similar else []
     if not elsewhere:
-        types, section = field_types(), dotted.rpartition(".")[0]
+        types = field_types()
         if hints is None:
             hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
         return unknown_key_message(dotted, value, known, hints)
     return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
+
+
+def _lacking(section: str, name: str, key: str, value: Any, cls: type) -> str:
+    """Say that the settings ``cls`` of an env or an algorithm have no such key, and which others have it."""
+    dotted, others = f"{section}.{key}", []
+    for other in REGISTRIES[section]:
+        with suppress(MissingDependencyError):  # of a simulator that is not installed
+            others += [other] if key in public_fields(section_class(section, other)) else []
+    if not others:
+        return unknown_key_error(dotted, value, public_fields(cls), typing.get_type_hints(cls))
+    return (
+        f"{section}={name} has no key '{key}'; of the others, {', '.join(others)} {'has' if len(others) == 1 else 'have'} it. "
+        f"Leave {dotted} out, or set {section}={others[0]}"
+    )
 
 
 def chunks_needed(config: RunConfig) -> int:
@@ -200,7 +215,7 @@ def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
                 raise ConfigError(f"{found}. Choose the group instead of the name. Set {section}={name}")
             for key, value in given.items():
                 if key not in known:
-                    raise ConfigError(unknown_key_error(f"{section}.{key}", value, known, typing.get_type_hints(cls)))
+                    raise ConfigError(_lacking(section, name, key, value, cls))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, default)()

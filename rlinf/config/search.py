@@ -16,7 +16,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -24,10 +24,14 @@ from rlinf.config.names import GROUP, packaged_experiments
 from rlinf.config.plugins import user_folders
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError
+from rlinf.models import MODELS
+from rlinf.models.config import ModelConfig
 from rlinf.options import to_mapping
 from rlinf.registry import installed_points
 
 PACKAGE = "pkg://rlinf.config"
+REGISTERED = {"model": MODELS, **REGISTRIES}
+"""Groups whose options are also the names of a registry."""
 
 
 def experiment_folders() -> list[Path]:
@@ -100,6 +104,36 @@ class ExperimentSource(FileConfigSource):
         return result
 
 
+class RegisteredSource(ConfigSource):
+    """Shows Hydra what is registered and has no YAML, with the defaults of its dataclass."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "rlinf-registered"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", *REGISTERED)
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return group in REGISTERED and name in REGISTERED[group]
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.strip("/")
+        if group in REGISTERED:
+            return [] if results_filter == ObjectType.GROUP else list(REGISTERED[group])
+        return [] if results_filter == ObjectType.CONFIG else list(REGISTERED)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        section, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        cls, key = (section_class(section, name), "name") if section in REGISTRIES else (ModelConfig, "model_type")
+        config = OmegaConf.create(to_mapping(cls()) | {key: name})
+        return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header={"package": None})
+
+
 class RLinfSearchPath(SearchPathPlugin):
     """Adds rlinf's folders, the experiments, and the packages of the entry-point group ``rlinf.configs``."""
 
@@ -115,6 +149,7 @@ class RLinfSearchPath(SearchPathPlugin):
         search_path.append("rlinf experiments", f"{ExperimentSource.scheme()}://{packaged_experiments()}")
         for point in installed_points().select(group="rlinf.configs"):
             search_path.append(point.name, f"pkg://{point.value}")
+        search_path.append("registered", f"{RegisteredSource.scheme()}://names")  # the last: a YAML goes before it
 
 
 def choose_by(key: str, values: dict) -> Any:
@@ -143,6 +178,7 @@ def register(config_dir: str | None = None) -> None:
     plugins = Plugins.instance()
     plugins.register(GroupSource)
     plugins.register(ExperimentSource)
+    plugins.register(RegisteredSource)
     plugins.register(RLinfSearchPath)
     user_folders[:] = [] if folder is None else [folder]
 

@@ -35,7 +35,8 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
     if model.lora_path is None or any(name in (BASE_FIELD, "lora") for name in allow_mismatch):
         return
     folder = Path(model.lora_path).expanduser()
-    home = folder.parent if folder.name == ADAPTER_FOLDER else folder  # of a checkpoint; or an export
+    in_checkpoint = folder.name == ADAPTER_FOLDER and not (folder / MANIFEST_FILE).is_file()  # an export has its own
+    home = folder.parent if in_checkpoint else folder
     saved = Manifest.load(home).lora.get("base_sha256") if (home / MANIFEST_FILE).is_file() else None
     if saved is None:
         logger.warning(

@@ -36,10 +36,10 @@ class ModelConfig:
     url: str | None = option(
         None, "Address of a policy that acts elsewhere (`model=remote`): ws://host:8000. See serving.md."
     )
-    keys: str | None = option(
+    keys: str | dict[str, Any] | None = option(
         None,
-        "Names of the parts of an observation for a server of another project; null: as `rlinf serve` says.",
-        choices=("libero", "aloha", "droid"),
+        "Names of the parts of an observation for a server of another project: libero, aloha, droid, or {image: <key>, "
+        "state: <key>, prompt: <key>}; null: as `rlinf serve` says.",
     )
     timeout_s: float = option(60.0, "Longest wait for an answer of `url`.", minimum=0.1)
     connect_timeout_s: float = option(

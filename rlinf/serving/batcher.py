@@ -30,7 +30,8 @@ class Batcher:
     waits for its answer before it asks again, so one that is alone never waits for others.
 
     Args:
-        act: ``rows -> one answer for each``, called in the thread. It must not let a row's answer depend on the others.
+        act: ``rows -> one answer for each``, called in the thread. It must not let a row's answer depend on the others. An answer
+            that is an exception goes to who asked for this row.
         max_rows: Rows of a batch. A request with more is answered in pieces.
         wait_s: Longest wait for rows of other clients.
         num_clients: Says how many clients there are.
@@ -137,6 +138,8 @@ class Batcher:
             return
         first = 0
         for ask in asks:
-            if not ask.answer.done():
-                ask.answer.set_result(list(answers[first : first + len(ask.rows)]))
+            own = list(answers[first : first + len(ask.rows)])
             first += len(ask.rows)
+            refused = [answer for answer in own if isinstance(answer, Exception)]
+            if not ask.answer.done():
+                ask.answer.set_exception(refused[0]) if refused else ask.answer.set_result(own)

@@ -44,23 +44,35 @@ def encode_named(value: Any) -> bytes:
     return msgpack.packb(value, default=_vla_eval)
 
 
-def decode(data: Any) -> Any:
+def decode(data: Any, max_text: int | None = None) -> Any:
     """Read a message of either layout; arrays are copies, which can be written.
 
+    Args:
+        data: The message.
+        max_text: Bytes that a text in it may have, checked before the text is built; None: any number.
+
     Raises:
-        MessageError: It is text, is cut off, or holds something else than maps, lists, plain values and arrays of numbers.
+        MessageError: It is text, is cut off, holds something else than maps, lists, plain values and arrays of numbers, or
+            a longer text.
     """
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")
     try:
         counted = _Budget("entries", MAX_MESSAGE_ITEMS)
-        hooks = {"object_hook": counted.items, "list_hook": counted.items}
-        value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, **hooks)
+        options = {"object_hook": counted.items, "list_hook": counted.items, "max_str_len": max_text or len(data)}
+        value = msgpack.unpackb(data, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, **options)
     except MessageError:
         raise
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        if "max_str_len" in str(error):
+            raise too_long("A text", str(error).partition(" ")[0], max_text) from None
         raise MessageError(f"The message cannot be read as msgpack ({type(error).__name__}: {error})") from error
     return _decoded(value, 0, _Budget("pixels", MAX_PIXELS))
+
+
+def too_long(what: str, num_bytes: object, limit: int | None) -> MessageError:
+    """Return the error of a text that is longer than the server reads."""
+    return MessageError(f"{what} has {num_bytes} bytes; required: at most {limit} (max_prompt_bytes of the server)")
 
 
 class _Budget:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlinf.errors import ConfigError
-from rlinf.options import override_text
+from rlinf.options import from_mapping, option, override_text
 from rlinf.serving import MessageError
+from rlinf.serving.codec import too_long
 from rlinf.types import Observation
 
 Path = tuple[str, ...]
@@ -24,23 +25,28 @@ class Layout:
     Attributes:
         images: One for each picture, in the order of the policy's cameras.
         states: The numbers of the state, one array after the other, with their widths; None: any width.
-        prompt: The instruction.
+        prompt: The instruction; None: it is not sent.
         channels_first: Pictures are ``[3, H, W]``.
     """
 
     images: tuple[Path, ...]
     states: tuple[tuple[Path, int | None], ...] = ((("state",), None),)
-    prompt: Path = ("prompt",)
+    prompt: Path | None = ("prompt",)
     channels_first: bool = False
 
     @property
     def state_width(self) -> int | None:
-        """Width of the whole state; None: any."""
+        """Width of the whole state; None: any, or it is not sent."""
         widths = [width for _, width in self.states]
-        return None if None in widths else sum(widths)
+        return None if None in widths or not widths else sum(widths)
 
     def read(
-        self, request: Mapping[str, Any], cameras: Sequence[str], reads_state: bool, image_size: int | None = None
+        self,
+        request: Mapping[str, Any],
+        cameras: Sequence[str],
+        reads_state: bool,
+        image_size: int | None = None,
+        max_prompt: int | None = None,
     ) -> dict[str, Any]:
         """Return ``images``, ``state`` and ``instruction`` of a request.
 
@@ -49,13 +55,16 @@ class Layout:
             cameras: Names that the policy has for ``images``; more pictures than that are ignored.
             reads_state: The policy has a state.
             image_size: Pictures must have so many rows and columns; None: any.
+            max_prompt: Bytes that the prompt may have; None: any number.
 
         Raises:
             MessageError: A part is missing, or is none.
         """
+        prompt = _at(request, self.prompt)
+        if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
+            raise too_long("The prompt", len(prompt), max_prompt)
         places = zip(cameras, self.images, strict=False)
         images = {name: self._picture(request, place, image_size) for name, place in places}
-        prompt = _at(request, self.prompt)
         if isinstance(prompt, bytes):
             prompt = prompt.decode("utf-8", "replace")
         parts = [_numbers(request, place, width) for place, width in self.states if reads_state]
@@ -89,53 +98,115 @@ class Layout:
             after = observation.state.shape[1] if width is None else first + width
             _put(request, place, observation.state[row, first:after])
             first = after
-        _put(request, self.prompt, observation.instruction[row])
+        if self.prompt is not None:
+            _put(request, self.prompt, observation.instruction[row])
         return request
 
 
 ROBOTS = {
-    "libero": Layout((("observation/image",), ("observation/wrist_image",)), ((("observation/state",), 8),)),
-    "aloha": Layout(
-        tuple(("images", name) for name in ("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist")),
-        ((("state",), 14),),
-        channels_first=True,
-    ),
-    "droid": Layout(
-        (("observation/exterior_image_1_left",), ("observation/wrist_image_left",)),
-        ((("observation/joint_position",), 7), (("observation/gripper_position",), 1)),
-    ),
+    "libero": {
+        "image": ["observation/image", "observation/wrist_image"],
+        "state": {"observation/state": 8},
+        "prompt": "prompt",
+    },
+    "aloha": {
+        "image": [["images", name] for name in ("cam_high", "cam_low", "cam_left_wrist", "cam_right_wrist")],
+        "state": {"state": 14},
+        "prompt": "prompt",
+        "channels_first": True,
+    },
+    "droid": {
+        "image": ["observation/exterior_image_1_left", "observation/wrist_image_left"],
+        "state": {"observation/joint_position": 7, "observation/gripper_position": 1},
+        "prompt": "prompt",
+    },
 }
-"""Observations of openpi's robots."""
+"""Keys of openpi's robots, as ``model.keys`` may name them."""
 
 KEYS = ("rlinf", *ROBOTS)
 
 
-def layout_of(keys: str, cameras: Sequence[str]) -> Layout:
-    """Return the layout that ``keys`` names: one of ``ROBOTS``, or ``rlinf``, where pictures have the names ``cameras``.
+@dataclass(frozen=True)
+class Names:
+    """What a map of keys says; a part without a key is not sent."""
+
+    image: str | list[str | list[str]] | None = option(
+        None, "Key of the picture, or of each; [a, b] in a list is b in a."
+    )
+    state: str | dict[str, Any] | None = option(None, "Key of the state, or the keys of its parts with their widths.")
+    prompt: str | None = option(None, "Key of the instruction.")
+    channels_first: bool = option(False, "Pictures are [3, H, W].")
+
+    def layout(self, section: str) -> Layout:
+        """Return the places; raise ConfigError if two parts have one, or none has any."""
+        images = [self.image] if isinstance(self.image, str) else self.image or []
+        states = {self.state: None} if isinstance(self.state, str) else self.state or {}
+        places = [(place,) if isinstance(place, str) else tuple(place) for place in images]
+        own = [*places, *((key,) for key in states), *([] if self.prompt is None else [(self.prompt,)])]
+        shared = [_text(one) for at, one in enumerate(own) if any(one[: len(x)] == x[: len(one)] for x in own[:at])]
+        odd = [width for width in states.values() if width is not None and (type(width) is not int or width < 1)]
+        if shared or odd or not own:
+            found = (
+                f"{section}.state has the width {odd[0]!r}"
+                if odd
+                else f"{section} names {shared[0] if shared else 'nothing'}"
+            )
+            example = f"'{section}={{image: observation/image, state: observation/state, prompt: prompt}}'"
+            again = " for two parts of the observation" if shared and not odd else ""
+            raise ConfigError(f"{found}{again}; required: a key for each part, widths of 1 or more. Set e.g. {example}")
+        prompt = None if self.prompt is None else (self.prompt,)
+        return Layout(
+            tuple(places), tuple(((key,), width) for key, width in states.items()), prompt, self.channels_first
+        )
+
+
+def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
+    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map.
 
     Raises:
         ConfigError: There is no such layout.
     """
+    if isinstance(keys, Mapping):
+        return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
-        raise ConfigError(f"keys is '{keys}'; required: one of {', '.join(KEYS)}.", keys=KEYS[0])
-    return ROBOTS[keys] if keys in ROBOTS else Layout(tuple(("images", name) for name in cameras))
+        raise ConfigError(
+            f"model.keys is '{keys}'; required: {', '.join(KEYS)}, or {{image: <key>, prompt: <key>}}. Set model.keys=libero"
+        )
+    return layout_of(ROBOTS[keys], cameras) if keys in ROBOTS else Layout(tuple(("images", name) for name in cameras))
 
 
 def check_layout(
-    keys: str, layout: Layout, cameras: Sequence[str], state_dim: int | None, owner: str, fix: str
+    keys: str | Mapping[str, Any],
+    layout: Layout,
+    cameras: Sequence[str],
+    state_dim: int | None,
+    owner: str,
+    fix: str,
 ) -> None:
-    """Refuse a layout that has no place for what a policy or an env has.
+    """Refuse a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
 
     Args:
-        keys: Name of the layout.
+        keys: Name of the layout, or the map.
         layout: The layout.
         cameras, state_dim: Names of the pictures, and the width of the state: 0: there is none; None: not known.
         owner: What has them, for the message.
         fix: Override that changes the layout.
 
     Raises:
-        ConfigError: There are more cameras than places, or the state has another width.
+        ConfigError: There are more cameras than places, the state has another width, or a key of a map is that of nothing.
     """
+    if isinstance(keys, Mapping):
+        idle = [_text(place) for place in layout.images[len(cameras) :]]
+        idle += [_text(place) for place, _ in layout.states if state_dim == 0]
+        if idle:
+            shows = f"the cameras {override_text(list(cameras))} and {'no' if state_dim == 0 else 'a'} state"
+            raise ConfigError(
+                f"model.keys has '{idle[0]}', which names nothing in the observation: {owner} has {shows}. Leave '{idle[0]}' out of "
+                "model.keys, or set an env that shows it, e.g. more of env.cameras"
+            )
+        keys = "model.keys"
+        if not layout.images:  # pictures are not sent
+            cameras = ()
     if len(cameras) > len(layout.images):
         found = f"{owner} has the cameras {override_text(list(cameras))}"
         raise ConfigError(f"{found}; required: at most {len(layout.images)}, which {keys} has keys for. Set {fix}")

@@ -32,7 +32,9 @@ BATCH = "rlinf/batch"
 PING_INTERVAL_S, PONG_TIMEOUT_S = 20, 120
 """A client that computes for a while answers no ping, so the limit is long."""
 TRY_AGAIN_LATER = 1013
-INTERNAL_ERROR = 1011
+GOING_AWAY, INTERNAL_ERROR = 1001, 1011
+IDLE_S = 60
+"""A client that has asked nothing for so long makes room for another one, where ``max_clients`` are connected."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Limits:
     max_batch: int
     batch_wait_s: float
     max_message: int
+    max_prompt: int
     max_clients: int
     infer_timeout_s: float
 
@@ -53,7 +56,8 @@ class PolicyServer:
     Args:
         read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
         read_named: The same for ``/vla-eval``, where each picture has a name, and no robot's keys.
-        act: Rows -> float32 ``[C, D]`` for each. Runs in a thread of its own, so that a long call delays nothing but actions.
+        act: Rows -> float32 ``[C, D]`` for each, or the exception that refuses it. Runs in a thread of its own, so that a long call
+            delays nothing but actions.
         metadata: What a client is told first: plain values.
         limits: See there.
         chunks: How ``/vla-eval`` reads requests, and what it is told first.
@@ -62,12 +66,13 @@ class PolicyServer:
 
     read: Callable[[Mapping[str, Any]], Any]
     read_named: Callable[[Mapping[str, Any]], Any]
-    act: Callable[[list[Any]], Sequence[np.ndarray]]
+    act: Callable[[list[Any]], Sequence[np.ndarray | Exception]]
     metadata: Mapping[str, Any]
     limits: Limits
     chunks: vla_eval.Hello
     api_key: str | None = None
-    _busy: dict[ServerConnection, bool] = field(default_factory=dict)
+    _idle_since: dict[ServerConnection, float | None] = field(default_factory=dict)
+    _goodbyes: set[asyncio.Future] = field(default_factory=set)
     _closing: bool = False
 
     async def run(self, bound: socket.socket, on_listening: Callable[[], None], stop: asyncio.Event) -> None:
@@ -79,7 +84,7 @@ class PolicyServer:
             stop: Set in the running loop.
         """
         self.batcher = Batcher(
-            self.act, self.limits.max_batch, self.limits.batch_wait_s, num_clients=lambda: max(1, len(self._busy))
+            self.act, self.limits.max_batch, self.limits.batch_wait_s, num_clients=lambda: max(1, len(self._idle_since))
         )
         async with serve(
             self._connection,
@@ -101,8 +106,8 @@ class PolicyServer:
         """Accept nobody else, let those who wait have their answers, and say goodbye."""
         self._closing = True
         server.close(close_connections=False)
-        idle = [connection for connection, busy in self._busy.items() if not busy]
-        await asyncio.gather(*(connection.close(1001) for connection in idle))
+        idle = [connection for connection, since in self._idle_since.items() if since is not None]
+        await asyncio.gather(*(connection.close(GOING_AWAY) for connection in idle))
         await server.wait_closed()
 
     def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -120,13 +125,25 @@ class PolicyServer:
             given = request.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Api-Key {self.api_key}".encode()):
                 return connection.respond(http.HTTPStatus.UNAUTHORIZED, "required: Authorization: Api-Key <key>\n")
-        if len(self._busy) >= self.limits.max_clients:
+        if len(self._idle_since) >= self.limits.max_clients and not self._make_room():
             text = f"{self.limits.max_clients} clients are connected (max_clients)\n"
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, text)
         return None
 
+    def _make_room(self) -> bool:
+        """Say goodbye to the client that has asked nothing for longest; return whether there is one that may go."""
+        idle = {connection: since for connection, since in self._idle_since.items() if since is not None}
+        longest = min(idle, key=idle.__getitem__, default=None)
+        if longest is None or time.monotonic() - idle[longest] < IDLE_S:
+            return False
+        del self._idle_since[longest]
+        goodbye = asyncio.ensure_future(longest.close(GOING_AWAY, "idle, and another client came"))
+        self._goodbyes.add(goodbye)
+        goodbye.add_done_callback(self._goodbyes.discard)
+        return True
+
     async def _connection(self, connection: ServerConnection) -> None:
-        self._busy[connection] = False
+        self._idle_since[connection] = time.monotonic()
         try:
             if connection.request.path.partition("?")[0] == vla_eval.PATH:
                 await self._speak_vla_eval(connection)
@@ -135,7 +152,7 @@ class PolicyServer:
         except ConnectionClosed:
             pass
         finally:
-            del self._busy[connection]
+            self._idle_since.pop(connection, None)
             self.batcher.wake()  # all who are left may have asked
 
     async def _speak_openpi(self, connection: ServerConnection) -> None:
@@ -143,7 +160,7 @@ class PolicyServer:
         await connection.send(encode(dict(self.metadata)))
         previous_s = None
         async for message in connection:
-            self._busy[connection], start = True, time.monotonic()
+            self._idle_since[connection], start = None, time.monotonic()
             try:
                 reply = await self._reply(message)
             except BusyError as error:
@@ -157,10 +174,10 @@ class PolicyServer:
             if previous_s is not None:
                 reply["server_timing"]["prev_total_ms"] = 1000 * previous_s
             await connection.send(encode(reply))
-            previous_s = time.monotonic() - start
-            self._busy[connection] = False
+            self._idle_since[connection] = time.monotonic()
+            previous_s = self._idle_since[connection] - start
             if self._closing:
-                await connection.close(1001)
+                await connection.close(GOING_AWAY)
                 return
 
     async def _reply(self, message: Any) -> dict[str, Any]:
@@ -172,7 +189,7 @@ class PolicyServer:
 
     def _rows(self, message: Any) -> tuple[list[Any], bool]:
         """Return the rows of a message, and whether it is a list of requests."""
-        request = decode(message)
+        request = decode(message, self.limits.max_prompt)
         if not isinstance(request, dict):
             raise MessageError(f"The request is a {type(request).__name__}; required: a map")
         requests = request[BATCH] if BATCH in request else [request]
@@ -200,9 +217,9 @@ class PolicyServer:
         """
         session = vla_eval.Session(self.chunks)
         async for message in connection:
-            self._busy[connection] = True
+            self._idle_since[connection] = None
             try:
-                seq, request = session.read(await asyncio.to_thread(decode, message))
+                seq, request = session.read(await asyncio.to_thread(decode, message, self.limits.max_prompt))
                 if request is not None:
                     row = await asyncio.to_thread(self.read_named, request)
                     actions, _ = await self._act([row], waits=True)
@@ -214,9 +231,9 @@ class PolicyServer:
                 reply = session.failed(self._told(error))
             if reply is not None:
                 await connection.send(reply)
-            self._busy[connection] = False
+            self._idle_since[connection] = time.monotonic()
             if self._closing:
-                await connection.close(1001)
+                await connection.close(GOING_AWAY)
                 return
 
     def _told(self, error: Exception) -> str:

@@ -46,6 +46,7 @@ def folders(tmp_path_factory):
         manifest=build_manifest(config, policy, policy_version=1),
     )  # fmt: skip
     export(checkpoint, place / "exported")
+    shutil.copytree(place / "exported", place / "named_like_a_part_of_a_checkpoint" / "adapter")
     shutil.copytree(place / "exported", place / "peft", ignore=shutil.ignore_patterns("manifest.json", "config.yaml"))
     return place
 
@@ -56,7 +57,7 @@ def config_of(base, adapters=None, *overrides):
     return build_config(compose_config([*SMALL, *words, *overrides]))
 
 
-@pytest.mark.parametrize("adapters", ["exported", "rl_000001/adapter"])
+@pytest.mark.parametrize("adapters", ["exported", "rl_000001/adapter", "named_like_a_part_of_a_checkpoint/adapter"])
 def test_another_base_is_refused_with_both_digests(folders, adapters):
     config = config_of(folders / "other", folders / adapters)
     cloning = replace(config, sft=replace(config.sft, max_steps=1))

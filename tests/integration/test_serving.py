@@ -36,7 +36,7 @@ from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import validate
 from rlinf.serving import MessageError
 from rlinf.serving.client import PolicyClient
-from rlinf.serving.codec import encode
+from rlinf.serving.codec import decode, encode
 from rlinf.serving.server import Limits, PolicyServer
 from rlinf.serving.vla_eval import Hello
 from rlinf.types import Observation
@@ -96,7 +96,7 @@ def remote(url, output="unused", *overrides, env=ENV):
 def serving(rows, metadata, port=0):
     """Serve in a thread; yield the URL."""
     bound = socket.create_server(("127.0.0.1", port))
-    limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_clients=40, infer_timeout_s=60)
+    limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_prompt=4096, max_clients=40, infer_timeout_s=60)
     server = PolicyServer(rows.read, rows.read_named, rows.act, metadata, limits, Hello("p", 2, False, 1, execute=2))
     ready, handles = threading.Event(), {}
 
@@ -282,6 +282,62 @@ def start_command(checkpoint, port):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+def memory_of(server, name) -> float:
+    """MiB of a process: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def test_a_prompt_of_any_length_is_refused_before_it_costs_anything_and_other_clients_have_their_actions(checkpoints):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server, url = start_command(checkpoints[0], port), f"ws://127.0.0.1:{port}"
+    request = {"images": {"front": np.zeros((64, 64, 3), np.uint8)}, "prompt": "go"}
+    try:
+        other = PolicyClient(url, 60, 300)
+        usual, before = other.ask(request)["actions"], memory_of(server, "VmRSS")
+        for prompt, said in (
+            ("go there " * 600, "has 5400 bytes; required: at most 4096 (max_prompt_bytes of the server)"),
+            ("go there " * 2**16, "required: at most 4096 (max_prompt_bytes of the server)"),
+            (b"go there " * 600, "The prompt has 5400 bytes; required: at most 4096"),  # as openpi's DROID may send it
+            ("x y " * 1000, "the language model was made for 256 positions"),
+            ("x" * (2**26 - 2**15), "takes no message of 64.0 MiB"),  # together with the picture below 64 MiB
+            ("x" * 2**26, "takes no message of 64.0 MiB"),
+        ):
+            with closing(PolicyClient(url, 60, 60)) as hostile, pytest.raises(PolicyServerError) as error:
+                hostile.ask(request | {"prompt": prompt})
+            assert said in str(error.value)
+            assert np.array_equal(other.ask(request)["actions"], usual)
+        assert memory_of(server, "VmHWM") - before < 70
+    finally:
+        server.kill()
+        server.wait(60)
+
+
+def test_a_prompt_that_is_too_long_is_refused_alone_and_the_rows_beside_it_share_their_call(served, monkeypatch):
+    rows, calls = served[1], []
+    act = rows.policy.model.predict_action_batch
+    monkeypatch.setattr(rows.policy.model, "predict_action_batch", lambda **given: calls.append(1) or act(**given))
+    picture = np.zeros((64, 64, 3), np.uint8)
+    prompts = ["go", "x y " * 1000, "go", "go"]
+    first, refused, *others = rows.act([rows.read({"images": {"front": picture}, "prompt": each}) for each in prompts])
+    assert isinstance(refused, ConfigError) and "256 positions" in str(refused) and len(calls) == 1
+    assert all(np.array_equal(each, first) for each in others)
+
+
+def test_more_observations_than_a_call_has_rows_are_asked_for_in_several_messages(served, monkeypatch):
+    """A message is then never longer than the server reads by itself."""
+    url, rows = served
+    policy, sizes = build_policy(remote(url)), []
+    ask = policy.client.ask
+    monkeypatch.setattr(policy.client, "ask", lambda message: sizes.append(len(encode(message))) or ask(message))
+    pictures = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
+    observation = Observation({"front": pictures}, None, ["go"] * 40)
+    actions = policy.predict_action_batch(do_sample=False, observation=observation).actions
+    assert np.array_equal(actions, act_for_rows(rows.policy.model, observation, None, 1.0))
+    assert len(sizes) == 3 and max(sizes) <= rows.largest_message
+
+
 def test_a_server_that_is_killed_and_comes_back_changes_nothing_and_sigterm_ends_it(
     checkpoints, local, tmp_path, caplog, monkeypatch
 ):
@@ -358,6 +414,49 @@ def foreign(reply, metadata=None):
         finally:
             server.shutdown()
             thread.join(30)
+
+
+@pytest.mark.parametrize(
+    ("keys", "env", "said"),
+    [
+        ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which names nothing in the observation: .* Leave 'b' out"),
+        ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which names nothing in the observation: .* no state"),
+        ("{picture: a}", [], "no key 'model.keys.picture'.* Known: channels_first, image, prompt, state"),
+        ("{image: 3}", [], "model.keys.image is '3'"),
+        ("{image: a, prompt: a}", [], "names a for two parts"),
+        ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
+        ("{}", [], "names nothing; required"),
+        ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
+        ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; required: 7"),
+        ("{image: a}", ["env.cameras=[front,wrist]"], r"at most 1, .* or env.cameras=\[front\]"),
+        ("cup", [], "model.keys is 'cup'; required: rlinf, libero, aloha, droid, or {image"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_are_refused_before_anything_is_connected(keys, env, said):
+    config = remote("ws://127.0.0.1:1", "unused", f"model.keys={keys}", "evaluation.greedy=true", *env)
+    with pytest.raises(ConfigError, match=said) as error:
+        validate(replace(config, output_dir=None), "evaluate")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["model.keys={image: see, state: {arm: 30, grip: 1}, prompt: do}"],
+                                   ["model.keys.image=see", "model.keys.state={arm: 30, grip: 1}", "model.keys.prompt=do"]])  # fmt: skip
+def test_a_server_is_asked_under_the_keys_that_the_user_names(words, tmp_path):
+    asked = []
+
+    def handle(connection):
+        connection.send(encode({}))
+        for message in connection:
+            asked.append(decode(message))
+            connection.send(encode({"actions": np.zeros((3, 2))}))
+
+    with serve_websocket(handle, "127.0.0.1", 0, compression=None) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever)
+        url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        evaluate(remote(url, tmp_path / "out", *FOREIGN[1:4], "env.state=full", *words))
+        server.shutdown()
+    assert set(asked[0]) == {"see", "arm", "grip", "do"} and asked[0]["see"].shape == (64, 64, 3)
+    assert (asked[0]["arm"].shape, asked[0]["grip"].shape) == ((30,), (1,)) and isinstance(asked[0]["do"], str)
 
 
 FOREIGN = [

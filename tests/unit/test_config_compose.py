@@ -15,6 +15,7 @@ from rlinf.config.compose import compose_config, compose_on_saved, normalize_ove
 from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
 from rlinf.config.training import ClusterConfig
+from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
 from rlinf.models.config import ModelConfig
@@ -191,7 +192,7 @@ def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override,
 def test_keys_of_an_env_or_algorithm_are_those_of_the_chosen_one():
     with pytest.raises(ConfigError, match=r"no key 'env\.upriht'\. Did you mean 'upright'"):
         build("env=metaworld", "env.upriht=false")
-    with pytest.raises(ConfigError, match=r"no key 'env\.distractors'.* Known: action_repeat"):
+    with pytest.raises(ConfigError, match=r"^env=metaworld has no key 'distractors'.* tabletop has it. Leave env.distr"):
         build("env=metaworld", "env.distractors=true")  # of the default env
     with pytest.raises(ConfigError, match=r"no key 'algorithm\.max_resample'\. Did you mean 'max_resamples'"):
         build("algorithm=grpo", "algorithm.max_resample=1")
@@ -382,3 +383,79 @@ def test_a_value_by_another_key_is_that_of_its_table(tmp_path):
         ConfigError, match=r"trainer\.max_steps .* no value for metaworld, only for tabletop, gymnasium"
     ):
         build("experiment=mine", "env=metaworld", config_dir=str(tmp_path))
+
+
+PLUGIN = """
+from dataclasses import dataclass
+
+from rlinf.envs import register_env
+from rlinf.envs.tabletop.env import TabletopConfig, TabletopVectorEnv
+from rlinf.models import MODELS, register_model
+from rlinf.options import option
+
+
+@dataclass
+class {cls}Config(TabletopConfig):
+    joints: int = option(7, "Joints.", minimum=1)
+
+
+class {cls}(TabletopVectorEnv):
+    config_class = {cls}Config
+
+
+register_env("{name}", {cls})
+register_model("{name}_policy", model=MODELS.get("mlp").model)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A file that registers an env and a model without a YAML; both are forgotten afterwards."""
+    for registry in (MODELS, ENVS):
+        monkeypatch.setattr(registry, "_entries", dict(registry.entries()))
+    name = f"arm_{tmp_path.name.replace('-', '_')}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(PLUGIN.format(cls="Arm", name=name))
+    return name, path
+
+
+@pytest.mark.parametrize("place", ["an override", "an experiment", "over a saved configuration"])
+def test_names_that_a_plugin_registers_need_no_yaml(plugin, tmp_path, place):
+    name, path = plugin
+    words = [f"env={name}", f"model={name}_policy", "env.joints=3"]
+    if place == "an experiment":
+        lines = [f"  - override /{group}: {value}" for group, value in (("env", name), ("model", f"{name}_policy"))]
+        text = "\n".join(["defaults:", *lines, f"plugins: [{path}]", "env: {joints: 3}"])
+        (tmp_path / "mine.yaml").write_text(text)
+        composed = compose_config(["experiment=mine"], str(tmp_path))
+    elif place == "an override":
+        composed = compose_config([*words, f"plugins=[{path}]"])
+    else:
+        saved = to_mapping(build_config(compose_config(["output_dir=unused"])))
+        composed = compose_on_saved(saved, [*words, f"plugins=[{path}]"])
+    config = build_config(composed)
+    assert (config.env.name, config.model.model_type, config.env.joints) == (name, f"{name}_policy", 3)
+    assert config.env.image_size == 64, "the rest are the defaults of its class"
+
+
+def test_a_yaml_of_the_users_goes_before_the_defaults_of_a_registered_name(plugin, tmp_path):
+    name, path = plugin
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / f"{name}.yaml").write_text(f"name: {name}\njoints: 5\n")
+    assert build_config(compose_config([f"env={name}", f"plugins=[{path}]"], str(tmp_path))).env.joints == 5
+
+
+def test_another_algorithm_goes_with_an_experiment_and_its_other_keys_are_left_out_on_one_line(capsys):
+    chosen = ["experiment=tabletop_ppo_mlp", "algorithm=grpo"]
+    config = build(*chosen)
+    said = capsys.readouterr().err
+    assert config.algorithm.name == "grpo" and config.algorithm.update_epochs == 2, "a key that it has is taken"
+    assert said.count("\n") == 1 and "algorithm=grpo has no such keys: critic_warmup_steps, gamma" in said
+    for typed, said in (
+        ("algorithm.gamma=0.9", r"algorithm=grpo has no key 'gamma'.* Leave algorithm.gamma out, or set algorithm="),
+        ("algorithm.critic_warmup=3", r"no key 'algorithm.critic_warmup'"),
+    ):
+        with pytest.raises(ConfigError, match=said) as error:
+            build(*chosen, typed)
+        assert "algorithm.critic_warmup_steps=" not in str(error.value), "which would be refused"
+    assert build("experiment=tabletop_ppo_mlp").algorithm.gamma == 0.9, "a control"

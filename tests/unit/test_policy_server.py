@@ -58,6 +58,7 @@ def serving(policy=None, api_key=None, host="127.0.0.1", execute=2, **limits):
         "max_batch": 4,
         "batch_wait_s": 0.2,
         "max_message": 2**20,
+        "max_prompt": 2**20,
         "max_clients": 20,
         "infer_timeout_s": 30,
     } | limits
@@ -263,6 +264,22 @@ def test_more_clients_than_allowed_are_refused():
         with pytest.raises(InvalidStatus) as refused:
             open_client(port)
         assert refused.value.response.status_code == 503 and b"max_clients" in refused.value.response.body
+
+
+def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeypatch):
+    with serving(max_clients=2, batch_wait_s=0) as (port, _, _), open_client(port) as idle, open_client(port) as asking:
+        idle.recv(timeout=30), asking.recv(timeout=30)
+        asking.send(encode({"prompt": "wait"}))
+        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
+        with open_client(port) as third:
+            third.recv(timeout=30)
+            with pytest.raises(ConnectionClosed) as closed:
+                idle.recv(timeout=30)
+            assert closed.value.rcvd.code == 1001 and "another client" in closed.value.rcvd.reason
+            third.send(encode({"prompt": "wait"}))
+            SLOW.set()
+            assert np.array_equal(decode(third.recv(timeout=30))["actions"], CHUNK)
+        assert np.array_equal(decode(asking.recv(timeout=30))["actions"], CHUNK), "one that waits keeps its place"
 
 
 def test_more_waiting_rows_than_allowed_are_refused():

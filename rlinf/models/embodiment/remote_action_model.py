@@ -15,6 +15,7 @@ from rlinf.errors import ConfigError, PolicyServerError
 from rlinf.manifest import Manifest
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.options import override_text
 from rlinf.serving import require_packages
 from rlinf.serving.layouts import Layout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
@@ -38,7 +39,7 @@ class RemoteConfig(PreTrainedConfig):
     model_type = "remote"
 
     url: str | None = None
-    keys: str | None = None
+    keys: str | dict[str, Any] | None = None
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     api_key_env: str | None = None
@@ -90,7 +91,7 @@ class RemotePolicy(ActionModel, nn.Module):
                 env.cameras,
                 env.state_dim,
                 f"env={env.name}",
-                "model.keys=<another>, or env.cameras",
+                f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}",
             )
 
     @classmethod
@@ -192,10 +193,15 @@ class RemotePolicy(ActionModel, nn.Module):
             ]
             actions = np.stack(replies)
         else:
-            shape = (len(requests), self.action_chunks_len, self.action_dim)
-            actions = self._actions(self.client.ask({self._batch_key: requests}), shape)
+            firsts = range(0, len(requests), self.rows_of_call)
+            actions = np.concatenate([self._ask_together(requests[at : at + self.rows_of_call]) for at in firsts])
         empty = torch.zeros(len(actions), 0)
         return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
+
+    def _ask_together(self, requests: list[dict[str, Any]]) -> np.ndarray:
+        """Return the actions of requests in one message, which our server takes if they are no more than a call of its policy."""
+        shape = (len(requests), self.action_chunks_len, self.action_dim)
+        return self._actions(self.client.ask({self._batch_key: requests}), shape)
 
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:

@@ -148,8 +148,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt."""
-        return self._ready_processor().prompt_lengths(observation)
+        """Tokens of each row's prompt; none may be longer than the language model was made for."""
+        lengths = self._ready_processor().prompt_lengths(observation)
+        self.check_length(max(lengths))  # `preprocess` counts the tokens of pictures, too
+        return lengths
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments with which the VLM's ``generate`` would begin, images in the number format of its weights."""

@@ -208,8 +208,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return replace(observation, images=images, is_resized=True)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt."""
-        return self._ready_processor().prompt_lengths(observation.instruction)
+        """Tokens of each row's prompt; none may be longer than the language model was made for."""
+        lengths = self._ready_processor().prompt_lengths(observation.instruction)
+        self.check_length(max(lengths) + self.num_image_tokens)
+        return lengths
 
     def _embed_prompt(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor

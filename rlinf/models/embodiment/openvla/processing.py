@@ -303,7 +303,7 @@ class PrismaticProcessor:
                 ids = [self.tokenizer.bos_token_id, *ids]
             if self.prompt_suffix_token_id is not None and ids[-1] != self.prompt_suffix_token_id:
                 ids.append(self.prompt_suffix_token_id)
-            if len(self._prompt_ids) >= 65536:
+            if len(self._prompt_ids) >= 4096:  # clients of a server choose prompts
                 self._prompt_ids.clear()
             self._prompt_ids[prompt] = ids
         return ids

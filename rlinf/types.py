@@ -158,13 +158,20 @@ class ActionEvaluation(NamedTuple):
 
 @dataclass
 class EpisodeResult:
-    """One finished episode."""
+    """One finished episode.
+
+    Attributes:
+        actions_clipped_fraction: Share of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
+        actions_max_abs: Largest magnitude of these numbers before the cut; None: not recorded.
+    """
 
     spec: EpisodeSpec
     task: str
     success: bool
     episode_return: float
     num_env_steps: int
+    actions_clipped_fraction: float | None = None
+    actions_max_abs: float | None = None
 
 
 @dataclass

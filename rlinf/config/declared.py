@@ -28,7 +28,10 @@ def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
 
 def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
-    usual = type(config.env)().cameras
+    try:
+        usual = config.env.default_cameras()
+    except RLinfError:  # there is no such env, which `validate` reports
+        return []
     if config.dataset is not None and config.checkpoint is None:
         return usual
     try:

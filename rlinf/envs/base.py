@@ -28,6 +28,9 @@ from rlinf.options import override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
+ROUNDING = 1e-3
+"""Share of the range by which a number may lie outside its bounds before it counts as cut: rounding of a policy's units."""
+
 
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     """``B`` environments stepped together: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
@@ -232,6 +235,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         Episodes may be lost: call ``reset`` before anything else.
         """
 
+    @classmethod
+    def tells_success(cls, config: EnvConfig) -> bool:
+        """Return whether episodes can succeed; without, evaluations show returns alone."""
+        return True
+
     def instruction_of(self, task_id: int) -> str | None:
         """Return the instruction of a task if all its episodes share one, else None."""
         return None
@@ -379,7 +387,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             ConfigError: Actions of the wrong shape or not finite; or an image or state of the wrong dtype or shape.
             NonFiniteError: A reward or a number of the state is NaN or infinite.
         """
-        actions = self._checked_actions(actions)
+        given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
+        beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
         num_envs, chunk_len, _ = actions.shape
         rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
         executed = np.zeros((num_envs, chunk_len), dtype=bool)
@@ -389,6 +398,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         if len(ids):
             chunk = self._step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
             executed[ids] = chunk.executed
+            self._stats.add_actions(ids, given[ids], beyond[ids], chunk.executed)
             rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
             if not np.isfinite(rewards).all():
                 row, position = np.argwhere(~np.isfinite(rewards))[0]

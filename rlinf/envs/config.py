@@ -43,6 +43,10 @@ class EnvConfig:
         if self.cameras is None:
             self.cameras = list(self.usual_cameras)
 
+    def default_cameras(self) -> list[str]:
+        """Return the cameras that are rendered unless others are named."""
+        return list(self.usual_cameras)
+
 
 @dataclass
 class ProcessEnvConfig(EnvConfig):

@@ -27,11 +27,14 @@ class EpisodeStats:
         self.success = np.zeros(num_envs, dtype=bool)
         self._returns = np.zeros(num_envs, dtype=np.float64)
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
+        self._clipped = np.zeros(num_envs, dtype=np.float64)  # in actions: three of four numbers count 0.75
+        self._max_abs = np.zeros(num_envs, dtype=np.float32)
 
     def begin(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
         """Start episodes with ``horizons`` in the rows ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
         self.success[ids], self.horizons[ids] = False, horizons
+        self._clipped[ids], self._max_abs[ids] = 0.0, 0.0
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Add one chunk of the rows ``ids`` (int64 ``[K]``).
@@ -49,10 +52,24 @@ class EpisodeStats:
         terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)
         return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
 
+    def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
+        """Count numbers outside the bounds.
+
+        Args:
+            ids: int64 ``[K]``.
+            given: Actions before they were cut, float32 ``[K, C, D]``.
+            beyond: bool ``[K, C, D]``: the number was cut.
+            executed: bool ``[K, C]``; other actions do not count.
+        """
+        self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
+        largest = np.where(executed[..., None], np.abs(given), 0).max((1, 2))
+        self._max_abs[ids] = np.maximum(self._max_abs[ids], largest)
+
     def result_of(self, index: int, spec: EpisodeSpec, task: str) -> EpisodeResult:
         """Return how the episode of row ``index`` ended."""
         success, total, length = self.success[index], self._returns[index], self.num_steps[index]
-        return EpisodeResult(spec, task, bool(success), float(total), int(length))
+        clipped, largest = self._clipped[index] / max(1, length), self._max_abs[index]
+        return EpisodeResult(spec, task, bool(success), float(total), int(length), float(clipped), float(largest))
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
         """Return the rewards of one env step. The bonus is paid once, at the first step of success."""

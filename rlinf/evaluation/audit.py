@@ -57,12 +57,15 @@ class Audit:
         verdicts: Answers, in the order of the page.
         num_episodes: Episodes of each condition.
         warnings: Caveats.
+        actions_clipped_fraction, actions_max_abs: Those of ``EvaluationResult``, as evaluated.
     """
 
     rows: list[Row]
     verdicts: list[Verdict]
     num_episodes: int
     warnings: list[str] = field(default_factory=list)
+    actions_clipped_fraction: float | None = None
+    actions_max_abs: float | None = None
 
     @property
     def faults(self) -> list[Verdict]:
@@ -70,17 +73,20 @@ class Audit:
         return [one for one in self.verdicts if one.is_fault]
 
     def summary(self) -> str:
-        """Return one sentence."""
-        if self.faults:
-            return f"Found: {'; '.join(f'{one.question} {one.answer}' for one in self.faults)}"
+        """Return three sentences: what speaks against the policy, which small changes stop it, and what it does only in part."""
+        cheats = "; ".join(f"{one.question} {one.answer}" for one in self.faults) or "nothing found"
+        breaks = "; ".join(each for one in self.verdicts for each in one.breaks) or "nothing found"
+        partly = "; ".join(f"{one.question} {one.shown}" for one in self.verdicts if one.is_partial) or "nothing found"
         open_ones = [one.question for one in self.verdicts if one.answer == UNCLEAR]
         rest = f" Open: {' '.join(open_ones)}" if open_ones else ""
-        return f"Nothing found.{rest}"
+        return f"Cheats: {cheats}. Breaks when: {breaks}. Partly: {partly}.{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         return {
             "num_episodes": self.num_episodes,
+            "actions_clipped_fraction": self.actions_clipped_fraction,
+            "actions_max_abs": self.actions_max_abs,
             "summary": self.summary(),
             "verdicts": [vars(one) for one in self.verdicts],
             "rows": [
@@ -105,7 +111,7 @@ class Audit:
     def answers(self) -> str:
         """Return the answers as text."""
         return "\n".join(
-            [*(f"{one.question} {one.answer.upper()}: {one.reason}." for one in self.verdicts), self.summary()]
+            [*(f"{one.question} {one.shown.upper()}: {one.reason}." for one in self.verdicts), self.summary()]
         )
 
 
@@ -181,7 +187,9 @@ class Auditor:
             matched["pushed"] = compare(self.results["pushed_replay"], self.results["pushed"]).total
         at_once = sum(one.success and one.num_env_steps <= 1 for one in self.results["idle"].results)
         answers = verdicts(self.rows, at_once, matched)
-        return Audit(list(self.rows.values()), answers, len(self.specs), list(dict.fromkeys(self.warnings)))
+        clean, told = self.results["clean"], list(dict.fromkeys(self.warnings))
+        actions = clean.actions_clipped_fraction, clean.actions_max_abs
+        return Audit(list(self.rows.values()), answers, len(self.specs), told, *actions)
 
     def play(
         self,
@@ -213,7 +221,8 @@ class Auditor:
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
-        self.warnings += [] if specs is not None else result.warnings
+        disturbed = [] if key == "clean" else result.clipping_warning()
+        self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result
         is_paired = key not in ("clean", "seen")
         pairs = compare(self.results["clean"], result, [EPISODES]).total if is_paired else None

@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.evaluation.audit import Audit
 from rlinf.evaluation.charts import difference_bar
 from rlinf.evaluation.report_data import REPORT_FILE
-from rlinf.evaluation.report_page import header, page, row, success_cell, table, warning_card
+from rlinf.evaluation.report_page import clipped_text, header, page, row, success_cell, table, warning_card
 from rlinf.evaluation.verdicts import LEAST_SHARE, Row, Verdict
 from rlinf.files import write_text
 from rlinf.number_formats import format_points
@@ -20,7 +20,7 @@ from rlinf.number_formats import format_points
 AUDIT_FILE = "audit.json"
 
 RULE = (
-    f"An answer is yes if the 95 % interval of an effect lies above {LEAST_SHARE:.0%} of what there is to lose, no if it lies below, and else "
+    f"An answer is yes (with the part of what there is to lose that it explains) if the 95 % interval of an effect lies above {LEAST_SHARE:.0%} of what there is to lose, no if it lies below, and else "
     "unclear. What there is to lose is the success beyond that of random actions and of doing nothing. All conditions but the last play the "
     "same episodes; changes are paired (Newcombe 1998, method 10)."
 )
@@ -31,7 +31,7 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
     folder = Path(folder)
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
     sections = [
-        header(title, {**facts, "episodes": audit.num_episodes}),
+        header(title, {**facts, "episodes": audit.num_episodes, "actions cut": clipped_text(audit)}),
         warning_card(audit.warnings),
         _answers(audit),
         _conditions(audit),
@@ -50,7 +50,7 @@ def _answers(audit: Audit) -> str:
 
 def _badge(verdict: Verdict) -> str:
     style = "no" if verdict.is_fault else "yes" if verdict.answer in ("yes", "no") else ""
-    return f'<span class="badge {style}">{escape(verdict.answer)}</span>'
+    return f'<span class="badge {style}">{escape(verdict.shown)}</span>'
 
 
 def _conditions(audit: Audit) -> str:

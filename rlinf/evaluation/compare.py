@@ -101,7 +101,10 @@ class SequentialPairs(Pairs):
         """Say what is decided, and otherwise about how many more episodes would decide."""
         played = f"after {self.episodes} of {self.num_planned} episodes"
         if self.p_value <= LEVEL:
-            return f"Decided {played}: {'b' if self.difference > 0 else 'a'} is better"
+            low, high = self.interval
+            # The test asks who wins more often; the interval must hold for every size of the difference, and is wider.
+            doubt = "; by how much is open, so the wider interval includes 0" if low <= 0 <= high else ""
+            return f"Decided {played}: {'b' if self.difference > 0 else 'a'} is better{doubt}"
         more = episodes_to_decide(self.signs, self.num_planned)
         if more is None:
             return f"Not decided {played}: the two differ too little for a forecast"

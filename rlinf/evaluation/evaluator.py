@@ -127,9 +127,11 @@ class ObjectPolicy(RowPolicy):
             raise RefusedInputError(*error.args, **error.cure) from error
         actions = np.asarray(returned, dtype=np.float32)
         actions = actions[:, None] if actions.ndim == 2 else actions
-        if actions.ndim != 3 or len(actions) != len(streams) or not np.isfinite(actions).all():
+        bad = actions[~np.isfinite(actions)]
+        if actions.ndim != 3 or len(actions) != len(streams) or bad.size:
+            held = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
             raise RefusedInputError(
-                f"{_name_of(self.model)} returned actions of the shape {list(actions.shape)}; required: finite "
+                f"{_name_of(self.model)} returned actions of the shape {list(actions.shape)}{held}; required: finite "
                 f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )
         return actions
@@ -294,7 +296,10 @@ def evaluate_policy(
             if count is not None and len(specs[: first + size]) >= least:
                 specs = specs[: max(count, least)]
                 break
-        evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
+        results = [found[spec] for spec in specs]
+        tells_success = env.tells_success(env.config)
+        evaluation = EvaluationResult(results, greedy, temperature, seed, tells_success=tells_success)
+        evaluation.warnings += evaluation.clipping_warning()
         if video_folder is not None:
             chosen = _chosen(evaluation.results, num_videos_per_task)
             mine = list(enumerate(chosen))[rank::num_ranks]

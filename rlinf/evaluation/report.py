@@ -19,7 +19,17 @@ from rlinf.evaluation.findings import record_of
 from rlinf.evaluation.player import player
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
 from rlinf.evaluation.report_offpolicy import head_section
-from rlinf.evaluation.report_page import card, charts, comparisons, header, page, profile, texts, training_curves
+from rlinf.evaluation.report_page import (
+    card,
+    charts,
+    clipped_text,
+    comparisons,
+    header,
+    page,
+    profile,
+    texts,
+    training_curves,
+)
 from rlinf.evaluation.report_tables import all_evaluations, headline, tasks, warnings
 from rlinf.evaluation.token_data import is_token_folder
 from rlinf.evaluation.token_report import write_token_report
@@ -80,6 +90,7 @@ def _header(title: str, data: RunData) -> str:
         "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "actions": _actions(data),
+        "actions cut": clipped_text(data.evaluations[-1].result) if data.evaluations else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
     return header(title, facts)
@@ -95,20 +106,26 @@ def _success_curves(data: RunData) -> str:
     lines = with_axes(data.lines)
     rl = [line for line in lines if line["phase"] == "rl"]
     cards = []
-    for title, shown, x, x_label in (
-        ("Success against env steps", rl, "env_steps", "env steps"),
-        ("Success against training time", lines, "minutes", "training time (minutes)"),
-    ):
+    curves: list[tuple[str, str, str, str, str, dict[str, bool]]] = [
+        ("Return", "return", "return_mean", "return_low", "return_high", {})
+    ]
+    if not data.evaluations or data.evaluations[-1].result.total.is_told:
+        curves.insert(
+            0, ("Success", "success rate", "success_rate", "interval_low", "interval_high", {"percent": True})
+        )
+    for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
         # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
-        rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
-        series = [rollouts, _evaluated(shown, x, data.episodes)]
-        cards.append(card(title, series, x_label, "success rate", percent=True))
+        for y, y_label, value, low, high, options in curves:
+            rollouts = _series(shown, x, f"rollout/{value}", "rollouts (sampled, training episodes)", 3)
+            series = [rollouts, _evaluated(shown, x, data.episodes, (value, low, high))]
+            cards.append(card(f"{y} against {x_label.partition(' (')[0]}", series, x_label, y_label, **options))
     return charts(cards)
 
 
 def _success_by_step(data: RunData) -> str:
     """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
-    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in data.in_the_table]
+    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
+    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
     return charts([card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)])
 
 
@@ -159,10 +176,12 @@ def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colo
     return Series(label, [(line[x], line[name]) for line in lines if name in line], colour)
 
 
-def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str) -> Series:
-    found = [line for line in lines if line.get("eval/success_rate") is not None]
-    bands: list[Interval | None] = [(line["eval/interval_low"], line["eval/interval_high"]) for line in found]
-    points: list[tuple[float, float | None]] = [(line[x], line["eval/success_rate"]) for line in found]
+def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: tuple[str, str, str]) -> Series:
+    """Return the curve of an evaluated number (the first of ``names``) with its interval (the others)."""
+    value, low, high = (f"eval/{name}" for name in names)
+    found = [line for line in lines if line.get(value) is not None]
+    bands: list[Interval | None] = [(line[low], line[high]) if line[low] is not None else None for line in found]
+    points: list[tuple[float, float | None]] = [(line[x], line[value]) for line in found]
     if len(points) == 2:  # before and after: no line, because nothing was measured in between
         points.insert(1, (points[1][0], None))
         bands.insert(1, None)

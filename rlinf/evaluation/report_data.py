@@ -106,11 +106,13 @@ class RunData:
     def gain(self) -> dict[str, Any] | None:
         """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``.
 
-        None if one is missing, or if episodes or the way of drawing actions differ.
+        None if one is missing, if the env tells no success, or if episodes or the way of drawing actions differ.
         """
         if self.before is None or self.after is None:
             return None
         first, second = self.before.result, self.after.result
+        if not second.total.is_told:
+            return None
         if {one.spec for one in first.results} != {one.spec for one in second.results}:
             return None
         if sampling_differences(first, second):

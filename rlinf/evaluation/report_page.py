@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from rlinf.evaluation.charts import Series, difference_bar, interval_bar, legend, line_chart
 from rlinf.evaluation.report_style import CSS
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_interval, format_p_value, format_points
+
+if TYPE_CHECKING:
+    from rlinf.evaluation.audit import Audit
+    from rlinf.evaluation.result import EvaluationResult
 
 
 def page(tab: str, sections: Sequence[str]) -> str:
@@ -55,13 +60,29 @@ def warning_card(lines: Sequence[str], title: str = "Before you trust these numb
 
 
 def tile(name: str, success: Success, colour: int, unit: str = "episodes") -> str:
-    """Return a tile of the headline with a rate and its interval."""
+    """Return a tile of the headline with a rate, its interval and the return; with the return alone where there is no success."""
+    if not success.is_told:
+        mean, low, high = success.returns
+        interval = "" if math.isinf(high) else f", 95 % interval {low:.4g} to {high:.4g}"
+        name = name.replace("Success", "Return", 1)
+        return (
+            f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{mean:.4g}</div>'
+            f'<div class="detail">{success.episodes} {unit}{interval}; the env tells no success</div></div>'
+        )
     low, high = success.interval
+    returns = "" if success.returns is None else f'<div class="detail">return {escape(success.return_text)}</div>'
     return (
         f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{success.success_rate:.1%}</div>'
-        f'<div class="detail">{success.count} {unit}, 95 % interval {format_interval(low, high)}</div>'
+        f'<div class="detail">{success.count} {unit}, 95 % interval {format_interval(low, high)}</div>{returns}'
         f"{interval_bar(success.success_rate, low, high, colour)}</div>"
     )
+
+
+def clipped_text(result: EvaluationResult | Audit) -> str | None:
+    """Return the share of cut numbers of actions and the largest magnitude as text; None: not recorded."""
+    if result.actions_clipped_fraction is None:
+        return None
+    return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"
 
 
 def gain_tile(name: str, difference: float, detail: str) -> str:
@@ -86,13 +107,16 @@ def table(columns: Sequence[str], rows: Sequence[str], style: str = "scroll") ->
 
 
 def success_cell(success: Success | None, colour: int) -> str:
-    """Return the ``<td>`` of a rate with its interval."""
+    """Return the ``<td>`` of a rate with its interval and the return."""
     if success is None:
         return "<td>not run</td>"
+    if not success.is_told:
+        return f"<td>{escape(success.return_text)}</td>"
     low, high = success.interval
+    returns = "" if success.returns is None else f"<br><small>return {escape(success.return_text)}</small>"
     return (
         f"<td>{interval_bar(success.success_rate, low, high, colour)} <small>{success.success_rate:.1%} "
-        f"({success.count}, {format_interval(low, high)})</small></td>"
+        f"({success.count}, {format_interval(low, high)})</small>{returns}</td>"
     )
 
 

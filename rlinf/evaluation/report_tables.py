@@ -8,6 +8,7 @@ from typing import Any
 from rlinf.evaluation.report_data import RunData
 from rlinf.evaluation.report_offpolicy import head_warnings
 from rlinf.evaluation.report_page import details, gain_tile, row, success_cell, table, tile, warning_card
+from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_p_value, format_points
 
 
@@ -22,8 +23,10 @@ def headline(data: RunData) -> str:
     else:
         tiles = [tile("Success after RL", after.result.total, 1)]
         if before is not None:
+            tiles = [tile(f"Success {before.name}", before.result.total, 2), *tiles]
+        if before is not None and after.result.total.is_told:
             gain = _gain_tile(before.result.success_rate, after.result.success_rate, data.gain)
-            tiles = [tile(f"Success {before.name}", before.result.total, 2), *tiles, gain]
+            tiles.append(gain)
     return f'<section class="headline">{"".join(tiles)}</section>'
 
 
@@ -41,6 +44,12 @@ def _gain_tile(before: float, after: float, paired: dict[str, Any] | None) -> st
     return gain_tile("Gain by RL", after - before, detail)
 
 
+def _gain(first: Success, second: Success) -> str:
+    if second.is_told:
+        return format_points(second.success_rate - first.success_rate)
+    return f"{second.returns[0] - first.returns[0]:+.4g}"
+
+
 def tasks(data: RunData) -> str:
     """Return a table of success per task, with intervals."""
     shown = data.in_the_table
@@ -55,13 +64,13 @@ def tasks(data: RunData) -> str:
         cells = [success_cell(success, colour) for success, colour in successes]
         if len(successes) > 1:
             first, second = (success for success, _ in successes)
-            gain = format_points(second.success_rate - first.success_rate) if first and second else ""
+            gain = _gain(first, second) if first and second else ""
             cells.append(f"<td>{gain}</td>")
         body.append(row(task, cells, style))
     columns = ["task", *(escape(one.name) for one, _ in shown), *(["gain"] if len(shown) > 1 else [])]
     return (
-        f"<h2>Success per task</h2>{table(columns, body, 'card scroll')}"
-        f'<p class="note">{data.episodes.capitalize()}, each run once; the intervals are 95 % Wilson intervals.</p>'
+        f"<h2>{'Success' if shown[-1][0].result.total.is_told else 'Return'} per task</h2>{table(columns, body, 'card scroll')}"
+        f'<p class="note">{data.episodes.capitalize()}, each run once; the intervals are 95 %: Wilson of success, Student\'s t of returns.</p>'
     )
 
 

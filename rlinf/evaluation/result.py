@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.intervals import wilson_interval
+from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import write_text
-from rlinf.number_formats import format_interval
+from rlinf.number_formats import format_interval, format_return
 from rlinf.types import EpisodeResult, EpisodeSpec
+
+MOST_CLIPPED = 0.05
+"""Share of cut numbers of actions above which a result warns."""
 
 
 @dataclass(frozen=True)
 class Success:
-    """Number of successes and episodes; its text is ``85.0% (17/20)``."""
+    """Number of successes and episodes; its text is ``85.0% (17/20)``, or the return of a task without success.
+
+    Attributes:
+        returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None: not known.
+        is_told: The task has a success; else ``returns`` is all there is to show.
+    """
 
     successes: int
     episodes: int
+    returns: tuple[float, float, float] | None = field(default=None, compare=False)
+    is_told: bool = field(default=True, compare=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Success:
+        """Return what ``as_dict`` has written; older files have no return."""
+        low, high = values.get("return_interval") or (-math.inf, math.inf)
+        returns = (values["return_mean"], low, high) if "return_mean" in values else None
+        return cls(values["successes"], values["episodes"], returns, values.get("tells_success", True))
 
     @property
     def success_rate(self) -> float:
@@ -39,12 +57,26 @@ class Success:
         return f"{self.successes}/{self.episodes}"
 
     def __str__(self) -> str:
-        return f"{self.success_rate:.1%} ({self.count})"
+        return f"{self.success_rate:.1%} ({self.count})" if self.is_told else f"return {self.return_text}"
+
+    @property
+    def return_text(self) -> str:
+        """Mean return and interval as text; "" if not known."""
+        return "" if self.returns is None else format_return(*self.returns)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``."""
+        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``, and the return if it is known.
+
+        ``return_interval`` is null for a single episode.
+        """
         rate = self.success_rate if self.episodes else None
-        return {"success_rate": rate, **asdict(self), "interval": list(self.interval)}
+        values = {"success_rate": rate, "successes": self.successes, "episodes": self.episodes}
+        values["interval"] = list(self.interval)
+        if self.returns is not None:
+            mean, *ends = self.returns
+            values |= {"return_mean": mean, "return_interval": ends if self.episodes > 1 else None}
+            values["tells_success"] = self.is_told
+        return values
 
 
 @dataclass
@@ -59,6 +91,7 @@ class EvaluationResult:
         stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end before its list did.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
+        tells_success: Episodes of the env can succeed (``VectorEnv.tells_success``).
     """
 
     results: list[EpisodeResult]
@@ -69,11 +102,12 @@ class EvaluationResult:
     warnings: list[str] = field(default_factory=list)
     videos: list[dict[str, Any]] = field(default_factory=list)
     stopping: dict[str, Any] | None = None
+    tells_success: bool = True
 
     @property
     def total(self) -> Success:
         """Success over all tasks."""
-        return _count(self.results)
+        return self._count(self.results)
 
     @property
     def per_task(self) -> dict[str, Success]:
@@ -81,7 +115,13 @@ class EvaluationResult:
         tasks: dict[str, list[EpisodeResult]] = {}
         for result in self.results:
             tasks.setdefault(result.task, []).append(result)
-        return {task: _count(results) for task, results in tasks.items()}
+        return {task: self._count(results) for task, results in tasks.items()}
+
+    def _count(self, results: Sequence[EpisodeResult]) -> Success:
+        returns = mean_interval([result.episode_return for result in results]) if results else None
+        # An env may tell success at the end of an episode only, and then it is known once there is one.
+        is_told = self.tells_success or any(result.success for result in self.results)
+        return Success(sum(bool(result.success) for result in results), len(results), returns, is_told)
 
     @property
     def success_rate(self) -> float:
@@ -103,6 +143,38 @@ class EvaluationResult:
         """95 % Wilson interval of ``success_rate``."""
         return self.total.interval
 
+    @property
+    def return_mean(self) -> float:
+        """Mean undiscounted return of the episodes."""
+        return self.total.returns[0]
+
+    @property
+    def return_interval(self) -> tuple[float, float]:
+        """95 % interval of ``return_mean`` by Student's t; infinite for a single episode."""
+        return self.total.returns[1:]
+
+    @property
+    def actions_clipped_fraction(self) -> float | None:
+        """Share of the numbers of all actions that lay outside the bounds and were cut; None: not recorded."""
+        return actions_clipped(self.results)[0]
+
+    @property
+    def actions_max_abs(self) -> float | None:
+        """Largest magnitude of these numbers before the cut; None: not recorded."""
+        return actions_clipped(self.results)[1]
+
+    def clipping_warning(self) -> list[str]:
+        """Return a sentence if more than ``MOST_CLIPPED`` of the numbers were cut."""
+        return clipping_warning(self.actions_clipped_fraction, self.actions_max_abs)
+
+    def headline(self) -> str:
+        """Return success and return with their intervals in one line."""
+        total = self.total
+        if not total.is_told:
+            return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
+        interval = format_interval(*self.interval, " - ")
+        return f"{total.count} = {self.success_rate:.1%} (95 % {interval}), return {total.return_text}"
+
     def success_by_step(self) -> list[tuple[int, float]]:
         """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""
         ends = [result.num_env_steps for result in self.results if result.success]
@@ -112,17 +184,21 @@ class EvaluationResult:
     def metrics(self) -> dict[str, float]:
         """Return the ``eval/`` metrics, with the success rate of each task."""
         low, high = self.interval
+        return_low, return_high = self.return_interval
         return {
             "eval/success_rate": self.success_rate,
             "eval/successes": self.successes,
             "eval/episodes": self.episodes,
             "eval/interval_low": low,
             "eval/interval_high": high,
+            "eval/return_mean": self.return_mean,
+            "eval/return_low": return_low,
+            "eval/return_high": return_high,
             **{f"eval/success_rate/{task}": success.success_rate for task, success in self.per_task.items()},
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval`` for ``summary.json``."""
+        """Return the numbers of ``Success.as_dict`` for ``summary.json``."""
         return self.total.as_dict()
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +206,8 @@ class EvaluationResult:
         values = asdict(self)
         results = values.pop("results")
         per_task = {task: success.as_dict() for task, success in self.per_task.items()}
-        return {**self.summary(), "per_task": per_task, **values, "results": results}
+        actions = {name: getattr(self, name) for name in ("actions_clipped_fraction", "actions_max_abs")}
+        return {**self.summary(), **actions, "per_task": per_task, **values, "results": results}
 
     def to_json(self, path: str | os.PathLike) -> Path:
         """Write ``as_dict()`` to ``path``, atomically."""
@@ -148,6 +225,7 @@ class EvaluationResult:
                 **{name: data[name] for name in names},
                 warnings=data.get("warnings", []),
                 stopping=data.get("stopping"),
+                tells_success=data.get("tells_success", True),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error
@@ -158,14 +236,39 @@ class EvaluationResult:
 
 
 def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
-    """Return a text table with k/n and interval of each row; ``first`` and ``second`` head the names and the rates."""
+    """Return a text table with k/n, interval and return of each row; ``first`` and ``second`` head the names and the rates.
+
+    Where there is no success, it has episodes and returns alone.
+    """
     width = max(len(first), *(len(name) for name, _ in rows))
-    lines = [f"{first.ljust(width)}  {second}     k/n  95 % interval"]
+    is_told, with_returns = rows[-1][1].is_told, rows[-1][1].returns is not None
+    head = f"  {second}     k/n  {'95 % interval':15}" if is_told else "  episodes"
+    lines = [f"{first.ljust(width)}{head}{'  return' if with_returns else ''}".rstrip()]
     for name, success in rows:
         interval = format_interval(*success.interval, " - ")
-        lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {success.count:>7}  {interval}")
+        cells = (
+            f"{success.success_rate:6.1%}  {success.count:>7}  {interval:15}" if is_told else f"{success.episodes:>8}"
+        )
+        lines.append(f"{name.ljust(width)}  {cells}  {success.return_text}".rstrip())
     return "\n".join(lines)
 
 
-def _count(results: Sequence[EpisodeResult]) -> Success:
-    return Success(sum(bool(result.success) for result in results), len(results))
+def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, float | None]:
+    """Return the share of cut numbers of the actions of some episodes, and the largest magnitude; None: not recorded."""
+    known = [one for one in results if one.actions_clipped_fraction is not None and one.actions_max_abs is not None]
+    if not known:
+        return None, None
+    num_steps = max(1, sum(one.num_env_steps for one in known))
+    clipped = sum(one.actions_clipped_fraction * one.num_env_steps for one in known) / num_steps
+    return clipped, max(one.actions_max_abs for one in known)
+
+
+def clipping_warning(fraction: float | None, largest: float | None) -> list[str]:
+    """Return a sentence if more than ``MOST_CLIPPED`` of the numbers of actions were cut."""
+    if fraction is None or fraction <= MOST_CLIPPED:
+        return []
+    return [
+        f"{fraction:.1%} of the numbers of the actions lay outside the bounds of the env and were cut (the largest: {largest:.4g}). "
+        "The likely cause is a policy of other units or another normalisation: compare its actions with the env's action_low and "
+        "action_high, and set model.unnorm_key to the data set that it was trained on"
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.intervals import difference_interval
@@ -19,6 +20,8 @@ SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
 """Beginnings of the keys of conditions that a person would hardly mind."""
 LEAST_SHARE = 0.25
 """Share of what there is to lose that decides."""
+WHOLE_SHARE = 1 - LEAST_SHARE
+"""Share of what there is to lose below which a yes is a partial one."""
 
 YES, NO, UNCLEAR, UNTOLD = "yes", "no", "unclear", "cannot be told"
 
@@ -51,12 +54,23 @@ class Verdict:
         answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNTOLD``.
         reason: The numbers, in one sentence.
         is_fault: The answer speaks against the policy or its success rate.
+        share: Part of what there is to lose that the effect of a yes explains, in [0, 1]; None: the answer is another one, or not about one effect.
+        is_partial: The 95 % interval of that part lies below ``WHOLE_SHARE``.
+        breaks: Changes that are shown to cost success, with their points.
     """
 
     question: str
     answer: str
     reason: str
     is_fault: bool = False
+    share: float | None = None
+    is_partial: bool = False
+    breaks: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The answer with its share: ``yes (52%)``."""
+        return self.answer if self.share is None else f"{self.answer} ({self.share:.0%})"
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,14 @@ class Effect:
         """Whether it is at least ``LEAST_SHARE`` of the stake."""
         least = LEAST_SHARE * self.stake
         return YES if self.low > least else NO if self.high < least else UNCLEAR
+
+    @property
+    def of_a_yes(self) -> dict[str, Any]:
+        """``share`` and ``is_partial`` of a verdict; empty if the answer is another one."""
+        if self.answer != YES:
+            return {}
+        share = min(1.0, max(0.0, self.points / self.stake)) if self.stake else 1.0
+        return {"share": share, "is_partial": self.high < WHOLE_SHARE * self.stake}
 
     def __str__(self) -> str:
         return f"{format_points(self.points)} points of {100 * self.stake:.1f} (95 % interval {format_points(self.low, self.high)})"
@@ -134,7 +156,8 @@ def _by_loss(question: str, row: Row, what: str, stake: float, is_better: bool, 
     if not is_better:
         return _not_better(question)
     effect = _lost(row, stake)
-    return Verdict(question, effect.answer, f"{what} costs {effect}", no_is_fault and effect.answer == NO)
+    is_fault = no_is_fault and effect.answer == NO
+    return Verdict(question, effect.answer, f"{what} costs {effect}", is_fault, **effect.of_a_yes)
 
 
 def _reads(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
@@ -164,20 +187,22 @@ def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_bett
         return Verdict(question, UNTOLD, rows["frozen"].note)
     frozen = _lost(rows["frozen"], stake)
     reason = f"a view that stays that of the start costs {frozen}"
-    answers = [frozen.answer]
+    effects, answers = [frozen], [frozen.answer]
     replayed = rows["pushed_replay"]
     if pushed is not None and replayed.pairs is not None:
         at_stake = -replayed.pairs.difference
         if replayed.pairs.interval[1] < 0:
             low, high = pushed.interval
             gain = Effect(pushed.difference, low, high, at_stake)
+            effects.append(gain)
             answers.append(gain.answer)
             reason += f"; pushed, it is {gain} better than its own actions replayed"
         else:
             answers.append(UNCLEAR)
             reason += "; the pushes do not stop its replayed actions either"
     answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
-    return Verdict(question, answer, reason, answer == NO)
+    largest = max((one.of_a_yes for one in effects), key=lambda found: found.get("share", -1.0))
+    return Verdict(question, answer, reason, answer == NO, **largest)
 
 
 def _remembers(
@@ -222,10 +247,13 @@ def _breaks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
         return Verdict(question, UNTOLD, "none of them was possible")
     effects = {row.title: _lost(row, stake) for row in played}
     answers = {title: effect.answer for title, effect in effects.items()}
-    shown = [f"{title}: {effect}" for title, effect in effects.items() if answers[title] == YES]
+    broken = {title: effect for title, effect in effects.items() if answers[title] == YES}
+    shown = [f"{title}: {effect}" for title, effect in broken.items()]
+    breaks = tuple(f"{title} ({format_points(-effect.points)} points)" for title, effect in broken.items())
     answer = YES if shown else NO if set(answers.values()) == {NO} else UNCLEAR
     return Verdict(
         question,
         answer,
         "; ".join(shown) or f"none of {len(effects)} is shown to cost a quarter of {100 * stake:.1f} points",
+        breaks=breaks,
     )

@@ -61,7 +61,7 @@ def env_spec(config: RunConfig) -> EnvSpec:
                     return f"env.{name}={choice}"
         return None
 
-    return EnvSpec(env.name, env.cameras, type(env)().cameras, env.image_size, width_of(env), override_for_state)
+    return EnvSpec(env.name, env.cameras, env.default_cameras(), env.image_size, width_of(env), override_for_state)
 
 
 def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:

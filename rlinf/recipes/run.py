@@ -81,7 +81,8 @@ def run(
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
-    progress = Progress(updates=rank() == 0)
+    # Elsewhere than on a terminal the log has a line for each step already.
+    progress = Progress(updates=rank() == 0 and sys.stderr.isatty())
     with ExitStack() as stack:
         stack.callback(progress.close)
         stack.enter_context(shown_logs(progress, rank()))

@@ -19,7 +19,12 @@ METRICS: dict[str, Metric] = {
     "rollout/success_rate": Metric("Share of successes among the first episodes of the envs (sampled actions).", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
-    "rollout/num_episodes": Metric("First episodes of the envs, which the three above are over.", "episodes"),
+    "rollout/actions_clipped_fraction": Metric(
+        "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were cut; a warning above 5 %.",
+        "1",
+    ),
+    "rollout/actions_max_abs": Metric("Largest magnitude of these numbers before the cut.", "env units"),
+    "rollout/num_episodes": Metric("First episodes of the envs, which the five above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
         "Episodes that began again because their simulator was lost; their first part is not trained on, and where it was the "
         "first episode of an env, the envs of that process have no success, return and length.",
@@ -133,6 +138,11 @@ METRICS: dict[str, Metric] = {
     "eval/episodes": Metric("Evaluation episodes.", "episodes"),
     "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),
     "eval/interval_high": Metric("Upper end of the 95 % Wilson interval of the success rate.", "1"),
+    "eval/return_mean": Metric("Mean undiscounted return of the evaluation episodes.", "reward"),
+    "eval/return_low": Metric(
+        "Lower end of its 95 % interval (Student's t over the episodes); null for one episode.", "reward"
+    ),
+    "eval/return_high": Metric("Upper end of that interval.", "reward"),
     "eval/loss": Metric("Loss on the validation rows of a recipe: per learned token (SFT), or per pair (DPO).", "nat"),
     "eval/reward_mean": Metric(
         "Mean reward of the most likely answers to the validation prompts; `eval/reward_mean/<part>`: of a part.",

@@ -24,6 +24,7 @@ from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
+from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
@@ -534,6 +535,9 @@ class _Episodes:
             rows = [(one.success, one.episode_return, one.num_env_steps) for one in self.results]
             names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
             metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
+            names = ("rollout/actions_clipped_fraction", "rollout/actions_max_abs")
+            of_actions = zip(names, actions_clipped(self.results), strict=True)
+            metrics |= {name: value for name, value in of_actions if value is not None}
             expected, reached = np.mean(self.calibration, axis=0).tolist()
             metrics |= {"train/q_first": expected, "train/return_first": reached}
         if self._choices:

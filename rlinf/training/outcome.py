@@ -12,6 +12,7 @@ import torch
 
 from rlinf.config.schema import RunConfig
 from rlinf.evaluation.report import write_report
+from rlinf.evaluation.result import Success, success_table
 from rlinf.files import write_text
 from rlinf.rollout.parity import EXCEEDED
 from rlinf.tracking.tracker import read_metrics
@@ -20,6 +21,16 @@ from rlinf.training.train_worker import FailedBatch
 
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
 """Keys of ``summary.json`` and the evaluations that they show."""
+
+SUMMARY_VALUES = (
+    "success_rate",
+    "successes",
+    "episodes",
+    "interval",
+    "return_mean",
+    "return_interval",
+    "tells_success",
+)
 
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
@@ -58,33 +69,32 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
     }
     for key, tag in SUMMARY_TAGS.items():
         if tag in state.evaluations:
-            names = ("success_rate", "successes", "episodes", "interval")
-            summary[key] = {name: state.evaluations[tag][name] for name in names}
+            summary[key] = {name: value for name, value in state.evaluations[tag].items() if name in SUMMARY_VALUES}
     if state.rollbacks:
         summary["rollbacks"] = state.rollbacks
     if best is not None:
         found = state.evaluations[best]
         summary["best_checkpoint"] = {
-            "name": found["checkpoint"], "evaluation": best, "success_rate": found["success_rate"]
+            "name": found["checkpoint"], "evaluation": best,
+            **{name: found[name] for name in ("success_rate", "return_mean", "tells_success") if name in found},
         }  # fmt: skip
     return summary
 
 
 def closing_table(summary: dict[str, Any]) -> str:
-    """Return the lines that end a run: success before and after RL with intervals, and the seconds of training."""
-    lines = [f"{'':12}  success     k/n  95 % interval"]
+    """Return the lines that end a run: success and return before and after RL with intervals, and the seconds of training."""
+    rows = []
     for key in SUMMARY_TAGS:
         if key in summary:
-            row = summary[key]
             label = key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT")
-            low, high = row["interval"]
-            count = f"{row['successes']}/{row['episodes']}"
-            lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+            rows.append((f"{label:12}", Success.from_dict(summary[key])))
+    lines = [success_table(rows, "", "success")] if rows else []
     if "best_checkpoint" in summary:
         best = summary["best_checkpoint"]
-        lines.append(
-            f"best checkpoint: {best['name']} ({best['success_rate']:.1%} in the evaluation {best['evaluation']})"
+        reached = (
+            f"{best['success_rate']:.1%}" if best.get("tells_success", True) else f"return {best['return_mean']:.4g}"
         )
+        lines.append(f"best checkpoint: {best['name']} ({reached} in the evaluation {best['evaluation']})")
     if "rollbacks" in summary:
         lines.append(f"times that the run went back to its best checkpoint: {summary['rollbacks']}")
     lines.append(

@@ -21,7 +21,7 @@ from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import gather_objects, rank
-from rlinf.distributed.sums import sum_blocks, sum_counts
+from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
@@ -326,16 +326,20 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return and length of the first episode of each env of all ranks, and how many were lost (``rollout/*``)."""
+    """Success, return, length and cut actions of the first episode of each env of all ranks, and how many were lost (``rollout/*``)."""
     num_envs = batch.loss_mask.shape[1]
-    own = torch.zeros(num_envs, 4, dtype=torch.float64)
+    own = torch.zeros(num_envs, 5, dtype=torch.float64)
     for env, episode in batch.episodes:
-        numbers = (1.0, episode.success, episode.episode_return, episode.num_env_steps)
+        length, clipped = episode.num_env_steps, episode.actions_clipped_fraction or 0.0
+        numbers = (1.0, episode.success, episode.episode_return, length, clipped * length)
         own[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
-    count, *sums = sum_blocks(own).tolist()
+    count, *sums, num_clipped = sum_blocks(own).tolist()
+    (largest,) = maximum(max((episode.actions_max_abs or 0.0 for _, episode in batch.episodes), default=0.0))
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
     names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
     means = {name: total / count for name, total in zip(names, sums, strict=True)} if count else {}
+    if count:
+        means |= {"rollout/actions_clipped_fraction": num_clipped / sums[-1], "rollout/actions_max_abs": largest}
     return means | {"rollout/num_episodes": int(count), "rollout/lost_episodes": sum_counts(num_lost)[0]}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,8 @@ from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker
+
+logger = logging.getLogger("rlinf")
 
 
 class Session:
@@ -74,6 +77,7 @@ class Session:
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
         self.before_save: Callable[[], dict[str, Tensor]] = dict  # for what a trainer adds to a checkpoint
         self._other_policy: ActionModel | None = None
+        self._warned: set[str] = set()
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -97,6 +101,17 @@ class Session:
         """Evaluate and save ``policy`` from now on. The worker does not train it: what does adds its state in ``before_save``."""
         self._other_policy, self.sync = policy, WeightPush(policy, policy)
 
+    @property
+    def tells_success(self) -> bool:
+        """Whether episodes of the env can succeed."""
+        return self.evaluator.env.tells_success(self.config.env)
+
+    def warn_once(self, about: str, sentences: Sequence[str]) -> None:
+        """Show sentences about something, if rank 0 has shown none about it yet."""
+        if sentences and about not in self._warned and rank() == 0:
+            self._warned.add(about)
+            logger.warning("%s", "\n".join(sentences))
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""
         if self.tracker is not None:
@@ -117,10 +132,8 @@ class Session:
             folder = evaluation_folder(self.config, tag)
             result.to_json(folder / "result.json")
             self._manifest().save(folder)
-            low, high = result.interval
-            self.progress.note(
-                f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} (95 % {low:.1%} - {high:.1%})"
-            )
+            self.progress.note(f"eval {tag}: {result.headline()}")
+            self.warn_once("actions", result.clipping_warning())
             state.evaluations[tag] = result.summary() | {
                 "env_steps": state.env_steps,
                 "train_wall_s": state.train_wall_s,

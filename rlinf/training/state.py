@@ -80,10 +80,13 @@ class LoopState:
     def best_evaluation(self, names: Collection[str]) -> str | None:
         """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
 
+        Where the env tells no success, it is that with the highest return.
+
         Args:
             names: Checkpoints that there are; other evaluations are left out.
         """
-        tags = [
-            tag for tag, one in self.evaluations.items() if one.get("checkpoint") in names and one["success_rate"] > 0
-        ]
-        return max(reversed(tags), key=lambda tag: self.evaluations[tag]["success_rate"], default=None)
+        found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in names}
+        if found and not any(one.get("tells_success", True) for one in found.values()):
+            return max(found, key=lambda tag: found[tag]["return_mean"])
+        found = {tag: one for tag, one in found.items() if one["success_rate"] > 0}
+        return max(found, key=lambda tag: found[tag]["success_rate"], default=None)

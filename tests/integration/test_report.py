@@ -333,11 +333,14 @@ def test_gaps_and_values_that_are_no_numbers_are_not_drawn():
 
 @pytest.mark.parametrize(("steps", "lines"), [([0], 0), ([0, 9], 0), ([0, 5, 9], 1)])
 def test_no_line_joins_an_evaluation_before_and_one_after(steps, lines):
+    names = ("success_rate", "interval_low", "interval_high")
     rows = [
         {"step": s, "eval/success_rate": 0.5, "eval/interval_low": 0.4, "eval/interval_high": 0.6, "phase": "rl"}
         for s in steps
     ]
-    chart = line_chart([_evaluated(rows, "step", "held-out episodes")], x_label="step", y_label="rate", percent=True)
+    chart = line_chart(
+        [_evaluated(rows, "step", "held-out episodes", names)], x_label="step", y_label="rate", percent=True
+    )
     assert chart.count("<polyline") == lines and chart.count('class="hit"') == len(steps)
     assert chart.count("evaluation 50% (40% to 60%)") == len(steps)
 

@@ -89,12 +89,16 @@ def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
         "remembers": NO,
         "breaks": NO,
     }
-    assert answers(audit) == expected and audit.faults == [] and audit.summary() == "Nothing found."
+    assert (
+        answers(audit) == expected
+        and audit.faults == []
+        and audit.summary() == "Cheats: nothing found. Breaks when: nothing found. Partly: nothing found."
+    )
     rates = {row.key: row.success.success_rate for row in audit.rows if row.success is not None}
     assert rates["clean"] == rates["paraphrased"] == rates["moved_objects"] == rates["seen"] == 1.0
     assert rates["idle"] == rates["black"] == rates["blank"] == 0.0
     page = write_audit(audit, tmp_path, "Audit of honesty", {"env": "tabletop"}).read_text()
-    assert "Nothing found." in page and all(row.title in page for row in audit.rows)
+    assert "Cheats: nothing found." in page and all(row.title in page for row in audit.rows)
     assert (tmp_path / "audit.json").is_file()
 
 

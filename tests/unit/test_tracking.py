@@ -18,6 +18,7 @@ PINNED = """
 rollout/success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
 rollout/parity_exceeded rollout/staleness_iterations rollout/staleness_updates rollout/value_gap_max
 rollout/logprob_gap_mean rollout/logprob_gap_max rollout/logprob_gap_exp_mean rollout/importance_ratio_mean rollout/importance_ratio_max rollout/num_episodes
+rollout/actions_clipped_fraction rollout/actions_max_abs eval/return_mean eval/return_low eval/return_high
 rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl
 train/clip_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
 train/advantage_mean train/return_mean sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate

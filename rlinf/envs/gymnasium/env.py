@@ -17,9 +17,10 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.gymnasium.reading import Parts, part, parts_of, sentence_of, success_of
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import checked_picture, resized
+from rlinf.envs.spaces import check_cameras, checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -34,12 +35,16 @@ MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError
 class GymnasiumConfig(ProcessEnvConfig):
     """A gymnasium environment by its id."""
 
+    usual_cameras: ClassVar[tuple[str, ...]] = ()
+
     name: str = option("gymnasium", "Registered environment.")
     max_episode_steps: int | None = option(
         None, "Env steps after which a running episode is truncated; null: as the id is registered.", minimum=1
     )
-    cameras: list[str] = option(
-        [], f"[{CAMERA}]: the picture of render_mode=rgb_array, stretched to a square; []: no pictures."
+    cameras: list[str] | None = option(
+        None,
+        f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the picture of "
+        "render_mode=rgb_array; null: those of the observation, as many as the model reads.",
     )
     success_bonus: float = option(0.0, "Reward added at the step of success.")
     terminate_on_success: bool = option(False, "End the episode at success.")
@@ -52,14 +57,22 @@ class GymnasiumConfig(ProcessEnvConfig):
         "Make the env again for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
         "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
     )
-    state: str = option("full", "full: the flattened observation; none.", choices=("full", "none"))
-    instruction: str = option("do the task", "What a policy of language is told.")
+    state: str = option(
+        "full", "full: the flattened observation without cameras and sentence; none.", choices=("full", "none")
+    )
+    instruction: str = option(
+        "do the task", "What a policy of language is told, if the env has no sentence of its own."
+    )
     reward_scale: float = option(1.0, "Factor of the env's rewards; returns of some units or tens are learnt fastest.")
     success_return: float | None = option(
         None,
         "Sum of rewards (before the factor) from which an episode counts as a success when it ends; null: what the env says in "
-        "info['success'] or info['is_success'], at any step.",
+        "info['success'], info['is_success'] or info['succeed'], at any step.",
     )
+
+    def default_cameras(self) -> list[str]:
+        """Return the cameras in the observation. Makes one env once."""
+        return list(spaces_of(self).parts.cameras)
 
 
 class Spaces(NamedTuple):
@@ -67,6 +80,7 @@ class Spaces(NamedTuple):
 
     Attributes:
         action_low, action_high: float32 ``[D]``.
+        parts: Cameras, sentence and state of the observation.
         state_low, state_high: ``[S]``; infinite if unbounded.
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: Whether it has render_mode=rgb_array.
@@ -77,6 +91,7 @@ class Spaces(NamedTuple):
 
     action_low: np.ndarray
     action_high: np.ndarray
+    parts: Parts
     state_low: np.ndarray
     state_high: np.ndarray
     horizon: int | None
@@ -136,23 +151,13 @@ def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
 def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
-        observation, (low, high) = env.observation_space, action_bounds(env.action_space, env_id)
-        bounds = np.zeros(0), np.zeros(0)
-        if state == "full":
-            try:
-                flat = gymnasium.spaces.flatten_space(observation)
-            except NotImplementedError:
-                flat = None
-            if not isinstance(flat, gymnasium.spaces.Box):
-                raise ConfigError(
-                    f"The observation of env.id={env_id} is {observation}, which has no fixed size. "
-                    "Set env.state=none, or name a version of it with an observation wrapper in env.id"
-                )
-            bounds = flat.low.astype(np.float64), flat.high.astype(np.float64)
+        low, high = action_bounds(env.action_space, env_id)
+        parts = parts_of(env.observation_space, env_id)
+        bounds = parts.bounds(env_id) if state == "full" else (np.zeros(0), np.zeros(0))
         horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
         fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
-        return Spaces(low, high, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
+        return Spaces(low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
     finally:
         env.close()
 
@@ -211,7 +216,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     config_class = GymnasiumConfig
     suite: ClassVar[str] = "gymnasium"
-    camera_names: ClassVar[tuple[str, ...]] = (CAMERA,)
     packages: ClassVar[tuple[str, ...]] = ("gymnasium",)
     simulator_class: ClassVar[str] = "rlinf.envs.gymnasium.env:GymnasiumSimulator"
     config: GymnasiumConfig
@@ -219,9 +223,9 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
         self.check_names(config)
         spaces = spaces_of(config)
-        if config.cameras and not spaces.can_draw:
+        if self._draws(config) and not spaces.can_draw:
             raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
-        if config.cameras:
+        if self._draws(config):
             _draw_once(*_key(config))
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
@@ -233,6 +237,22 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return [config.id]
 
     @classmethod
+    def check_names(cls, config: GymnasiumConfig) -> None:
+        """Check tasks and cameras, and play one step, which shows what the env says and whether that can be read."""
+        super().check_names(config)
+        check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
+        _said_by(*_key(config), config.success_return is None)
+
+    @classmethod
+    def tells_success(cls, config: GymnasiumConfig) -> bool:
+        """Return whether a step says something about success, or a return counts as one."""
+        return config.success_return is not None or _said_by(*_key(config), True)[0]
+
+    @staticmethod
+    def _draws(config: GymnasiumConfig) -> bool:
+        return bool(set(config.cameras) - set(config.default_cameras()))
+
+    @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
         """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
         return spaces_of(config).packages
@@ -241,7 +261,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def check_drawing(cls, config: GymnasiumConfig) -> None:
         """Check that the env can be drawn by drawing a picture, except with MuJoCo, which would open a GL in this process."""
         spaces = spaces_of(config)
-        if not spaces.can_draw:
+        if not spaces.can_draw and not spaces.parts.cameras:
             raise ConfigError(
                 f"env.id={config.id} has no render_mode=rgb_array, which videos need. Set evaluation.num_videos_per_task=0"
             )
@@ -267,9 +287,10 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
             raise ConfigError(f"env.id={config.id} is registered without a time limit. Set env.max_episode_steps=200")
         return horizon
 
-    def instruction_of(self, task_id: int) -> str:
-        """Return ``config.instruction``."""
-        return self.config.instruction
+    def instruction_of(self, task_id: int) -> str | None:
+        """Return ``config.instruction``; None if the env has sentences of its own."""
+        has_sentence = _said_by(*_key(self.config), self.config.success_return is None)[1]
+        return None if has_sentence else self.config.instruction
 
 
 class GymnasiumSimulator(Simulator):
@@ -283,6 +304,8 @@ class GymnasiumSimulator(Simulator):
         self._env: Any = None
         self._horizon = GymnasiumVectorEnv.horizon_of(config, config.id)
         self._observation: Any = None
+        self._sentence: str | None = None
+        self.told_success = False  # since the simulator was made
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -291,7 +314,8 @@ class GymnasiumSimulator(Simulator):
         if self._env is None or self.config.new_each_episode:
             self.close()
             self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
-        self._observation, _ = self._env.reset(seed=seed)
+        self._observation, info = self._env.reset(seed=seed)
+        self._sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
@@ -301,26 +325,43 @@ class GymnasiumSimulator(Simulator):
         self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
         over = bool(terminated or (truncated and self._num_steps < self._horizon))
         if self.config.success_return is None:
-            success = bool(info.get("success", info.get("is_success", False)))
+            success = success_of(info, self.config.id)
+            self.told_success |= success is not None
         else:
             success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
-        return SingleStep(self.config.reward_scale * float(reward), success, over)
+        told = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
+        self._sentence = self._sentence if told is None else told
+        return SingleStep(self.config.reward_scale * float(reward), bool(success), over)
 
     def observe(self) -> View:
-        """Flatten the observation, and render the camera, if any."""
-        state = None
-        if self.config.state == "full":
-            state = gymnasium.spaces.flatten(self._env.observation_space, self._observation).astype(np.float32)
-        images = {camera: self.render(self.config.image_size) for camera in self.config.cameras}
-        return View(images, state, self.config.instruction)
+        """Return cameras, state and sentence."""
+        state = self._spaces.parts.flattened(self._observation) if len(self._spaces.state_low) else None
+        images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
+        return View(images, state, self.config.instruction if self._sentence is None else self._sentence)
+
+    @property
+    def has_sentence(self) -> bool:
+        """Whether the env has told a sentence of its own."""
+        return self._sentence is not None
+
+    def _picture(self, camera: str, size: int) -> np.ndarray:
+        """Return what a camera shows, uint8 ``[size, size, 3]``."""
+        path = self._spaces.parts.cameras.get(camera)
+        if path is None:
+            return self.render(size)
+        without = "env.cameras=[]"
+        return resized(checked_picture(part(self._observation, path), f"env.id={self.config.id}", without), size)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the picture of the env.
+        """Return the picture of the env; of one without render_mode=rgb_array, that of its first camera.
 
         Raises:
             ConfigError: It has none.
             MissingDependencyError: A package that it draws with, or a GL, is missing.
         """
+        cameras = list(self._spaces.parts.cameras)
+        if cameras and not self._spaces.can_draw:
+            return self._picture(cameras[0], size)
         if self._spaces.uses_mujoco:
             choose_backend()
         viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
@@ -342,6 +383,21 @@ class GymnasiumSimulator(Simulator):
         if self._env is not None:
             self._env.close()
         self._env = None
+
+
+@functools.cache
+def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple[bool, bool]:
+    """Play one step of an episode; return whether the env says something about success, and whether it has sentences."""
+    success_return = None if reads_success else 0.0
+    options = {"id": env_id, "kwargs": json.loads(kwargs), "state": state, "max_episode_steps": 2}
+    simulator = GymnasiumSimulator(GymnasiumConfig(**options, success_return=success_return), [env_id])
+    try:
+        simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
+        spaces = spaces_of(simulator.config)
+        simulator.step((spaces.action_low + spaces.action_high) / 2)
+        return simulator.told_success, simulator.has_sentence
+    finally:
+        simulator.close()
 
 
 @functools.cache

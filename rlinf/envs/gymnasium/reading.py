@@ -1,0 +1,144 @@
+"""Read what a gymnasium env shows and says: cameras, state, sentence and success."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Text
+
+from rlinf.errors import ConfigError
+
+SUCCESS_KEYS = ("success", "is_success", "succeed")
+INSTRUCTION_KEY = "instruction"
+OTHER_SUCCESS = re.compile(r"succe|solved|goal_reached|goal_achieved|reached_goal|task_complete", re.IGNORECASE)
+"""Words in a key of ``info`` that probably means success."""
+NO_FLAG = re.compile(r"num|count|rate|mean", re.IGNORECASE)
+
+Path = tuple[str, ...]
+"""Keys from an observation of nested Dict spaces to one of its parts."""
+
+
+@dataclass
+class Parts:
+    """The parts of an observation, in the order of the space (gymnasium sorts the keys of a plain dict).
+
+    Attributes:
+        cameras: Name to place of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots.
+        sentence: Place of the Text space, if there is one.
+        state: Places and spaces of everything else.
+    """
+
+    cameras: dict[str, Path] = field(default_factory=dict)
+    sentence: Path | None = None
+    state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
+
+    def flattened(self, observation: Any) -> np.ndarray:
+        """Return the state of an observation, float32 ``[S]``: ``gymnasium.spaces.flatten`` of its parts, joined."""
+        parts = [gymnasium.spaces.flatten(space, part(observation, path)) for path, space in self.state]
+        return np.concatenate(parts).astype(np.float32)
+
+    def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bounds of ``flattened``, float64 ``[S]``; raise ConfigError for a part that is no list of numbers."""
+        flat = [_flat(space, path, env_id) for path, space in self.state]
+        ends = [np.concatenate([np.zeros(0), *(getattr(box, end) for box in flat)]) for end in ("low", "high")]
+        return ends[0], ends[1]
+
+
+def part(observation: Any, path: Path) -> Any:
+    """Return the part of an observation at ``path``."""
+    for key in path:
+        observation = observation[key]
+    return observation
+
+
+def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
+    """Sort the parts of an observation space; raise ConfigError if it has two sentences."""
+    found = Parts()
+    for path, leaf in _leaves(space, ()):
+        if isinstance(leaf, Text):
+            if found.sentence is not None:
+                texts = " and ".join(f"'{'.'.join(each)}'" for each in (found.sentence, path))
+                raise ConfigError(
+                    f"The observation of env.id={env_id} has two sentences, {texts}; required: at most one Text space, the instruction. "
+                    "Register a version without the other one (gymnasium.wrappers.FilterObservation), and name it in env.id"
+                )
+            found.sentence = path
+        elif isinstance(leaf, Box) and leaf.dtype == np.uint8 and len(leaf.shape) == 3 and leaf.shape[2] == 3:
+            found.cameras[".".join(path) or "image"] = path
+        else:
+            found.state.append((path, leaf))
+    return found
+
+
+def _leaves(space: gymnasium.Space, path: Path) -> Iterator[tuple[Path, gymnasium.Space]]:
+    if not isinstance(space, Dict):
+        yield path, space
+        return
+    for key, each in space.spaces.items():
+        yield from _leaves(each, (*path, key))
+
+
+def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
+    """Return the flattened space of a part of the state."""
+    name = f"The observation{''.join(f'[{key!r}]' for key in path)} of env.id={env_id} is {space}"
+    if isinstance(space, Box) and len(space.shape) > 2:
+        raise ConfigError(
+            f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
+            "with a gymnasium.ObservationWrapper that converts it or leaves it out, and name it in env.id; or set env.state=none"
+        )
+    try:
+        flat = gymnasium.spaces.flatten_space(space)
+    except NotImplementedError:
+        flat = None
+    if not isinstance(flat, Box):
+        raise ConfigError(
+            f"{name}, which has no fixed size. Set env.state=none, or name a version of it with an observation wrapper in env.id"
+        )
+    return flat
+
+
+def success_of(info: Mapping[str, Any], env_id: str) -> bool | None:
+    """Return what ``info`` of an env step says about success; None: nothing.
+
+    Raises:
+        ConfigError: It says so under another key than ``SUCCESS_KEYS``.
+    """
+    for key in SUCCESS_KEYS:
+        if key in info:
+            return bool(info[key])
+    for key, value in info.items():
+        is_flag = isinstance(value, (bool, int, float, np.generic)) and value in (0, 1)
+        if is_flag and OTHER_SUCCESS.search(key) and not NO_FLAG.search(key):
+            known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
+            raise ConfigError(
+                f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "
+                "with a gymnasium.Wrapper that renames it, or set env.success_return=<sum of rewards that counts as a success>"
+            )
+    return None
+
+
+def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
+    """Return the sentence that an observation or ``info`` has; None: neither.
+
+    Raises:
+        ConfigError: Both have one, or it is no text.
+    """
+    shown = None if parts.sentence is None else part(observation, parts.sentence)
+    said = info.get(INSTRUCTION_KEY)
+    if shown is not None and said is not None:
+        raise ConfigError(
+            f"env.id={env_id} has two sentences, the Text space '{'.'.join(parts.sentence)}' and info['{INSTRUCTION_KEY}']; required: "
+            "one instruction. Register a version that leaves one out with a gymnasium.Wrapper, and name it in env.id"
+        )
+    found = shown if said is None else said
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(
+            f"The instruction of env.id={env_id} is {found!r} ({type(found).__name__}); required: one sentence, a str. "
+            "Return one from reset and step"
+        )
+    return found

@@ -1,0 +1,154 @@
+"""What a gymnasium env of your own shows and says: cameras, sentence, state, success; and its return in every result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+
+import rlinf
+from rlinf.checks.env import check_env
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs import make_env
+from rlinf.envs.gymnasium.env import GymnasiumConfig
+from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, success_of
+from rlinf.errors import ConfigError
+
+MODULE = '''
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Text
+
+
+class Arm(gymnasium.Env):
+    """A hand on a line, seen by a camera; a step of more than 0.2 reaches the goal."""
+
+    metadata = {"render_modes": []}
+    action_space = Box(-1.0, 1.0, (1,), np.float32)
+    told, reset_info = {"succeed": None}, {}
+    observation_space = Dict(
+        {"top": Box(0, 255, (6, 9, 3), np.uint8), "hand": Dict({"wrist": Box(0, 255, (8, 8, 3), np.uint8), "at": Box(-9, 9, (2,))}),
+         "grip": Box(0, 1, (1,)), "task": Text(40)}
+    )
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at, self.words = 0.0, f"go to {self.np_random.integers(9)}"
+        return self.observe(), dict(self.reset_info)
+
+    def observe(self):
+        wrist = np.full((8, 8, 3), 7, np.uint8)
+        return {"top": np.full((6, 9, 3), 200, np.uint8), "task": self.words, "grip": np.array([0.5], np.float32),
+                "hand": {"wrist": wrist, "at": np.array([self.at, 3], np.float32)}}
+
+    def step(self, action):
+        self.at += float(action[0])
+        return self.observe(), self.at, False, False, {key: self.at > 0.2 for key in self.told}
+
+
+SPACES = Arm.observation_space.spaces
+for name, changes in {
+    "Arm-v0": {},
+    "Spoken-v0": {"observation_space": Dict({key: SPACES[key] for key in ("grip",)}), "reset_info": {"instruction": "lift it"}},
+    "TwoTexts-v0": {"observation_space": Dict({**SPACES, "hint": Text(9)})},
+    "TwoPlaces-v0": {"reset_info": {"instruction": "lift it"}},
+    "Listed-v0": {"observation_space": Dict({"grip": SPACES["grip"]}), "reset_info": {"instruction": ["lift", "it"]}},
+    "Renamed-v0": {"told": ("task_success",)},
+    "Untold-v0": {"told": ()},
+    "Planes-v0": {"observation_space": Dict({"top": Box(0, 255, (3, 6, 9), np.uint8)})},
+}.items():
+    gymnasium.register(name, entry_point=type(name[:-3], (Arm,), changes), max_episode_steps=4)
+'''  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arm_module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "arm_for_tests.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        importlib.import_module("arm_for_tests")
+        yield
+    sys.modules.pop("arm_for_tests")
+    for name in [name for name, spec in gymnasium.registry.items() if "arm_for_tests" in str(spec.entry_point)]:
+        gymnasium.registry.pop(name, None)
+
+
+def build(name="Arm-v0", **settings):
+    return make_env(GymnasiumConfig(id=f"arm_for_tests:{name}", num_processes=0, **settings), 1, auto_reset=False)
+
+
+def test_boxes_of_pictures_are_cameras_a_text_is_the_sentence_and_the_rest_is_the_state():
+    env = build(cameras=["hand.wrist", "top"], image_size=16)
+    observation, _ = env.reset()
+    assert {name: (image.shape, image.flat[0]) for name, image in observation.images.items()} == {
+        "hand.wrist": ((1, 16, 16, 3), 7), "top": ((1, 16, 16, 3), 200),
+    }  # fmt: skip
+    np.testing.assert_array_equal(observation.state, [[0.5, 0.0, 3.0]])  # grip, then hand.at: sorted keys
+    assert observation.instruction[0].startswith("go to ") and env.instruction_of(0) is None
+    later = env.chunk_step(np.full((1, 1, 1), 0.25, np.float32))
+    assert later.success[0] and later.observation.state[0, 1] == 0.25, "info['succeed'] is the success"
+    assert env.render_frames([0], 24)[0, 0, 0, 0] == 7, "a video of an env without render shows its first camera"
+    assert check_env(lambda num, auto: make_env(env.config, num, auto_reset=auto)) == []
+
+
+def test_cameras_of_the_observation_are_those_that_the_model_reads():
+    def cameras(*overrides):
+        return build_config(compose_config(["env=gymnasium", "env.id=arm_for_tests:Arm-v0", *overrides])).env.cameras
+
+    assert cameras("model=mlp") == [] and cameras("model=openvla_tiny") == ["hand.wrist"]
+    assert cameras("model=mlp", "env.cameras=[top]") == ["top"]
+
+
+def test_a_sentence_of_info_holds_for_the_episode():
+    env = build("Spoken-v0")
+    assert env.reset()[0].instruction == ["lift it"]
+    assert env.chunk_step(np.zeros((1, 2, 1), np.float32)).observation.instruction == ["lift it"]
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("TwoTexts-v0", ["two sentences, 'hint' and 'task'", "at most one Text", "FilterObservation"]),
+    ("TwoPlaces-v0", ["Text space 'task' and info['instruction']", "one instruction", "Wrapper"]),
+    ("Listed-v0", ["['lift', 'it'] (list)", "one sentence"]),
+    ("Renamed-v0", ["info['task_success']", "info['success'], info['is_success'], info['succeed']", "env.success_return="]),
+    ("Planes-v0", ["['top']", "(3, 6, 9)", "neither a camera (uint8, [H, W, 3])", "env.state=none"]),
+])  # fmt: skip
+def test_what_cannot_be_read_is_refused_in_one_sentence_before_an_episode(name, words):
+    with pytest.raises(ConfigError) as raised:
+        build(name)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_success_has_three_names_and_counts_are_none():
+    assert [success_of({key: 1.0}, "x") for key in SUCCESS_KEYS] == [True] * 3
+    assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "reward": 1}, "x") is None
+    with pytest.raises(ConfigError, match="goal_reached"):
+        success_of({"goal_reached": np.bool_(False)}, "x")
+    build("Renamed-v0", success_return=1.0)  # a return counts instead
+
+
+def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
+    push = {}
+    for name, size in (("Untold-v0", 0.25), ("Arm-v0", 0.25)):
+        env = f"env.id=arm_for_tests:{name}"
+        push[name] = rlinf.evaluate(
+            lambda seen, size=size: np.full((len(seen), 1), size), "gymnasium", episodes=5, overrides=[env, "env.num_processes=0"]
+        )  # fmt: skip
+    untold, told = push.values()
+    assert untold.return_mean == told.return_mean == pytest.approx(0.25 * (1 + 2 + 3 + 4))
+    assert untold.return_interval == pytest.approx((2.5, 2.5)) and untold.metrics()["eval/return_low"] == pytest.approx(
+        2.5
+    )
+    assert "%" not in untold.table().replace("95 %", "") and "2.5 (95 % 2.5 to 2.5)" in untold.table()
+    assert "100.0%" in told.table() and "2.5 (95 % 2.5 to 2.5)" in told.table()
+    assert untold.headline().startswith("return 2.5") and told.headline().startswith("5/5 = 100.0%")
+    data = json.loads(untold.to_json(tmp_path / "result.json").read_text())
+    assert (data["return_mean"], data["return_interval"], data["tells_success"]) == (2.5, [2.5, 2.5], False)

@@ -339,7 +339,10 @@ def test_every_done_row_names_its_test_or_command():
     for row_id, _, state, note in rows:
         assert len(note) <= 160, f"{row_id}: a note is short; facts belong on the page of the feature"
         if state == "done":
-            assert any(re.match(r"tests/[\w/.]+::\w+|bash scripts/|rlinf |python benchmarks/", each) for each in shown_by[row_id]), row_id
+            assert any(
+                re.match(r"tests/[\w/.]+::\w+|bash scripts/|rlinf |python benchmarks/", each)
+                for each in shown_by[row_id]
+            ), row_id
 
 
 def test_status_has_the_rows_of_the_requirements():

@@ -4,13 +4,14 @@
     python benchmarks/why_heldout.py <folder> --write-only   # writes it from the runs that are in the folder
 
 The cases were chosen, run and labelled by one person who had read neither the rules of `rlinf why`, their page and their tests nor
-the runs from which they were made, and who ran `rlinf why` on none of them. Faults were chosen as an RL engineer meets them, before
-any of them ran. ``outcome`` was written down from the runs' own statistics alone, by ``judge``: of the tabletop, successes of
-the 100 evaluation episodes before and after; of gymnasium, returns of the 50 evaluation episodes; of arithmetic, right
-answers to the 400 questions of the validation. The two ends differ if a 95 % interval of their difference leaves out 0.
-A list of two outcomes means that readers of the logged numbers may differ.
+the runs from which they were made, and who ran `rlinf why` on none of them. The faults were chosen before any of them ran, as an
+RL engineer meets them; one that did no harm (a huge bonus for entropy, with which the tabletop still reached 100 %) was replaced
+by a tiny learning rate. ``OUTCOMES`` were written down from the runs' own statistics alone, see ``judge``: of the tabletop,
+successes of the 100 evaluation episodes before and after RL; of gymnasium, returns of the 50 evaluation episodes, which
+are in no row of metrics.jsonl, and those of rollouts; of arithmetic, right answers to the 400 questions of the validation. Ends differ if
+the 95 % interval of their difference leaves out 0. Several outcomes are acceptable where honest readers of the logged numbers may differ.
 
-All runs use one thread and take 10 to 60 s of processor time.
+The fixture leaves out clocks and memory, and of long runs rows in the middle. A run takes 10 to 80 s of processor time on one thread.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ CASES = [
         wrong="The answers to a question are all alike", fault_key=("train.train_policy.temperature",),
     ),
     Case(
-        "answers_no_template", "arithmetic", f"{ANSWERS} train.max_num_steps=24 validation.freq=12 train.train_policy.prompt_column_name=question train.seed=21",
+        "answers_no_template", "arithmetic", f"{ANSWERS} train.max_num_steps=24 validation.freq=12 train.train_policy.prompt_column_name=question "
+        "train.seed=21",
         wrong="Prompts are plain text, without the chat template that the model knows",
         fault_key=("train.train_policy.prompt_column_name", "data", "reward"),
     ),
@@ -184,9 +186,13 @@ CASES = [
         "pole_rloo", "gymnasium",
         f"{POLE} algorithm=rloo rollout.num_envs=64 rollout.group_size=8 trainer.minibatch_size=1024 trainer.max_steps=25 seed=115",
     ),
-    Case("pole_mastered", "gymnasium", f"{POLE_PPO} init_from=../pole_ppo trainer.learning_rate=3e-4 trainer.max_steps=10 seed=116"),
+    Case("pole_mastered", "gymnasium", f"{POLE_PPO} init_from=../pole_ppo/run trainer.learning_rate=3e-4 trainer.max_steps=10 seed=116"),
     Case("sft_half", "arithmetic", f"{SFT} train.epoch=6 train.seed=0"),
-    Case("sft_clean", "arithmetic", f"{SFT} train.epoch=1 validation.freq=20 train.optm_lr=1e-3 policy.model_name_or_path=../sft_half/run/safetensors/final train.train_policy.dataset.name=../data/clean/train.jsonl train.seed=117"),
+    Case(
+        "sft_clean", "arithmetic",
+        f"{SFT} train.epoch=1 validation.freq=20 train.optm_lr=1e-3 policy.model_name_or_path=../sft_half/run/safetensors/final "
+        "train.train_policy.dataset.name=../data/clean/train.jsonl train.seed=117",
+    ),
     Case("answers_grpo", "arithmetic", f"{ANSWERS} train.max_num_steps=24 train.seed=118"),
     Case("answers_rloo", "arithmetic", f"{ANSWERS} train.train_policy.variant=rloo train.optm_lr=5e-5 train.seed=119"),
     Case("answers_short", "arithmetic", f"{ANSWERS} train.max_num_steps=4 validation.freq=2 train.seed=120"),
@@ -197,12 +203,23 @@ CASES = [
 ]  # fmt: skip
 
 OUTCOMES = {
-    ("rose",): ["table_ppo", "table_short", "pole_ppo", "sft_half"],
-    ("fell",): ["table_clone_lr_huge", "table_clone_turned", "answers_lr_huge"],
-    ("did_not_rise",): ["table_grpo_sparse", "table_lr_tiny", "table_success_never", "sft_cut"],
-    ("did_not_rise", "cannot_be_told"): [
-        "table_state_noise", "table_actions_rolled", "table_head_tiny", "swing_gamma_zero", "answers_no_template",
+    ("rose",): [
+        "table_ppo", "table_ppo_slow", "table_ppo_two_tasks", "table_grpo", "table_clone_aside", "table_short", "table_head",
+        "swing_ppo", "swing_ppo_slow", "pole_ppo", "pole_rloo",
+        "sft_half", "sft_clean", "answers_grpo", "answers_rloo", "answers_short", "answers_cold",
     ],
+    ("fell",): ["table_clone_lr_huge", "table_clone_turned", "answers_lr_huge"],
+    ("did_not_rise",): [
+        "table_grpo_sparse", "table_lr_tiny", "table_success_never", "swing_reward_constant", "sft_cut", "sft_shuffled",
+        "answers_floats",
+    ],
+    ("did_not_rise", "cannot_be_told"): [
+        "table_state_noise", "table_actions_rolled", "table_head_tiny", "table_clone_mastered",
+        "swing_gamma_zero", "swing_reward_noise", "pole_state_noise", "pole_mastered", "answers_no_template", "answers_mastered",
+    ],
+    # The 50 paired evaluations differ a little, which no row of metrics.jsonl says; its rollouts do not.
+    ("rose", "did_not_rise", "cannot_be_told"): ["swing_reward_huge", "swing_short"],
+    ("fell", "did_not_rise", "cannot_be_told"): ["pole_actions_late"],
 }  # fmt: skip
 """Acceptable answers to whether the runs rose, by what ``judge`` says of them."""
 
@@ -365,14 +382,16 @@ def main() -> None:
     if not (folder / "data").exists():
         (folder / "data").mkdir(parents=True)
         make_data(folder / "data")
-    for case in [] if given.write_only else CASES:
+    for case in (
+        [] if given.write_only else sorted(CASES, key=lambda case: case.wrong is not None)
+    ):  # some start from healthy ones
         if not given.names or case.name in given.names:
             run(case, folder)
     for case in CASES:
         if (folder / case.name / "run/summary.json").exists():
             print(f"{case.name}: {judge(case, folder)}; labelled {' or '.join(outcome_of(case.name))}")
-    if all((folder / case.name / "run/summary.json").exists() for case in CASES):
-        _write(FIXTURE, [compact(case, folder) for case in CASES])
+    finished = [case for case in CASES if (folder / case.name / "run/summary.json").exists()]
+    _write(FIXTURE, [compact(case, folder) for case in finished])
 
 
 if __name__ == "__main__":

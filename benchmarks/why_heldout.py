@@ -158,8 +158,8 @@ CASES = [
         wrong="The answers to a question are all alike", fault_key=("train.train_policy.temperature",),
     ),
     Case(
-        "answers_no_template", "arithmetic", f"{ANSWERS} train.max_num_steps=24 validation.freq=12 train.train_policy.prompt_column_name=question "
-        "train.seed=21",
+        "answers_no_template", "arithmetic", f"{ANSWERS} train.max_num_steps=24 validation.freq=12 "
+        "train.train_policy.prompt_column_name=question train.seed=21",
         wrong="Prompts are plain text, without the chat template that the model knows",
         fault_key=("train.train_policy.prompt_column_name", "data", "reward"),
     ),
@@ -184,7 +184,7 @@ CASES = [
     Case("pole_ppo", "gymnasium", f"{POLE_PPO} seed=114"),
     Case(
         "pole_rloo", "gymnasium",
-        f"{POLE} algorithm=rloo rollout.num_envs=64 rollout.group_size=8 trainer.minibatch_size=1024 trainer.max_steps=25 seed=115",
+        f"{POLE} algorithm=rloo rollout.num_envs=64 rollout.group_size=8 trainer.minibatch_size=1280 trainer.max_steps=12 seed=115",
     ),
     Case("pole_mastered", "gymnasium", f"{POLE_PPO} init_from=../pole_ppo/run trainer.learning_rate=3e-4 trainer.max_steps=10 seed=116"),
     Case("sft_half", "arithmetic", f"{SFT} train.epoch=6 train.seed=0"),
@@ -210,12 +210,12 @@ OUTCOMES = {
     ],
     ("fell",): ["table_clone_lr_huge", "table_clone_turned", "answers_lr_huge"],
     ("did_not_rise",): [
-        "table_grpo_sparse", "table_lr_tiny", "table_success_never", "swing_reward_constant", "sft_cut", "sft_shuffled",
+        "table_grpo_sparse", "table_lr_tiny", "table_success_never", "swing_reward_constant", "sft_cut",
         "answers_floats",
     ],
     ("did_not_rise", "cannot_be_told"): [
         "table_state_noise", "table_actions_rolled", "table_head_tiny", "table_clone_mastered",
-        "swing_gamma_zero", "swing_reward_noise", "pole_state_noise", "pole_mastered", "answers_no_template", "answers_mastered",
+        "swing_gamma_zero", "swing_reward_noise", "pole_state_noise", "pole_mastered", "sft_shuffled", "answers_no_template", "answers_mastered",
     ],
     # The 50 paired evaluations differ a little, which no row of metrics.jsonl says; its rollouts do not.
     ("rose", "did_not_rise", "cannot_be_told"): ["swing_reward_huge", "swing_short"],

@@ -215,7 +215,8 @@ OUTCOMES = {
     ],
     ("did_not_rise", "cannot_be_told"): [
         "table_state_noise", "table_actions_rolled", "table_head_tiny", "table_clone_mastered",
-        "swing_gamma_zero", "swing_reward_noise", "pole_state_noise", "pole_mastered", "sft_shuffled", "answers_no_template", "answers_mastered",
+        "swing_gamma_zero", "swing_reward_noise", "pole_state_noise", "pole_mastered",
+        "sft_shuffled", "answers_no_template", "answers_mastered",
     ],
     # The 50 paired evaluations differ a little, which no row of metrics.jsonl says; its rollouts do not.
     ("rose", "did_not_rise", "cannot_be_told"): ["swing_reward_huge", "swing_short"],

@@ -184,7 +184,8 @@ CASES = [
     Case("pole_ppo", "gymnasium", f"{POLE_PPO} seed=114"),
     Case(
         "pole_rloo", "gymnasium",
-        f"{POLE} algorithm=rloo rollout.num_envs=64 rollout.group_size=8 trainer.minibatch_size=1280 model.micro_batch_size=1280 trainer.max_steps=12 seed=115",
+        f"{POLE} algorithm=rloo rollout.num_envs=64 rollout.group_size=8 trainer.minibatch_size=1280 model.micro_batch_size=1280 "
+        "trainer.max_steps=12 seed=115",
     ),
     Case("pole_mastered", "gymnasium", f"{POLE_PPO} init_from=../pole_ppo/run trainer.learning_rate=3e-4 trainer.max_steps=10 seed=116"),
     Case("sft_half", "arithmetic", f"{SFT} train.epoch=6 train.seed=0"),

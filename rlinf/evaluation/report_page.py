@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from rlinf.evaluation.charts import Series, difference_bar, interval_bar, legend, line_chart
-from rlinf.evaluation.report_style import CSS
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_interval, format_p_value, format_points
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from rlinf.evaluation.audit import Audit
     from rlinf.evaluation.result import EvaluationResult
 
+STYLE = Path(__file__).with_name("report.css")
+
 
 def page(tab: str, sections: Sequence[str]) -> str:
     """Return an HTML page with ``tab`` as its title and ``sections`` as its body."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(tab)} - rlinf</title><style>{CSS}</style></head><body><main>"
+        f"<title>{escape(tab)} - rlinf</title><style>{STYLE.read_text(encoding='utf-8')}</style></head><body><main>"
         f"{''.join(sections)}</main></body></html>\n"
     )
 

@@ -102,7 +102,7 @@ TESTS = {
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
     "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
-    "rlinf/models/embodiment/pi0/flow.py": [*_cloning("pi0", "pi0, learned noise"), "tests/unit/test_flow.py"],
+    "rlinf/models/embodiment/pi0/flow.py": ["tests/unit/test_flow.py", *_cloning("pi0", "pi0, learned noise")],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],

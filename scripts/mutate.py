@@ -102,7 +102,7 @@ TESTS = {
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
     "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
-    "rlinf/models/embodiment/pi0/flow.py": [*_cloning("pi0", "pi0, learned noise"), "tests/unit/test_flow.py"],
+    "rlinf/models/embodiment/pi0/flow.py": ["tests/unit/test_flow.py", *_cloning("pi0", "pi0, learned noise")],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],
@@ -193,6 +193,11 @@ def _without(parameters: ast.expr, which: str) -> ast.expr:
     )
 
 
+def _local(tensor: ast.expr) -> ast.expr:
+    """Return the shard of this rank of a tensor."""
+    return _parsed("(lambda tensor: getattr(tensor, 'to_local', lambda: tensor)())(%s)", tensor)
+
+
 def _of_one_rank(call: ast.Call, name: str) -> ast.expr:
     """Return what a call would return on a single rank."""
     if name in ("sum_counts", "maximum"):
@@ -200,7 +205,7 @@ def _of_one_rank(call: ast.Call, name: str) -> ast.expr:
     if name == "gather_objects":
         return ast.List(call.args[:1], ast.Load())
     if name == "full_tensor":
-        return _parsed("(lambda tensor: getattr(tensor, 'to_local', lambda: tensor)())(%s)", call.args[0])
+        return _local(call.args[0])
     return call.func.value if name == "over_ranks" else call.args[0]
 
 
@@ -220,6 +225,8 @@ def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
                     f"without its {word} parameter",
                     lambda one, which=which: setattr(one, "args", [_without(given, which), *one.args[1:]]) or one,
                 )
+        case ast.ListComp(elt=ast.Attribute(attr="grad")):
+            yield "gradients of one rank", lambda one: setattr(one, "elt", _local(one.elt)) or one
         case ast.Call(func=ast.Name(id=name), args=[_, *_]) | ast.Call(func=ast.Attribute(attr=name)) if name in MERGED:
             is_method = isinstance(node.func, ast.Attribute)
             if is_method == (name in ("over_ranks", "_sum_values")):

@@ -102,6 +102,16 @@ def test_densities_and_entropies_are_those_of_the_normal_distribution():
     torch.testing.assert_close(gaussian_entropy(std), normal.entropy())
 
 
+def test_densities_and_entropies_pull_by_hand():
+    x, mean, std = (torch.tensor(numbers, requires_grad=True) for numbers in ([1.0, 0.5], [0.2, 0.9], [0.5, 2.0]))
+    by_x, by_mean, by_std = torch.autograd.grad(gaussian_logprobs(x, mean, std).sum(), (x, mean, std))
+    error = (x - mean).detach()
+    torch.testing.assert_close(by_mean, error / std.detach() ** 2)
+    torch.testing.assert_close(by_x, -by_mean)
+    torch.testing.assert_close(by_std, error**2 / std.detach() ** 3 - 1 / std.detach())
+    torch.testing.assert_close(torch.autograd.grad(gaussian_entropy(std).sum(), std)[0], 1 / std.detach())
+
+
 def test_a_step_without_noise_has_density_and_gradient_zero():
     mean = torch.ones(3, requires_grad=True)
     std = torch.tensor([0.0, 0.5, 0.0])

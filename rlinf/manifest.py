@@ -52,7 +52,9 @@ def other_project() -> str | None:
         return None
     if found.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
         return None
-    installed = f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}"
+    installed = (
+        f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}"
+    )
     return f"{installed}. Run pip uninstall -y rlinf, and then pip install -e . in the clone of this one"
 
 

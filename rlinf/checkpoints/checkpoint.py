@@ -33,19 +33,7 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.folders import (
-    CONFIG_FILE,
-    FORMAT,
-    SAFETENSORS_FOLDER,
-    STATE_FILE,
-    SUPERSEDED,
-    TRAINER_FOLDER,
-    checkpoints_in,
-    damage_of,
-    fingerprint,
-    later_checkpoints,
-    read_state,
-)
+from rlinf.checkpoints import folders
 from rlinf.checkpoints.model_files import is_adapter, leaves_base, save_model_files
 from rlinf.checkpoints.rng_state import load_rng_state, rng_state, save_rng_state
 from rlinf.checkpoints.trainer_state import (
@@ -120,7 +108,7 @@ def take_snapshot(
         copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
     """
     with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in manifest.lora))
-    state = {"format": FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
+    state = {"format": folders.FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
     return Snapshot(
         tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(more or {})),
         rng=rng_state(generators),
@@ -149,7 +137,7 @@ def write_snapshot(
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
         on_rank_zero(lambda: _start_folder(partial), f"create {partial}", group)
-        write_tensors(partial / TRAINER_FOLDER, snapshot.tensors, group)
+        write_tensors(partial / folders.TRAINER_FOLDER, snapshot.tensors, group)
         path = partial / "rng" / f"rank_{rank()}.pt"
         on_every_rank(lambda: save_rng_state(path, snapshot.rng), "write random states", group)
 
@@ -158,8 +146,8 @@ def write_snapshot(
                 with naming(partial):
                     save_model_files(partial, snapshot.model, snapshot.weights)
             state = snapshot.state | {"saved_at": time.time()}
-            write_text(partial / STATE_FILE, json.dumps(state, indent=1))
-            write_text(partial / CONFIG_FILE, snapshot.config)
+            write_text(partial / folders.STATE_FILE, json.dumps(state, indent=1))
+            write_text(partial / folders.CONFIG_FILE, snapshot.config)
             replace(snapshot.manifest, files=hash_files(partial)).save(partial)
             replace_folder(partial, folder)
             _prune(folder, max_keep, state["best_checkpoint"])
@@ -194,7 +182,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     verify_checkpoint(folder)
-    state = read_state(folder)
+    state = folders.read_state(folder)
     _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
         logger.warning(
@@ -215,7 +203,7 @@ def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
 
 
 def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    load_trainer_state(folder / TRAINER_FOLDER, model, optimizer)
+    load_trainer_state(folder / folders.TRAINER_FOLDER, model, optimizer)
     check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
 
 
@@ -226,7 +214,7 @@ def verify_checkpoint(folder: Path) -> None:
     """
 
     def verify() -> None:
-        damage = damage_of(folder, fingerprint(folder))
+        damage = folders.damage_of(folder, folders.fingerprint(folder))
         if damage is not None:
             raise CheckpointError(damage)
 
@@ -287,13 +275,13 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
         return
     phase = newest.name.rpartition("_")[0]
     others = [
-        path for path in checkpoints_in(newest.parent)
+        path for path in folders.checkpoints_in(newest.parent)
         if path != newest and re.fullmatch(rf"{re.escape(phase)}_\d+", path.name)
     ]  # fmt: skip
     for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
         if path.name != best:
             _remove(path)
-            _remove(newest.parent.parent / SAFETENSORS_FOLDER / path.name)
+            _remove(newest.parent.parent / folders.SAFETENSORS_FOLDER / path.name)
 
 
 def _remove(folder: Path) -> None:
@@ -309,10 +297,10 @@ def set_aside_later(resumed: Path) -> None:
 
     The run repeats these steps, and a later resume must not take the old ones.
     """
-    later = later_checkpoints(resumed)
+    later = folders.later_checkpoints(resumed)
     if not later:
         return
-    former = [SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
+    former = [folders.SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
     folder = resumed.parent / f"superseded_{1 + max((int(found[1]) for found in former if found), default=0)}"
     folder.mkdir()
     for path in later:

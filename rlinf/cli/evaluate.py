@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlinf.commands import evaluate as command
 from rlinf.commands.evaluate_questions import evaluate_questions
@@ -36,7 +37,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _compare(list(arguments))
     if any(word.startswith("questions=") for word in arguments):
         return _questions(arguments)
-    config = configure(parse(arguments), "evaluate")
+    first, *others = arguments
+    folder = [f"checkpoint={first}"] if "=" not in first and Path(first).is_dir() else [first]
+    config = configure(parse([*folder, *others]), "evaluate")
     if config is not None:
         command.evaluate(config)
     return 0

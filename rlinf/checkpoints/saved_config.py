@@ -17,7 +17,7 @@ class PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "it has an alias (*name)", self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(None, None, "it has an alias (*name)")
         return super().compose_node(parent, index)
 
 

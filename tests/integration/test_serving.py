@@ -96,7 +96,9 @@ def remote(url, output="unused", *overrides, env=ENV):
 def serving(rows, metadata, port=0):
     """Serve in a thread; yield the URL."""
     bound = socket.create_server(("127.0.0.1", port))
-    limits = Limits(max_batch=16, batch_wait_s=0.05, max_message=2**24, max_prompt=4096, max_clients=40, infer_timeout_s=60)
+    limits = Limits(
+        max_batch=16, batch_wait_s=0.05, max_message=2**24, max_prompt=4096, max_clients=40, infer_timeout_s=60
+    )
     server = PolicyServer(rows.read, rows.read_named, rows.act, metadata, limits, Hello("p", 2, False, 1, execute=2))
     ready, handles = threading.Event(), {}
 

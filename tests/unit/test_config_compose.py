@@ -192,7 +192,9 @@ def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override,
 def test_keys_of_an_env_or_algorithm_are_those_of_the_chosen_one():
     with pytest.raises(ConfigError, match=r"no key 'env\.upriht'\. Did you mean 'upright'"):
         build("env=metaworld", "env.upriht=false")
-    with pytest.raises(ConfigError, match=r"^env=metaworld has no key 'distractors'.* tabletop has it. Leave env.distr"):
+    with pytest.raises(
+        ConfigError, match=r"^env=metaworld has no key 'distractors'.* tabletop has it. Leave env.distr"
+    ):
         build("env=metaworld", "env.distractors=true")  # of the default env
     with pytest.raises(ConfigError, match=r"no key 'algorithm\.max_resample'\. Did you mean 'max_resamples'"):
         build("algorithm=grpo", "algorithm.max_resample=1")

@@ -47,7 +47,9 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections."""
     result, overrides = [], list(overrides)
-    any_keys = [key for key, hint in field_types().items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
+    any_keys = [
+        key for key, hint in field_types().items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))
+    ]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
     for position, override in enumerate(overrides):
         match = _KEY.match(override)

@@ -6,6 +6,10 @@ same observations with the same policy and as many rows, and must return the sam
 the same server, where each call is filled up to as many rows. ``peer_unfilled`` is one after the other on a server with ``max_batch=1``, which
 fills nothing up: ``ratio_unfilled`` is the gain over the best that one client at a time can have.
 
+Last, prompts of ``--prompt-mib`` MiB come to a server with its usual limits, while another client goes on asking: the milliseconds from the last
+byte to the refusal (required: at most 50), the memory that the server takes in addition (at most 70 MiB), and the other client's 99th percentile
+against its usual one (at most twice). The prompt is sent as a frame from a small buffer, so that the sender takes no processor time from the server.
+
     python benchmarks/serve.py [--image-size 224] [--calls 200] [--clients 8] [--rounds 5] [--device cpu]
 """
 
@@ -15,6 +19,7 @@ import argparse
 import json
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
 from rlinf.commands.open_checkpoint import open_checkpoint
@@ -61,8 +68,8 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> RunConfig:
 
 
 @contextmanager
-def served(checkpoint: Path, max_batch: int) -> Iterator[str]:
-    """Start `rlinf serve`; yield its URL."""
+def served(checkpoint: Path, max_batch: int) -> Iterator[tuple[str, int]]:
+    """Start `rlinf serve`; yield its URL and its process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -76,7 +83,7 @@ def served(checkpoint: Path, max_batch: int) -> Iterator[str]:
     ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        yield f"ws://127.0.0.1:{port}"
+        yield f"ws://127.0.0.1:{port}", server.pid
     finally:
         server.terminate()
         server.wait(60)
@@ -139,12 +146,54 @@ def play(client: PolicyClient, request: dict[str, Any], share: int) -> None:
         client.ask(request)
 
 
+def memory_mib(pid: int, name: str) -> float:
+    """Return ``VmRSS``, the memory of a process, or ``VmHWM``, its peak."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def refusal_ms(url: str, size: int) -> float:
+    """Send a prompt of ``size`` bytes; return the milliseconds from its last byte to its refusal."""
+    with connect(url, compression=None, proxy=None) as client:
+        client.recv()
+        message = b"\x81\xa6prompt\xdb" + struct.pack(">I", size)
+        chunk = b"x" * 2**18
+        client.socket.sendall(b"\x82\xff" + struct.pack(">Q", len(message) + size) + bytes(4) + message)
+        for _ in range(size // len(chunk)):
+            client.socket.sendall(chunk)
+        start = time.perf_counter()
+        try:
+            if not isinstance(client.recv(), str):
+                raise SystemExit("a long prompt was answered")
+        except ConnectionClosed:
+            pass
+        return 1000 * (time.perf_counter() - start)
+
+
+def long_prompts(url: str, pid: int, args: argparse.Namespace) -> dict[str, float]:
+    """Let one client ask, alone and beside prompts of ``args.prompt_mib``; Linux alone tells the peak of the memory."""
+    client, request, size = PolicyClient(url, 600, 600), observations(1, args.image_size)[0], args.prompt_mib * 2**20
+    usual = [milliseconds(lambda: client.ask(request))[0] for _ in range(args.calls + 5)][5:]
+    before = memory_mib(pid, "VmRSS")
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(lambda: [refusal_ms(url, size) for _ in range(args.rounds)])
+        beside = []
+        while not sent.done() or len(beside) < args.calls:
+            beside.append(milliseconds(lambda: client.ask(request))[0])
+        client.close()
+        found = {"refused_ms": max(sent.result()), "limit_ms": 50, "memory_mib": memory_mib(pid, "VmHWM") - before}
+    p99 = [float(np.percentile(each, 99)) for each in (beside, usual)]
+    return found | {"limit_mib": 70, "p99_ms": p99[0], "usual_p99_ms": p99[1], "ratio": p99[0] / p99[1], "limit": 2}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-mib", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
@@ -153,7 +202,7 @@ def main() -> None:
         checkpoint = Path(folder) / "checkpoints" / "rl_000000"
         config = make_checkpoint(checkpoint, args)
         model = open_checkpoint(checkpoint, config).policy.to(args.device).eval()
-        with served(checkpoint, 1) as url:
+        with served(checkpoint, 1) as (url, _):
             rows = PolicyRows(Policy(model, config), ServeConfig(max_batch=1))
             medians = round_trips(url, rows, args)
             _, unfilled = per_second(url, args)
@@ -162,8 +211,9 @@ def main() -> None:
             json.dumps({"name": "serve_round_trip_ms", **medians, "overhead_ms": overhead, "limit_ms": LIMIT_MS}),
             flush=True,
         )
-        with served(checkpoint, args.clients) as url:
+        with served(checkpoint, args.clients) as (url, pid):
             ours, peer = per_second(url, args)
+            print(json.dumps({"name": "serve_long_prompt", **long_prompts(url, pid, args)}), flush=True)
     line = {
         "name": f"observations per second, {args.clients} clients at once against one after the other",
         "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(ours / peer, 2), "peer_unfilled": round(unfilled, 2),

@@ -186,6 +186,9 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
+        elif isinstance(value, list) and value and _match(value[0], hint)[0]:
+            one, all_of_them = override_text(value[0]), ",".join(map(override_text, value))
+            example = f"{dotted}={one}, or -m {dotted}={all_of_them} for one run of each"
         found = f"{dotted} is {override_text(value)!r} ({type(value).__name__})"
         raise ConfigError(f"{found}; required: {type_name(hint)}. Set e.g. {example}")
     choices = field.metadata.get("choices")

@@ -118,6 +118,6 @@ class TD3Config(OffPolicyConfig):
 
     name: str = option("td3", "Registered algorithm.")
     noise_std: float = option(0.2, "Deviation of the noise of exploration, in units of the scale.", minimum=1e-3)
-    target_noise_std: float = option(0.2, "Deviation of the noise of the target's actions.", minimum=0)
+    target_noise_std: float = option(0.2, "Deviation of the noise of the target's actions.", minimum=0, maximum=10)
     target_noise_clip: float = option(0.5, "Largest noise of the target's actions.", minimum=0)
     actor_every: int = option(2, "Updates of the critics for each one of the head.", minimum=1)

@@ -115,7 +115,7 @@ def take_snapshot(
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,
         state=json.loads(json.dumps(state)),
-        config=yaml.safe_dump(run_config, sort_keys=False),
+        config=yaml.safe_dump(json.loads(json.dumps(run_config)), sort_keys=False),  # copies, so it needs no aliases
         manifest=replace(manifest),
     )
 

@@ -284,6 +284,8 @@ class CheckpointManager:
         """Export a checkpoint, and return the folders that were written."""
         if self.export is None:
             return []
+        for leftover in exported.parent.glob(".*.tmp"):  # of a process that was killed while writing
+            shutil.rmtree(leftover, ignore_errors=True)
         self.export(checkpoint, exported)
         return [exported]
 

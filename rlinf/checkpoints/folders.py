@@ -96,9 +96,13 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     looked = f"no {STATE_FILE} in {path} or in {parent}/*"
     if found:
         looked = f"{len(found)} checkpoints in {parent} are all damaged"
+    others = sorted(
+        run for run in path.parent.glob("*") if run != path and not run.is_symlink() and has_checkpoints(run)
+    )
+    instead = f" The newest run beside it that has one is {others[-1]}" if others else ""
     raise CheckpointError(
         f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
-        "first checkpoint can only be started again."
+        f"first checkpoint can only be started again.{instead}"
     )
 
 

@@ -15,11 +15,20 @@ TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
 """What of a recipe's configuration an export reads, and an override may change."""
 
 
+class PlainLoader(yaml.SafeLoader):
+    """Reads YAML without aliases: nested ones make a small file as large as anybody likes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "it has an alias (*name)")
+        return super().compose_node(parent, index)
+
+
 def read_saved_config(folder: Path) -> dict[str, Any]:
     """Return the resolved configuration in a checkpoint; raise CheckpointError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
     except (OSError, yaml.YAMLError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlinf.commands.hydra_app import configure, hide_progress_bars, parse
 from rlinf.config.compose import parse_overrides
@@ -31,7 +32,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _compare(list(arguments))
     if any(word.startswith("questions=") for word in arguments):
         return _questions(arguments)
-    config = configure(parse(arguments), "evaluate")
+    first, *others = arguments
+    folder = [f"checkpoint={first}"] if "=" not in first and Path(first).is_dir() else [first]
+    config = configure(parse([*folder, *others]), "evaluate")
     if config is not None:
         from rlinf.commands import evaluate as command
 

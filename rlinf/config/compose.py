@@ -113,8 +113,10 @@ def _load_named_plugins(overrides: list[str]) -> None:
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line."""
-    typed = [item.key_or_group for item in parse_overrides(overrides)]
-    for section in {*REGISTRIES} & {*typed} if search.GROUP in typed else ():
+    typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
+    for section in REGISTRIES if typed.get(search.GROUP) else ():
+        if not isinstance(typed.get(section), str):  # the experiment's own choice
+            continue
         name = composed[section].name
         known = public_fields(section_class(section, name))
         lacks = [key for key in composed[section] if key not in known and f"{section}.{key}" not in typed]

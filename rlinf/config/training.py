@@ -14,7 +14,7 @@ class TrainerConfig:
 
     max_steps: int = option(100, "RL iterations (rollout + update).", minimum=0)
     minibatch_size: int = option(128, "Samples of one optimiser step over all ranks.", minimum=1)
-    learning_rate: float = option(1e-4, "Peak learning rate of the policy.", minimum=0, maximum=1)
+    learning_rate: float = option(1e-4, "Peak learning rate of the policy.", minimum=1e-12, maximum=1)
     value_learning_rate: float = option(1e-3, "Learning rate of the value head.", minimum=0, maximum=1)
     weight_decay: float = option(0.0, "AdamW weight decay of matrices.", minimum=0)
     adam_beta1: float = option(0.9, "First AdamW coefficient.", minimum=0, below=1)
@@ -128,6 +128,7 @@ class ClusterConfig:
         "Ray actors that hold the simulators of each env, in which they share the rows. 0: none, simulators run next to the policy. "
         "They go to the machines that have the Ray resource rlinf_env, if there are any, else to all.",
         minimum=0,
+        maximum=4096,
     )
     env_node_timeout_s: float = option(
         600.0, "Seconds in which such an actor may neither answer nor finish a simulator call.", minimum=0.1

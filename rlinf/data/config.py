@@ -91,7 +91,7 @@ class SFTConfig:
     num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
     expert: ExpertConfig = option(ExpertConfig(), "The demonstrator.")
     batch_size: int = option(64, "Samples of one optimiser step over all ranks.", minimum=1)
-    learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=0, maximum=1)
+    learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=1e-12, maximum=1)
     warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(

@@ -197,7 +197,7 @@ def _gallery(data: RunData) -> str:
             badge, word = ("yes", "success") if video["success"] else ("no", "failure")
             caption = f"{escape(video['instruction'])}<small>{escape(video['task'])}</small>"
             figures.append(
-                f'<figure class="card"><video controls muted loop playsinline preload="metadata" src="{source}"></video>'
+                f'<figure class="card"><video controls muted loop playsinline preload="metadata" src="{source}#t=0.1"></video>'
                 f'<figcaption><span>{caption}</span><span class="badge {badge}">{word}</span></figcaption></figure>'
             )
         if figures:

@@ -104,6 +104,7 @@ PRISMATIC = {
     "processor": "rlinf.models.embodiment.openvla.processing:PrismaticProcessor",
     "image_processor": "rlinf.models.embodiment.openvla.processing:PrismaticImageProcessor",
 }
+TEMPLATE = "rlinf.models.embodiment.your_model_action_model"
 NO_PROCESSOR = "rlinf.models.embodiment.mlp_action_model:load_processor"
 ENTRIES = (
     _family("openvla", "OpenVLAForRLActionPrediction", "OpenVLAConfig", **PRISMATIC),
@@ -116,6 +117,14 @@ ENTRIES = (
         "rlinf.models.embodiment.remote_action_model:RemotePolicy",
         load_processor="rlinf.models.embodiment.remote_action_model:load_processor",
         elsewhere=True,
+    ),
+    ModelEntry(
+        "your_model",
+        f"{TEMPLATE}:YourModelForRLActionPrediction",
+        f"{TEMPLATE}:YourModelConfig",
+        f"{TEMPLATE}:YourProcessor",
+        f"{TEMPLATE}:YourImageProcessor",
+        load_processor=f"{TEMPLATE}:load_processor",
     ),
     ModelEntry("mlp", "rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction", load_processor=NO_PROCESSOR),
 )

@@ -233,3 +233,27 @@ def test_template_without_value_head_gives_zeros(page):
     prediction = policy.predict_action_batch(**inputs)
     assert policy.value_head is None and not prediction.values.any()
     assert not policy.evaluate_actions(inputs, prediction.sequences).values.any()
+
+
+def test_the_template_runs_as_it_stands_by_the_sentence_of_the_page(tmp_path, monkeypatch, capsys):
+    from rlinf.cli import main
+
+    assert "python examples/embodiment/train.py model=your_model\n" in PAGE
+    monkeypatch.chdir(tmp_path)
+    small = [
+        "trainer.max_steps=1",
+        "rollout.num_envs=2",
+        "rollout.num_chunks=4",
+        "trainer.minibatch_size=8",
+        "env.max_episode_steps=4",
+    ]
+    less = [
+        "evaluation.num_episodes=2",
+        "evaluation.num_videos_per_task=0",
+        "tracking.progress=false",
+        "output_dir=run",
+    ]
+    assert main(["train", "model=your_model", *small, *less]) == 0
+    first_line = (PROJECT / "rlinf/config/model/your_model.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert Path(template.__file__).relative_to(PROJECT).as_posix() in first_line
+    assert "your_model, 1 x 2 numbers a call" in capsys.readouterr().out

@@ -218,3 +218,27 @@ def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
 def test_a_likely_mistake_on_top_of_a_checkpoint_is_answered_with_what_to_type(override, typed, saved_run, capsys):
     assert main(["evaluate", f"checkpoint={saved_run}", override]) == EXIT_USER_ERROR
     assert typed in capsys.readouterr().err
+
+
+def test_a_saved_configuration_with_aliases_is_refused_before_it_grows(tmp_path):
+    from rlinf.checkpoints.saved_config import read_saved_config
+
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]  # 9 ** 9 words
+    (tmp_path / "config.yaml").write_text("\n".join(levels))
+    with pytest.raises(CheckpointError, match=r"has an alias \(\*name\)\)\. Use another checkpoint"):
+        read_saved_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    assert read_saved_config(tmp_path) == {"seed": 1}
+
+
+def test_a_run_without_a_checkpoint_names_the_newest_one_beside_it(tmp_path):
+    from rlinf.checkpoints.checkpoint import resolve_checkpoint
+
+    for run in ("2026-01-01", "2026-01-02"):
+        (tmp_path / run / "checkpoints" / "rl_000001").mkdir(parents=True)
+        (tmp_path / run / "checkpoints" / "rl_000001" / "state.json").write_text("{}")
+    (tmp_path / "2026-01-03" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to("2026-01-03")
+    with pytest.raises(CheckpointError, match=r"The newest run beside it that has one is .*2026-01-02$"):
+        resolve_checkpoint(tmp_path / "latest")

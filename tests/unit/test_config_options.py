@@ -155,3 +155,19 @@ def test_what_to_do_at_a_collapse_may_stand_in_a_yaml_file():
         assert from_mapping(TrainerConfig, read).on_collapse == choice
     with pytest.raises(ConfigError, match="on_collapse"):
         from_mapping(TrainerConfig, OmegaConf.to_container(OmegaConf.create("on_collapse: off")))
+
+
+def test_bounds_and_lists_are_refused_with_a_value_that_works():
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
+    for words, said in (
+        (["trainer.learning_rate=0"], "at least 1e-12 and at most 1"),
+        (["sft.learning_rate=0"], "at least 1e-12 and at most 1"),
+        (["algorithm=td3", "algorithm.target_noise_std=1e21"], "at least 0 and at most 10"),
+        (["cluster.env_nodes=1000000000000000000000"], "at least 0 and at most 4096"),
+        (["seed=[1,2]"], "Set e.g. seed=1, or -m seed=1,2 for one run of each"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            build_config(compose_config(words))
+        assert said in str(error.value)

@@ -138,7 +138,8 @@ def test_metadata_come_first_then_a_reply_for_each_request(shared):
 
 def test_openpis_client_acts_and_its_broker_hands_out_a_whole_chunk(shared):
     clients = pytest.importorskip(
-        "openpi_client.websocket_client_policy", reason="pip install --no-deps openpi-client==0.1.2"
+        "openpi_client.websocket_client_policy",
+        reason="pip install --no-deps openpi-client==0.1.2 dm-tree typing_extensions",
     )
     from openpi_client.action_chunk_broker import ActionChunkBroker
 

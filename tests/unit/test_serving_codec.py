@@ -67,7 +67,9 @@ def test_scalars_lists_and_text_come_back():
 
 
 def test_openpis_own_reader_and_writer_agree_with_ours():
-    theirs = pytest.importorskip("openpi_client.msgpack_numpy", reason="pip install --no-deps openpi-client==0.1.2")
+    theirs = pytest.importorskip(
+        "openpi_client.msgpack_numpy", reason="pip install --no-deps openpi-client==0.1.2 dm-tree typing_extensions"
+    )
     value = {"actions": ARRAYS[2], "infer_ms": np.float32(1.5), "names": ["a", "b"]}
     assert encode(value) == theirs.packb(value)
     for array in ARRAYS:

@@ -27,6 +27,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import LinearInFloat32, linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
+from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.sampling import sample_tokens, token_logprobs
@@ -87,6 +88,15 @@ class YourProcessor:
         tokens = self.tokenizer(prompts, padding=True, return_tensors="pt")
         data = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
         return BatchFeature({**data, **self.image_processor(images)})
+
+
+def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: str | None) -> YourProcessor:
+    """Load the processor of a folder; without one, that of the small model of ``model/your_model.yaml``."""
+    if path is not None:
+        return YourProcessor.from_pretrained(path)
+    tokenizer = load_tokenizer(None, model_config.text_config.vocab_size)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return YourProcessor(tokenizer, YourImageProcessor(model_config.vision_config.image_size))
 
 
 class YourLogitsProcessor(LogitsProcessor):

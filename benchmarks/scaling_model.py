@@ -1,4 +1,4 @@
-"""Predict an iteration on more GPUs than were measured (``rlinf.preflight.scaling``), and check the model on this machine.
+"""Predict an iteration on more GPUs than were measured (``scaling_formulas.py``), and check the model on this machine.
 
 Without arguments, one worker is measured with two numbers of envs, and the times of 2 and 4 workers are predicted from these and
 compared with what they take: workers are processes that play (``rollout.worker_processes``), or ranks (``cluster.num_processes``).
@@ -27,12 +27,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from scaling_formulas import PHASES, PLACEMENTS, Line, Machine, Workload, best, measured, predict
+
 from rlinf.checkpoints.checkpoint import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.preflight.scaling import PHASES, PLACEMENTS, Line, Machine, Workload, best, measured, predict
 from rlinf.preflight.validation import validate
 from rlinf.tracking import read_metrics
 

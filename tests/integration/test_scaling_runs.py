@@ -11,9 +11,12 @@ import pytest
 from run_results import metrics_of, run_config
 
 from rlinf.commands.train import train
-from rlinf.preflight.scaling import measured
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling_model.py"
+sys.path.append(str(SCRIPT.parent))
+
+from scaling_formulas import measured  # noqa: E402
+
 TINY = [
     "model=mlp", "env=tabletop", "env.cameras=[]", "env.tasks=[reach]", "env.max_episode_steps=3", "rollout.num_chunks=3",
     "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=2", "sft.max_steps=0", "evaluation.num_episodes=1",

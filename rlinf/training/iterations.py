@@ -43,9 +43,7 @@ def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> N
             success_rate=metrics.get("rollout/success_rate") if tells_success else None,
             env_steps_per_s=metrics["throughput/env_steps_per_s"], **shown,
         )  # fmt: skip
-        session.warn_of_clipping(
-            metrics.get("rollout/actions_clipped_fraction"), metrics.get("rollout/actions_max_abs")
-        )
+        session.warn_of_clipping(*(metrics.get(f"rollout/actions_{name}") for name in ("clipped_fraction", "max_abs")))
         session.log(step, metrics)
         ends = _ends_by_evaluation(session, last)
         session.checkpoint_if_due(last or ends)

@@ -27,12 +27,6 @@ def format_interval(low: float, high: float, between: str = " to ") -> str:
     return f"{low:.1%}{between}{high:.1%}"
 
 
-def format_return(mean: float, low: float, high: float, between: str = " to ") -> str:
-    """Format a mean return with its 95 % interval: ``-512.3 (95 % -580.1 to -444.5)``; without the interval if it is infinite."""
-    ends = f" (95 % {low:.4g}{between}{high:.4g})" if high - low < float("inf") else ""
-    return f"{mean:.4g}{ends}"
-
-
 def format_points(*differences: float) -> str:
     """Format a difference of shares, or the ends of its interval, in percentage points: ``+12.5``, ``-1.0 to +2.5``."""
     return " to ".join(f"{100 * difference:+.1f}" for difference in differences)

@@ -53,14 +53,7 @@ class EpisodeStats:
         return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
 
     def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
-        """Count numbers outside the bounds.
-
-        Args:
-            ids: int64 ``[K]``.
-            given: Actions before they were cut, float32 ``[K, C, D]``.
-            beyond: bool ``[K, C, D]``: the number was cut.
-            executed: bool ``[K, C]``; other actions do not count.
-        """
+        """Count the numbers ``beyond`` the bounds of the actions ``given``, ``[K, C, D]`` both, that were ``executed``, ``[K, C]``."""
         self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
         largest = np.where(executed[..., None], np.abs(given), 0).max((1, 2))
         self._max_abs[ids] = np.maximum(self._max_abs[ids], largest)

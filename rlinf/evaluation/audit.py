@@ -28,7 +28,7 @@ from rlinf.evaluation.disturbed_env import (
 )
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.kept_audit import KeptAudit
-from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
 from rlinf.evaluation.verdicts import UNCLEAR, Row, Verdict, verdicts
 from rlinf.evaluation.wordings import paraphrased, swapped
 from rlinf.number_formats import format_interval, format_points
@@ -221,7 +221,7 @@ class Auditor:
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
-        disturbed = [] if key == "clean" else result.clipping_warning()
+        disturbed = [] if key == "clean" else clipping_warning(*actions_clipped(result.results))
         self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result
         is_paired = key not in ("clean", "seen")

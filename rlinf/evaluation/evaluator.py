@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rlinf.errors import ConfigError, RefusedInputError
-from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
 from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
 from rlinf.models.precision import evaluation_mode
@@ -299,7 +299,7 @@ def evaluate_policy(
         results = [found[spec] for spec in specs]
         tells_success = env.tells_success(env.config)
         evaluation = EvaluationResult(results, greedy, temperature, seed, tells_success=tells_success)
-        evaluation.warnings += evaluation.clipping_warning()
+        evaluation.warnings += clipping_warning(*actions_clipped(results))
         if video_folder is not None:
             chosen = _chosen(evaluation.results, num_videos_per_task)
             mine = list(enumerate(chosen))[rank::num_ranks]

@@ -29,7 +29,7 @@ from rlinf.evaluation.report_page import (
     profile,
     texts,
     training_curves,
-)
+)  # fmt: skip
 from rlinf.evaluation.report_tables import all_evaluations, headline, tasks, warnings
 from rlinf.evaluation.token_data import is_token_folder
 from rlinf.evaluation.token_report import write_token_report
@@ -102,23 +102,27 @@ def _actions(data: RunData) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+EVALUATED = (
+    ("Success rate", "success_rate", "interval_low", "interval_high"),
+    ("Return", "return_mean", "return_low", "return_high"),
+)
+"""What evaluations are drawn by: metric and ends of its interval."""
+
+
 def _success_curves(data: RunData) -> str:
     lines = with_axes(data.lines)
     rl = [line for line in lines if line["phase"] == "rl"]
     cards = []
-    curves: list[tuple[str, str, str, str, str, dict[str, bool]]] = [
-        ("Return", "return", "return_mean", "return_low", "return_high", {})
-    ]
-    if not data.evaluations or data.evaluations[-1].result.total.is_told:
-        curves.insert(
-            0, ("Success", "success rate", "success_rate", "interval_low", "interval_high", {"percent": True})
-        )
+    is_told = not data.evaluations or data.evaluations[-1].result.total.is_told
     for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
         # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
-        for y, y_label, value, low, high, options in curves:
-            rollouts = _series(shown, x, f"rollout/{value}", "rollouts (sampled, training episodes)", 3)
-            series = [rollouts, _evaluated(shown, x, data.episodes, (value, low, high))]
-            cards.append(card(f"{y} against {x_label.partition(' (')[0]}", series, x_label, y_label, **options))
+        for y, *names in EVALUATED if is_told else EVALUATED[1:]:
+            rollouts = _series(shown, x, f"rollout/{names[0]}", "rollouts (sampled, training episodes)", 3)
+            series, title = (
+                [rollouts, _evaluated(shown, x, data.episodes, names)],
+                f"{y} against {x_label.partition(' (')[0]}",
+            )
+            cards.append(card(title, series, x_label, y.lower(), percent=y == "Success rate"))
     return charts(cards)
 
 
@@ -176,7 +180,7 @@ def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colo
     return Series(label, [(line[x], line[name]) for line in lines if name in line], colour)
 
 
-def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: tuple[str, str, str]) -> Series:
+def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Sequence[str]) -> Series:
     """Return the curve of an evaluated number (the first of ``names``) with its interval (the others)."""
     value, low, high = (f"eval/{name}" for name in names)
     found = [line for line in lines if line.get(value) is not None]

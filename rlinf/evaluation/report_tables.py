@@ -8,7 +8,6 @@ from typing import Any
 from rlinf.evaluation.report_data import RunData
 from rlinf.evaluation.report_offpolicy import head_warnings
 from rlinf.evaluation.report_page import details, gain_tile, row, success_cell, table, tile, warning_card
-from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_p_value, format_points
 
 
@@ -44,12 +43,6 @@ def _gain_tile(before: float, after: float, paired: dict[str, Any] | None) -> st
     return gain_tile("Gain by RL", after - before, detail)
 
 
-def _gain(first: Success, second: Success) -> str:
-    if second.is_told:
-        return format_points(second.success_rate - first.success_rate)
-    return f"{second.returns[0] - first.returns[0]:+.4g}"
-
-
 def tasks(data: RunData) -> str:
     """Return a table of success per task, with intervals."""
     shown = data.in_the_table
@@ -64,7 +57,9 @@ def tasks(data: RunData) -> str:
         cells = [success_cell(success, colour) for success, colour in successes]
         if len(successes) > 1:
             first, second = (success for success, _ in successes)
-            gain = _gain(first, second) if first and second else ""
+            gain = format_points(second.success_rate - first.success_rate) if first and second else ""
+            if first and second and not second.is_told:
+                gain = f"{second.returns[0] - first.returns[0]:+.4g}"
             cells.append(f"<td>{gain}</td>")
         body.append(row(task, cells, style))
     columns = ["task", *(escape(one.name) for one, _ in shown), *(["gain"] if len(shown) > 1 else [])]

@@ -13,7 +13,7 @@ from typing import Any
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import write_text
-from rlinf.number_formats import format_interval, format_return
+from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 MOST_CLIPPED = 0.05
@@ -61,14 +61,13 @@ class Success:
 
     @property
     def return_text(self) -> str:
-        """Mean return and interval as text; "" if not known."""
-        return "" if self.returns is None else format_return(*self.returns)
+        """Mean return and interval as text, ``-512.3 (95 % -580.1 to -444.5)``; "" if not known."""
+        mean, low, high = self.returns or (None, -math.inf, math.inf)
+        ends = f" (95 % {low:.4g} to {high:.4g})" if self.episodes > 1 else ""
+        return "" if mean is None else f"{mean:.4g}{ends}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``, and the return if it is known.
-
-        ``return_interval`` is null for a single episode.
-        """
+        """Return both as JSON values, and the return if it is known; ``return_interval`` is null for a single episode."""
         rate = self.success_rate if self.episodes else None
         values = {"success_rate": rate, "successes": self.successes, "episodes": self.episodes}
         values["interval"] = list(self.interval)
@@ -163,10 +162,6 @@ class EvaluationResult:
         """Largest magnitude of these numbers before the cut; None: not recorded."""
         return actions_clipped(self.results)[1]
 
-    def clipping_warning(self) -> list[str]:
-        """Return a sentence if more than ``MOST_CLIPPED`` of the numbers were cut."""
-        return clipping_warning(self.actions_clipped_fraction, self.actions_max_abs)
-
     def headline(self) -> str:
         """Return success and return with their intervals in one line."""
         total = self.total
@@ -236,19 +231,15 @@ class EvaluationResult:
 
 
 def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
-    """Return a text table with k/n, interval and return of each row; ``first`` and ``second`` head the names and the rates.
-
-    Where there is no success, it has episodes and returns alone.
-    """
+    """Return a text table of success, if it is told, and return; ``first`` and ``second`` head the names and the rates."""
     width = max(len(first), *(len(name) for name, _ in rows))
     is_told, with_returns = rows[-1][1].is_told, rows[-1][1].returns is not None
     head = f"  {second}     k/n  {'95 % interval':15}" if is_told else "  episodes"
     lines = [f"{first.ljust(width)}{head}{'  return' if with_returns else ''}".rstrip()]
     for name, success in rows:
         interval = format_interval(*success.interval, " - ")
-        cells = (
-            f"{success.success_rate:6.1%}  {success.count:>7}  {interval:15}" if is_told else f"{success.episodes:>8}"
-        )
+        rate = f"{success.success_rate:6.1%}  {success.count:>7}  {interval:15}"
+        cells = rate if is_told else f"{success.episodes:>8}"
         lines.append(f"{name.ljust(width)}  {cells}  {success.return_text}".rstrip())
     return "\n".join(lines)
 
@@ -264,7 +255,7 @@ def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, flo
 
 
 def clipping_warning(fraction: float | None, largest: float | None) -> list[str]:
-    """Return a sentence if more than ``MOST_CLIPPED`` of the numbers of actions were cut."""
+    """Return a sentence if more than ``MOST_CLIPPED`` of the numbers of actions were cut; for ``actions_clipped``."""
     if fraction is None or fraction <= MOST_CLIPPED:
         return []
     return [

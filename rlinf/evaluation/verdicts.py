@@ -91,10 +91,8 @@ class Effect:
     @property
     def of_a_yes(self) -> dict[str, Any]:
         """``share`` and ``is_partial`` of a verdict; empty if the answer is another one."""
-        if self.answer != YES:
-            return {}
-        share = min(1.0, max(0.0, self.points / self.stake)) if self.stake else 1.0
-        return {"share": share, "is_partial": self.high < WHOLE_SHARE * self.stake}
+        share = min(1.0, self.points / self.stake) if self.stake else 1.0
+        return {"share": share, "is_partial": self.high < WHOLE_SHARE * self.stake} if self.answer == YES else {}
 
     def __str__(self) -> str:
         return f"{format_points(self.points)} points of {100 * self.stake:.1f} (95 % interval {format_points(self.low, self.high)})"

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from rlinf.distributed.process_group import any_rank
-from rlinf.evaluation.result import clipping_warning
 from rlinf.memory import memory_metrics
 from rlinf.training.collapse import ends_by_collapse
 from rlinf.training.session import Session
@@ -23,6 +22,7 @@ def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> N
     """
     state, config = session.state, session.config.trainer
     ends = _ends_by_evaluation(session, last=state.step == config.max_steps)
+    tells_success = session.evaluator.env.tells_success(session.config.env)
     session.stop_if_asked()
     while state.step < config.max_steps and not ends:
         start, cpu_start = time.monotonic(), time.process_time()
@@ -40,11 +40,10 @@ def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> N
         shown = {"return": metrics["rollout/return_mean"]} if "rollout/return_mean" in metrics else {}
         session.progress.update(
             "rl", state.step, config.max_steps,
-            success_rate=metrics.get("rollout/success_rate") if session.tells_success else None,
+            success_rate=metrics.get("rollout/success_rate") if tells_success else None,
             env_steps_per_s=metrics["throughput/env_steps_per_s"], **shown,
         )  # fmt: skip
-        clipped = metrics.get("rollout/actions_clipped_fraction"), metrics.get("rollout/actions_max_abs")
-        session.warn_once("actions", clipping_warning(*clipped))
+        session.warn_of_clipping(*(metrics.get(f"rollout/actions_{name}") for name in ("clipped_fraction", "max_abs")))
         session.log(step, metrics)
         ends = _ends_by_evaluation(session, last)
         session.checkpoint_if_due(last or ends)

@@ -22,15 +22,7 @@ from rlinf.training.train_worker import FailedBatch
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
 """Keys of ``summary.json`` and the evaluations that they show."""
 
-SUMMARY_VALUES = (
-    "success_rate",
-    "successes",
-    "episodes",
-    "interval",
-    "return_mean",
-    "return_interval",
-    "tells_success",
-)
+SUMMARY_VALUES = "success_rate", "successes", "episodes", "interval", "return_mean", "return_interval", "tells_success"
 
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
@@ -91,9 +83,8 @@ def closing_table(summary: dict[str, Any]) -> str:
     lines = [success_table(rows, "", "success")] if rows else []
     if "best_checkpoint" in summary:
         best = summary["best_checkpoint"]
-        reached = (
-            f"{best['success_rate']:.1%}" if best.get("tells_success", True) else f"return {best['return_mean']:.4g}"
-        )
+        is_told = best.get("tells_success", True)
+        reached = f"{best['success_rate']:.1%}" if is_told else f"return {best['return_mean']:.4g}"
         lines.append(f"best checkpoint: {best['name']} ({reached} in the evaluation {best['evaluation']})")
     if "rollbacks" in summary:
         lines.append(f"times that the run went back to its best checkpoint: {summary['rollbacks']}")

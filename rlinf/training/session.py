@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, barrier, rank
+from rlinf.evaluation.result import actions_clipped, clipping_warning
 from rlinf.manifest import Manifest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.options import to_mapping
@@ -77,7 +78,7 @@ class Session:
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
         self.before_save: Callable[[], dict[str, Tensor]] = dict  # for what a trainer adds to a checkpoint
         self._other_policy: ActionModel | None = None
-        self._warned: set[str] = set()
+        self._warned = False
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -101,16 +102,11 @@ class Session:
         """Evaluate and save ``policy`` from now on. The worker does not train it: what does adds its state in ``before_save``."""
         self._other_policy, self.sync = policy, WeightPush(policy, policy)
 
-    @property
-    def tells_success(self) -> bool:
-        """Whether episodes of the env can succeed."""
-        return self.evaluator.env.tells_success(self.config.env)
-
-    def warn_once(self, about: str, sentences: Sequence[str]) -> None:
-        """Show sentences about something, if rank 0 has shown none about it yet."""
-        if sentences and about not in self._warned and rank() == 0:
-            self._warned.add(about)
-            logger.warning("%s", "\n".join(sentences))
+    def warn_of_clipping(self, fraction: float | None, largest: float | None) -> None:
+        """Warn once, on rank 0, that many numbers of actions are cut."""
+        for sentence in clipping_warning(fraction, largest) if rank() == 0 and not self._warned else ():
+            self._warned = True
+            logger.warning(sentence)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""
@@ -133,7 +129,7 @@ class Session:
             result.to_json(folder / "result.json")
             self._manifest().save(folder)
             self.progress.note(f"eval {tag}: {result.headline()}")
-            self.warn_once("actions", result.clipping_warning())
+            self.warn_of_clipping(*actions_clipped(result.results))
             state.evaluations[tag] = result.summary() | {
                 "env_steps": state.env_steps,
                 "train_wall_s": state.train_wall_s,

@@ -16,7 +16,6 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig
-from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, success_of
 from rlinf.errors import ConfigError
 
 MODULE = '''
@@ -128,6 +127,8 @@ def test_what_cannot_be_read_is_refused_in_one_sentence_before_an_episode(name, 
 
 
 def test_success_has_three_names_and_counts_are_none():
+    from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, success_of
+
     assert [success_of({key: 1.0}, "x") for key in SUCCESS_KEYS] == [True] * 3
     assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "reward": 1}, "x") is None
     with pytest.raises(ConfigError, match="goal_reached"):

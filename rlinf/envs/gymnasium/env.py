@@ -57,12 +57,8 @@ class GymnasiumConfig(ProcessEnvConfig):
         "Make the env again for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
         "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
     )
-    state: str = option(
-        "full", "full: the flattened observation without cameras and sentence; none.", choices=("full", "none")
-    )
-    instruction: str = option(
-        "do the task", "What a policy of language is told, if the env has no sentence of its own."
-    )
+    state: str = option("full", "full: the flattened rest of the observation; none.", choices=("full", "none"))
+    instruction: str = option("do the task", "What a policy of language is told, if the env has no own sentence.")
     reward_scale: float = option(1.0, "Factor of the env's rewards; returns of some units or tens are learnt fastest.")
     success_return: float | None = option(
         None,
@@ -223,9 +219,9 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
         self.check_names(config)
         spaces = spaces_of(config)
-        if self._draws(config) and not spaces.can_draw:
-            raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
-        if self._draws(config):
+        if not set(config.cameras) <= set(spaces.parts.cameras):
+            if not spaces.can_draw:
+                raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
             _draw_once(*_key(config))
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
@@ -247,10 +243,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def tells_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether a step says something about success, or a return counts as one."""
         return config.success_return is not None or _said_by(*_key(config), True)[0]
-
-    @staticmethod
-    def _draws(config: GymnasiumConfig) -> bool:
-        return bool(set(config.cameras) - set(config.default_cameras()))
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
@@ -304,7 +296,7 @@ class GymnasiumSimulator(Simulator):
         self._env: Any = None
         self._horizon = GymnasiumVectorEnv.horizon_of(config, config.id)
         self._observation: Any = None
-        self._sentence: str | None = None
+        self.sentence: str | None = None
         self.told_success = False  # since the simulator was made
         self._num_steps, self._return = 0, 0.0
 
@@ -315,7 +307,7 @@ class GymnasiumSimulator(Simulator):
             self.close()
             self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
         self._observation, info = self._env.reset(seed=seed)
-        self._sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
+        self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
@@ -329,28 +321,23 @@ class GymnasiumSimulator(Simulator):
             self.told_success |= success is not None
         else:
             success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
-        told = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
-        self._sentence = self._sentence if told is None else told
+        self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id) or self.sentence
         return SingleStep(self.config.reward_scale * float(reward), bool(success), over)
 
     def observe(self) -> View:
         """Return cameras, state and sentence."""
         state = self._spaces.parts.flattened(self._observation) if len(self._spaces.state_low) else None
         images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
-        return View(images, state, self.config.instruction if self._sentence is None else self._sentence)
-
-    @property
-    def has_sentence(self) -> bool:
-        """Whether the env has told a sentence of its own."""
-        return self._sentence is not None
+        return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
 
     def _picture(self, camera: str, size: int) -> np.ndarray:
         """Return what a camera shows, uint8 ``[size, size, 3]``."""
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        without = "env.cameras=[]"
-        return resized(checked_picture(part(self._observation, path), f"env.id={self.config.id}", without), size)
+        return resized(
+            checked_picture(part(self._observation, path), f"env.id={self.config.id}", "env.cameras=[]"), size
+        )
 
     def render(self, size: int) -> np.ndarray:
         """Return the picture of the env; of one without render_mode=rgb_array, that of its first camera.
@@ -388,14 +375,13 @@ class GymnasiumSimulator(Simulator):
 @functools.cache
 def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple[bool, bool]:
     """Play one step of an episode; return whether the env says something about success, and whether it has sentences."""
-    success_return = None if reads_success else 0.0
-    options = {"id": env_id, "kwargs": json.loads(kwargs), "state": state, "max_episode_steps": 2}
-    simulator = GymnasiumSimulator(GymnasiumConfig(**options, success_return=success_return), [env_id])
+    options = {"kwargs": json.loads(kwargs), "state": state, "success_return": None if reads_success else 0.0}
+    simulator = GymnasiumSimulator(GymnasiumConfig(id=env_id, max_episode_steps=2, **options), [env_id])
     try:
         simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
         spaces = spaces_of(simulator.config)
         simulator.step((spaces.action_low + spaces.action_high) / 2)
-        return simulator.told_success, simulator.has_sentence
+        return simulator.told_success, simulator.sentence is not None
     finally:
         simulator.close()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium
@@ -38,7 +41,7 @@ class Parts:
     state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
 
     def flattened(self, observation: Any) -> np.ndarray:
-        """Return the state of an observation, float32 ``[S]``: ``gymnasium.spaces.flatten`` of its parts, joined."""
+        """Return the state of an observation, its parts flattened and joined: float32 ``[S]``."""
         parts = [gymnasium.spaces.flatten(space, part(observation, path)) for path, space in self.state]
         return np.concatenate(parts).astype(np.float32)
 
@@ -51,9 +54,7 @@ class Parts:
 
 def part(observation: Any, path: Path) -> Any:
     """Return the part of an observation at ``path``."""
-    for key in path:
-        observation = observation[key]
-    return observation
+    return reduce(getitem, path, observation)
 
 
 def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
@@ -91,23 +92,16 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
             f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
             "with a gymnasium.ObservationWrapper that converts it or leaves it out, and name it in env.id; or set env.state=none"
         )
-    try:
-        flat = gymnasium.spaces.flatten_space(space)
-    except NotImplementedError:
-        flat = None
-    if not isinstance(flat, Box):
-        raise ConfigError(
-            f"{name}, which has no fixed size. Set env.state=none, or name a version of it with an observation wrapper in env.id"
-        )
-    return flat
+    with suppress(NotImplementedError):
+        if isinstance(flat := gymnasium.spaces.flatten_space(space), Box):
+            return flat
+    raise ConfigError(
+        f"{name}, which has no fixed size. Set env.state=none, or name a version of it with an observation wrapper in env.id"
+    )
 
 
 def success_of(info: Mapping[str, Any], env_id: str) -> bool | None:
-    """Return what ``info`` of an env step says about success; None: nothing.
-
-    Raises:
-        ConfigError: It says so under another key than ``SUCCESS_KEYS``.
-    """
+    """Return what ``info`` of a step says about success (None: nothing); raise ConfigError if it seems to say so under another key."""
     for key in SUCCESS_KEYS:
         if key in info:
             return bool(info[key])
@@ -123,11 +117,7 @@ def success_of(info: Mapping[str, Any], env_id: str) -> bool | None:
 
 
 def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
-    """Return the sentence that an observation or ``info`` has; None: neither.
-
-    Raises:
-        ConfigError: Both have one, or it is no text.
-    """
+    """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, and for what is no text."""
     shown = None if parts.sentence is None else part(observation, parts.sentence)
     said = info.get(INSTRUCTION_KEY)
     if shown is not None and said is not None:

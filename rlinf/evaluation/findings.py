@@ -130,9 +130,8 @@ class Record:
         """
         of_updates = all(name.startswith("train/") for name in names)
         warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
-        found = [
-            line for line in self.lines if line["step"] >= warmup and all(line.get(name) is not None for name in names)
-        ]
+        begun = [line for line in self.lines if line["step"] >= warmup]
+        found = [line for line in begun if all(line.get(name) is not None for name in names)]
         if not found:
             raise NotMeasured(f"no {' and '.join(names)}")
         return found
@@ -174,48 +173,43 @@ class Record:
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes")
         if len(lines) < MIN_POINTS:
             raise NotMeasured(f"{len(lines)} iterations only; required: {MIN_POINTS}")
-        found = []
-        for line in lines:
-            episodes = int(line["rollout/num_episodes"])
-            found.append((line["step"], Success(round(line["rollout/success_rate"] * episodes), episodes)))
-        return found
+        counts = ((line["step"], line["rollout/success_rate"], int(line["rollout/num_episodes"])) for line in lines)
+        return [(step, Success(round(rate * episodes), episodes)) for step, rate, episodes in counts]
 
     @property
     def has_success(self) -> bool:
         """Whether the env has successes. Without a return that counts as one (gymnasium) it has those that were seen."""
-        env = self.setting("env") or {}
-        names = ("rollout/success_rate", "eval/successes")
-        return env.get("success_return", 0) is not None or any(map(self.total, names))
+        is_given = (self.setting("env") or {}).get("success_return", 0) is not None
+        return is_given or self.total("rollout/success_rate") + self.total("eval/successes") > 0
 
     @cached_property
     def outcome(self) -> Outcome:
         """What became of RL, or of cloning alone: success by evaluations, or by rollouts where these cannot tell; else return or loss."""
-        more = 2 * max(1, len(self.lines))
-        cure = f"train.max_num_steps={more}" if self.is_recipe else f"trainer.max_steps={more}"
+        measure, name, key = "return", self.return_name, "trainer.max_steps"
+        if self.is_recipe:
+            measure, key = "reward", "train.max_num_steps"
+        if self.is_preference or not any(line["phase"] == "rl" for line in self.lines):
+            measure, name = "loss", "train/loss" if self.is_preference else "sft/loss"
+            key = key if self.is_recipe else "sft.max_steps"
+        cure = f"{key}={2 * max((line['step'] for line in self.lines), default=0) + 2}"
         found: list[Outcome] = []
         with suppress(NotMeasured):
             evaluations = self.evaluations("rl") if self.has_success else []
             if len(evaluations) > 1:
-                episodes = max(200, 2 * evaluations[-1][1].episodes)
-                found.append(
-                    outcome_of_counts(evaluations, "of the evaluations", f"evaluation.num_episodes={episodes}")
-                )
+                more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
+                found.append(outcome_of_counts(evaluations, "of the evaluations", more))
         with suppress(NotMeasured):
             rollouts = self.rollouts()
             window = max(1, len(rollouts) // 5)
             ends = [(part[0][0], sum_of(part)) for part in (rollouts[:window], rollouts[-window:])]
             found.append(outcome_of_counts(ends, f"of the rollouts ({window} iterations each)", cure))
-        measure, name = ("reward" if self.is_recipe else "return"), self.return_name
-        if self.is_preference or not any(line["phase"] == "rl" for line in self.lines):
-            measure, name = "loss", "train/loss" if self.is_preference else "sft/loss"
         with suppress(NotMeasured):
             values = self.series(name)
             full = self.full_reward if measure == "reward" else math.inf
             found += [] if found else [outcome_of_values(measure, values.steps, values.values, cure, full)]
-        few = Outcome(
-            UNKNOWN, measure, f"fewer than {MIN_POINTS} steps so far. To tell, set {cure}", False, False, (0, 0)
-        )
-        return next((one for one in found if one.verdict != UNKNOWN), (found or [few])[0])
+        text = f"fewer than {MIN_POINTS} steps so far. To tell, set {cure}"
+        found += [Outcome(UNKNOWN, measure, text, False, False, (0, 0))]
+        return next((one for one in found if one.verdict != UNKNOWN), found[0])
 
     @property
     def is_preference(self) -> bool:

@@ -87,10 +87,6 @@ CASES = {  # rule: faulty lines and settings, words of the sentence, override; l
         lines(train__clip_fraction=0.6, train__approx_kl=0.2, train__entropy=0.9), SEVERAL, "60% of the importance ratios", "trainer.learning_rate=0.0003",
         lines(train__clip_fraction=0.1, train__approx_kl=0.01, train__entropy=0.9), SEVERAL,
     ),
-    "entropy_bonus": (
-        lines(train__entropy=falls(0.9, 3.0)), {"algorithm": {"entropy_coef": 1.0}}, "from 0.9 to", "algorithm.entropy_coef=0.005",
-        lines(train__entropy=falls(0.9, 0.5)), {"algorithm": {"entropy_coef": 1.0}},
-    ),
     "setting_unusual": (
         lines(**FLAT), {"trainer": {"adam_eps": 10.0, "weight_decay": 0.1}}, "trainer.adam_eps is 10, and runs learn with 0 to 0.0001",
         "trainer.adam_eps=1e-08",
@@ -143,10 +139,6 @@ CASES = {  # rule: faulty lines and settings, words of the sentence, override; l
         "38.0% (38/100), and its demonstrator in 40.0%", "trainer.max_steps=60",
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.95), *evaluations(93, phase="sft")], {},
     ),
-    "data_starves": (
-        lines("sft", throughput__data_wait_fraction=0.7), {"sft": {"dataset": "rows"}}, "70% of its time", "sft.num_workers=4",
-        lines("sft", throughput__data_wait_fraction=0.01), {"sft": {"dataset": "rows"}},
-    ),
     "lost_episodes": (
         lines(rollout__lost_episodes=2, **PLAYED), {}, "24 episodes began again", "rollout.num_envs=32",
         lines(rollout__lost_episodes=0, **PLAYED), {},
@@ -155,9 +147,9 @@ CASES = {  # rule: faulty lines and settings, words of the sentence, override; l
         lines(rollout__logprob_gap_max=6e-4), {}, "0.0006 at a limit of 0.001", "rollout.backend=torch",
         lines(rollout__logprob_gap_max=1e-6), {},
     ),
-    "returns_unexplained": (
-        lines(train__explained_variance=0.01, rollout__return_mean=BUMPS, **MOVES, **FLAT), {}, "the reward is noise", "",
-        lines(train__explained_variance=0.6, rollout__return_mean=BUMPS, **MOVES, **FLAT), {},
+    "return_stays": (
+        lines(train__explained_variance=0.01, rollout__return_mean=BUMPS, **MOVES, **FLAT), {}, "noise in the reward", "",
+        lines(train__explained_variance=0.3, rollout__return_mean=BUMPS, **MOVES, **FLAT), {},
     ),
 }  # fmt: skip
 
@@ -371,7 +363,6 @@ def test_no_rule_blames_a_run_that_mastered_its_task():
         if name in (
             "lost_episodes",
             "parity_near_gate",
-            "data_starves",
             "overfitted",
             "clone_is_bound",
             "clone_misses",
@@ -439,7 +430,7 @@ def test_the_worst_comes_first_and_the_rest_is_listed_with_its_reason():
     )
     assert [finding.rule for finding in diagnosis.findings] == ["lost_episodes", "steps_too_large"]
     assert "clip_range_closed" in diagnosis.fine and diagnosis.silent["critic_dreams"] == "no train/q_first"
-    assert diagnosis.silent["returns_unexplained"] == "the outcome is good, or another rule has spoken"
+    assert diagnosis.silent["return_stays"] == "the outcome is good, or another rule has spoken"
     listed = [finding.rule for finding in diagnosis.findings] + diagnosis.fine + list(diagnosis.silent)
     assert sorted(listed) == sorted(BY_NAME)
 

@@ -9,8 +9,19 @@ from statistics import median
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE
 from rlinf.evaluation.findings import (
-    DOES_WELL, GOOD, MASTERED, MIN_POINTS, NAMED, Diagnosis, Finding, NotMeasured, Record, diagnose, read_record, sum_of,
-)  # fmt: skip
+    DOES_WELL,
+    GOOD,
+    MASTERED,
+    MIN_POINTS,
+    NAMED,
+    Diagnosis,
+    Finding,
+    NotMeasured,
+    Record,
+    diagnose,
+    read_record,
+    sum_of,
+)
 from rlinf.evaluation.outcome import FELL, ROSE, UNKNOWN, outcome_of_values
 from rlinf.evaluation.report_page import warning_card
 from rlinf.models.precision import MAX_EXP_GAP

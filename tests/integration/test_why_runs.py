@@ -32,7 +32,7 @@ def test_the_outcome_of_a_recorded_run_comes_first(run):
 
 
 @pytest.mark.parametrize("run", [one for one in RECORDED if one["causes"]], ids=lambda one: one["name"])
-def test_the_cause_of_a_recorded_run_is_said_and_no_key_beside_it(run):
+def test_the_fault_of_a_recorded_run_is_named(run):
     found = diagnosis_of(run).findings
     keys = {word.partition("=")[0] for finding in found for word in finding.set.split()}
     assert ({finding.rule for finding in found} | keys) & set(run["causes"])

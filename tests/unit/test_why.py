@@ -235,6 +235,10 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "sparse GRPO that succeeds seldom": (
         lines(rollout__zero_variance_group_fraction=0.9**8, rollout__success_rate=0.1, rollout__return_mean=lambda step: 0.1 + 0.01 * BUMPS(step), **PLAYED), {},
     ),
+    "slow RL whose critic is a little worse than a constant": (
+        lines(rollout__success_rate=falls(0.05, 0.3), rollout__return_mean=falls(0, 0.4), train__explained_variance=-0.053, **MOVES, **PLAYED),
+        SEVERAL,
+    ),
     "RL whose return rises before its first success": (
         lines(rollout__success_rate=0.0, rollout__episode_len=50.0, rollout__return_mean=falls(0, 1), **PLAYED), {},
     ),

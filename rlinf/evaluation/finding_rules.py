@@ -18,6 +18,7 @@ from rlinf.evaluation.findings import (
     Finding,
     NotMeasured,
     Record,
+    Rule,
     diagnose,
     read_record,
     sum_of,
@@ -417,7 +418,7 @@ def num_updates(record: Record) -> float:
     return record.setting("algorithm.update_epochs", 1) * samples / minibatch if samples and minibatch else math.inf
 
 
-RULES = {
+RULES: dict[str, tuple[Rule, ...]] = {
     "": (lost_episodes, parity_near_gate, overfitted, clone_is_bound, clone_misses),
     MASTERED: (clip_range_closed, penalty_holds, steps_too_large, equal_returns, answers_cut),
     GOOD: (policy_frozen, rate_too_small, cloning_diverges, stale_rollouts, critic_dreams),

@@ -1,4 +1,4 @@
-"""When a policy has collapsed: what ``trainer.on_collapse`` and ``rlinf why`` go by."""
+"""When a policy has collapsed: what ``trainer.on_collapse`` goes by."""
 
 from __future__ import annotations
 

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
-from collections.abc import Sequence
 from statistics import median
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE
-from rlinf.evaluation.collapse import is_collapsed
 from rlinf.evaluation.findings import (
+    DOES_WELL,
+    GOOD,
+    MASTERED,
     MIN_POINTS,
+    NAMED,
     Diagnosis,
     Finding,
     NotMeasured,
     Record,
-    Series,
+    Rule,
     diagnose,
     read_record,
+    sum_of,
 )
-from rlinf.evaluation.intervals import difference_interval
+from rlinf.evaluation.outcome import FELL, ROSE, UNKNOWN, outcome_of_values
 from rlinf.evaluation.report_page import warning_card
-from rlinf.evaluation.result import Success
 from rlinf.models.config import MAX_EXP_GAP
 
-MASTERED = 0.95
-"""Rollout success rate from which equal groups, a certain policy and small steps are what learning ends with."""
+USUAL: dict[str, tuple[float, float, float]] = {
+    "algorithm.clip_range_high": (0.01, 1, 0.2), "algorithm.clip_range_low": (0.01, 1, 0.2), "algorithm.entropy_coef": (0, 0.3, 0.005),
+    "algorithm.gamma": (0.5, 1, 0.97), "algorithm.huber_delta": (1e-3, math.inf, 1.0), "algorithm.kl_coef": (0, 2, 0.01),
+    "algorithm.learning_rate": (1e-7, 0.05, 5e-4), "algorithm.tau": (1e-4, 0.5, 0.005), "algorithm.update_epochs": (1, 20, 4),
+    "algorithm.value_clip_range": (1e-3, math.inf, 0.2), "algorithm.value_coef": (1e-3, 100, 0.5),
+    "env.max_episode_steps": (4, math.inf, 50), "env.reward_scale": (1e-5, 100, 0.1), "env.success_bonus": (0, math.inf, 1.0),
+    "model.init_config.initial_log_std": (-3, 1, -0.5), "rollout.n_generation": (3, math.inf, 8), "rollout.temperature": (0.3, 2, 1.0),
+    "sft.expert.jitter": (0, 1, 0.3), "sft.learning_rate": (1e-7, 0.03, 1e-3), "sft.num_demonstrations": (10, math.inf, 500),
+    "train.epsilon": (0, 1e-4, 1e-8), "train.optm_grad_norm_clip": (1e-3, math.inf, 1.0), "train.optm_lr": (0, 0.01, 1e-4),
+    "train.optm_weight_decay": (0, 10, 0.01), "train.train_policy.dpo_beta": (1e-3, 10, 0.1), "train.train_policy.kl_beta": (0, 2, 0.01),
+    "train.train_policy.mu_iterations": (1, 20, 1), "train.train_policy.temperature": (0.3, 2, 1.0), "trainer.adam_beta1": (0, 0.99, 0.9),
+    "trainer.adam_beta2": (0.5, 0.9999, 0.95), "trainer.adam_eps": (0, 1e-4, 1e-8), "trainer.max_grad_norm": (1e-3, math.inf, 1.0),
+    "trainer.value_learning_rate": (1e-6, 0.03, 1e-3), "trainer.weight_decay": (0, 10, 0.0),
+}  # fmt: skip
+"""Smallest and largest value with which runs learn, and one to type instead; of another sign: the same without it."""
 
-NEAR_WEIGHT, SPACING = 0.03, 2.0**-29
-"""Size of a typical weight, and the distance of neighbouring float32 numbers there."""
-
-Z_WORSE = 2.807033768343811
-"""99.75 % quantile of the standard normal distribution: one of 400 unchanged policies ends so far below its beginning."""
+OFF_AT_0 = ("train.optm_grad_norm_clip", "sft.num_demonstrations")
 
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
-    """Return what all rules say of the run in ``folder``.
+    """Return the outcome of the run in ``folder``, and what all rules say of it.
 
     Raises:
         CheckpointError: It is not the folder of a run.
@@ -50,245 +60,267 @@ def findings_section(record: Record) -> str:
     if not record.lines:
         return ""
     found = diagnose(record, RULES)
-    if found.findings:
-        return warning_card(
-            [f"{finding.rule}: {finding}" for finding in found.findings], "What the metrics say (rlinf why)"
-        )
-    numbers = f"{len(found.fine)} rules found nothing in the metrics, and {len(found.silent)} could not be evaluated"
-    return f'<p class="note">{numbers}: <code>rlinf why</code> lists them.</p>'
+    if found.findings or not record.outcome.is_good:
+        return warning_card(found.sentences, "What the metrics say (rlinf why)")
+    return f'<p class="note">{" ".join(found.sentences)} (<code>rlinf why</code>)</p>'
 
 
-def collapsed(record: Record) -> Finding | None:
-    """The last evaluation of RL is certainly less than half of the best, or certainly less than the first."""
-    evaluations = record.evaluations("rl")
-    if len(evaluations) < 2:
-        raise NotMeasured("one evaluation of RL only; required: 2")
-    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
-    best_step, best = max(evaluations, key=lambda each: each[1].success_rate)
-    low, _ = difference_interval((first.successes, last.successes), (first.episodes, last.episodes), Z_WORSE)
-    if is_collapsed(best, last):
-        text = f"The policy succeeded in {best} of the evaluation at step {best_step} and in {last} at the end"
-    elif low > 0:  # against the first one, which nobody has chosen because it is good
-        best_step = first_step
-        text = f"RL made the policy worse: {first} of the first evaluation, {last} of the last"
-    else:
+def return_misses_success(record: Record) -> Finding | None:
+    """The return certainly rose, in the last third less than before, and success certainly did not."""
+    if record.outcome.measure != "success" or record.outcome.verdict == UNKNOWN:
+        raise NotMeasured("no success, or too few episodes to tell")
+    returns = record.series("rollout/return_mean")
+    change = outcome_of_values("return", returns.steps, returns.values, "")
+    early, middle, late = median(returns.early), median(returns.middle), median(returns.late)
+    # The return of a slow run rises before its first success.
+    if change.verdict != ROSE or late - middle > (middle - early) / 2:
         return None
-    return Finding(
-        f"{text}; it should not fall. The checkpoint of the best evaluation is kept",
-        f"{smaller_rate(record)} trainer.eval_every={record.setting('trainer.eval_every') or 5} trainer.on_collapse=stop",
-        (best_step, last_step),
-    )
+    scale, needed = record.setting("env.reward_scale", 1.0), record.setting("env.success_return", -math.inf)
+    reached = max(returns.values) / scale
+    cure = f"env.success_return={reached:.3g}" if reached < needed and not sum_of(record.rollouts()).successes else ""
+    text = f"The return certainly rises, {change.text}, and success does not: the reward or what counts as a success is another than meant"
+    return Finding(text, cure, returns.all_steps)
 
 
-def never_a_success(record: Record) -> Finding | None:
-    """None of at least 100 episodes of the rollouts succeeded, and the return rises no more."""
-    rollouts = record.rollouts()
-    total = sum_of(rollouts)
-    if total.successes or total.episodes < 100 or return_rises(record):  # 0 of 100: the rate is certainly below 4 %
+def equal_returns(record: Record) -> Finding | None:
+    """Every iteration has the same return; of a recipe, every answer has the same reward."""
+    returns = record.series(record.return_name)
+    spread = max(returns.values) - min(returns.values)
+    if record.is_recipe:
+        spread = max(record.series("rollout/reward_std").values)
+    if spread > 1e-5 * max(map(abs, returns.values)):
         return None
-    steps = rollouts[0][0], rollouts[-1][0]
-    lengths = set(record.series("rollout/episode_len").values)
-    found = f"None of {total.episodes} episodes of the rollouts succeeded"
-    begin = f"sft.max_steps={max(1000, 2 * record.setting('sft.max_steps', 0))}"
-    if len(lengths) == 1:
-        limit = round(lengths.pop())
-        found += f", and each lasted {limit} env steps, its limit"
-        return Finding(
-            f"{found}. Without a success there is nothing to repeat: give episodes more time, or begin with a policy that succeeds "
-            "now and then",
-            f"env.max_episode_steps={2 * limit} or {begin}" if record.setting("env.max_episode_steps") else begin,
-            steps,
-        )
-    return Finding(
-        f"{found}: they ended early, in failure. Begin with a policy that succeeds now and then, or reward what leads to success",
-        begin,
-        steps,
-    )
+    text = f"Every iteration has the return {returns.values[0]:.4g}: rewards do not depend on the actions, or the env ignores these"
+    if record.is_recipe:
+        if median(record.series("rollout/truncated_fraction").late) >= 0.3:
+            raise NotMeasured("answers are cut before their end, which says nothing of their rewards")
+        text = f"Every answer has the reward {returns.values[0]:g}: its function, weight or column does not fit, or no answer is right"
+    elif not any(returns.values) and record.setting("env.reward_mode") == "sparse":
+        text = "No episode has a reward, which is sparse: nothing can be learnt before the first success (clone first, or reward progress)"
+    return Finding(text, "", returns.all_steps)
 
 
-def reward_misses_success(record: Record) -> Finding | None:
-    """The return rises while success certainly falls, by 5 points or more."""
-    rollouts, returns = record.rollouts(), record.series("rollout/return_mean")
-    window = len(rollouts) // 3
-    before, after = sum_of(rollouts[:window]), sum_of(rollouts[-window:])
-    low, _ = difference_interval((before.successes, after.successes), (before.episodes, after.episodes))
-    # The certain fall of many episodes may be tiny; and a median above all early values is no noise.
-    fell = low > 0 and before.success_rate - after.success_rate >= 0.05
-    if not fell or median(returns.late) <= max(returns.early):
+def policy_frozen(record: Record) -> Finding | None:
+    """The whole run is warm-up of the critic, in which the policy is not trained."""
+    warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", math.inf)
+    if not any("train/approx_kl" in line for line in record.lines):
+        raise NotMeasured("no train/approx_kl")
+    if warmup < planned or not warmup:
         return None
-    is_dense = record.setting("env.reward_mode", "sparse") != "sparse"
-    return Finding(
-        f"The return rose from {median(returns.early):.3g} to {median(returns.late):.3g} while success fell from {before} to {after}: "
-        "the reward pays for something else than success",
-        "env.reward_mode=sparse" if is_dense else "trainer.eval_every=5 trainer.on_collapse=stop",
-        returns.all_steps,
-    )
+    text = f"The first {warmup} iterations train the critic alone, and the run has {planned}"
+    return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
 
 
-def ratios_clipped(record: Record) -> Finding | None:
-    """More than 40 % of the importance ratios are clipped, or the KL of an iteration is above 0.1 nat."""
+def rate_too_small(record: Record) -> Finding | None:
+    """The learning rate moves weights by less than 1e-4 in the whole run, or the policy by less than 1e-5 nat an iteration."""
+    phase = "sft" if record.outcome.measure == "loss" and not record.is_preference else "rl"
+    key, rate = rate_of(record, phase)
+    used = record.series("sft/learning_rate" if phase == "sft" else "train/learning_rate")
+    updates, kl = (1 if phase == "sft" else num_updates(record)), math.inf
+    if phase == "rl" and updates > 1:
+        kl = max(1e-12, median(record.series("train/approx_kl").late))
+    steps_a_line = (used.steps[-1] - used.steps[0]) / (len(used.steps) - 1)  # cloning logs one step of several
+    way = sum(used.values) * steps_a_line * (1 if math.isinf(updates) else updates)
+    # AdamW moves a weight by about the rate, and weights are some hundredths. A healthy iteration is 1e-4 to 1e-2 nat.
+    if way >= (1e-4 if record.outcome.is_bad else 1e-5) and (kl > 1e-5 or rate > 1e-5):
+        return None
+    late, configured = median(used.late), record.setting(key, rate)
+    larger = 100 * rate if math.isinf(kl) else rate * min(1e4, math.sqrt(3e-3 / kl))
+    cure = f"{key}={min(1e-3, max(1e-5, larger)):.1g}"
+    if used.values[-1] < 0.1 * configured and used.values[-1] > used.values[0]:
+        cure = "train.optm_warmup_steps=0" if record.is_recipe else "trainer.warmup_steps=0"
+    moves = "" if math.isinf(kl) else f", and the policy moves by {kl:.2g} nat an iteration (0.0001 to 0.01 are usual)"
+    text = f"The learning rate is {late:.3g}: AdamW moves a weight by at most {way:.2g} in the whole run{moves}"
+    return Finding(text, cure, used.late_steps)
+
+
+def clip_range_closed(record: Record) -> Finding | None:
+    """30 % of the ratios are clipped or more although the KL is below 0.01 nat, and a clip range is below 0.02."""
+    clip, kl = record.series("train/clip_fraction"), record.series("train/approx_kl")
+    clipped, moved = median(clip.values), median(kl.values)
+    name = "train.train_policy.epsilon_" if record.is_recipe else "algorithm.clip_range_"
+    closed = [name + side for side in ("low", "high") if record.setting(name + side, 0.2) < 0.02]
+    if not closed or clipped < 0.3 or moved > 0.01:
+        return None
+    text = f"{clipped:.0%} of the importance ratios are clipped at a KL of {moved:.2g} nat: the clip range ends each update as it begins"
+    return Finding(text, " ".join(f"{key}=0.2" for key in closed), clip.all_steps)
+
+
+def penalty_holds(record: Record) -> Finding | None:
+    """The KL to the reference stays below 0.05 nat, and the weight of its penalty allows no more."""
+    key = "train.train_policy.kl_beta" if record.is_recipe else "algorithm.kl_coef"
+    weight, kl = record.setting(key, 0), record.series("train/kl_to_reference")
+    # Advantages of deviation 1 gain at most sqrt(2 KL) over the reference: beyond this KL, the penalty is the larger of the two.
+    allowed = 1 / (2 * weight**2) if weight else math.inf
+    if allowed > 0.05 or median(kl.late) > 0.05:
+        return None
+    text = f"The policy stays within {median(kl.late):.2g} nat of the reference: {weight:g} a nat is more than actions gain beyond {allowed:.1g}"
+    return Finding(text, f"{key}=0.01", kl.late_steps)
+
+
+def steps_too_large(record: Record) -> Finding | None:
+    """The KL of an iteration is above 0.1 nat, or more than 40 % of the ratios are clipped at 0.02 nat or more."""
     clip, kl = record.series("train/clip_fraction"), record.series("train/approx_kl")
     clipped, moved = median(clip.late), median(kl.late)
-    # Healthy runs stay below 0.2 and 0.03 here; twice that is where PPO's surrogate stops saying anything about the new policy.
-    if clipped <= 0.4 and moved <= 0.1:
+    # Healthy runs stay below 0.2 and 0.03; twice that is where PPO's surrogate stops saying anything about the new policy.
+    if moved <= 0.1 and (clipped <= 0.4 or moved <= 0.02):
         return None
-    return Finding(
-        f"{clipped:.0%} of the importance ratios are clipped and the KL of an iteration is {moved:.3g} nat; they should be below 30 % "
-        "and 0.05: each update leaves the region in which the loss says something about the policy",
-        smaller_rate(record),
-        clip.late_steps,
-    )
-
-
-def critic_diverges(record: Record) -> Finding | None:
-    """The errors of the critic are three times as large as any return."""
-    loss, returns = record.series("train/value_loss"), record.series("rollout/return_mean")
-    error = math.sqrt(max(0.0, median(loss.late)))
-    # A mean return may be near 0 although returns are not, but one success is worth its bonus.
-    largest = max(record.setting("env.success_bonus", 1.0), *map(abs, returns.values))
-    if error <= 3 * largest:
-        return None
-    rate = record.setting("trainer.value_learning_rate", 1e-3)
-    return Finding(
-        f"The critic errs by {error:.3g} (root of the value loss), while episodes return {largest:.3g} at most; its errors should be far "
-        "smaller than what it has to predict",
-        f"trainer.value_learning_rate={rate / 10:.3g}",
-        loss.late_steps,
-    )
-
-
-def critic_blind(record: Record) -> Finding | None:
-    """The explained variance of the critic is below -0.05, before the task is mastered."""
-    explained = record.series("train/explained_variance")
-    late = median(explained.late)
-    # Close to 0 it is noise, or returns do not vary; and where all episodes succeed, returns vary by noise alone.
-    if late >= -0.05 or is_mastered(record):
-        return None
-    rate = record.setting("trainer.value_learning_rate", 1e-3)
-    return Finding(
-        f"The explained variance of the critic is {late:.3g} late in the run; it should be well above 0: the critic predicts no "
-        "better than a constant, so advantages are as noisy as returns",
-        f"trainer.value_learning_rate={min(1.0, 10 * rate):.3g}",
-        explained.late_steps,
-    )
-
-
-def rate_rounds_away(record: Record) -> Finding | None:
-    """The learning rate of cloning or of RL is smaller than the distance of neighbouring weights."""
-    rates = {}
-    for phase, name in (("sft", "sft/learning_rate"), ("rl", "train/learning_rate")):
-        with contextlib.suppress(NotMeasured):
-            rates[phase] = record.series(name)
-    if not rates:
-        raise NotMeasured(f"fewer than {MIN_POINTS} steps with a learning rate")
-    for phase, rate in rates.items():
-        late = median(rate.late)
-        if 0 < late < SPACING:  # 0: the policy is frozen on purpose
-            return Finding(
-                f"The learning rate of {'cloning' if phase == 'sft' else 'RL'} is {late:.3g}. AdamW moves a weight by about that much in "
-                f"a step, and neighbouring float32 numbers near {NEAR_WEIGHT:g} are {SPACING:.2g} apart, so the steps of most weights are "
-                "rounded away",
-                larger_rate(record, 1e-5, phase),
-                rate.late_steps,
-            )
-    return None
-
-
-def policy_stands_still(record: Record) -> Finding | None:
-    """The KL of an iteration of several optimiser steps is below 1e-6 nat."""
-    kl, clip = record.series("train/approx_kl"), record.series("train/clip_fraction")
-    if num_updates(record) <= 1:
-        raise NotMeasured("one optimiser step per iteration, whose KL is always 0")
-    # A healthy step is 1e-4 to 1e-2 nat. 1e-6 is a thousandth of a standard deviation in each action.
-    if median(kl.late) > 1e-6 or median(clip.late) > 0 or is_mastered(record):
-        return None
-    return Finding(
-        f"The KL of an iteration is {median(kl.late):.2g} nat and no ratio is clipped; 0.0001 to 0.01 nat are usual: the policy hardly "
-        "moves",
-        larger_rate(record, 1e-5, "rl"),
-        kl.late_steps,
-    )
+    key, rate = rate_of(record, "rl")
+    cures = [cure for _, cure in unusual(record)]
+    narrow = not record.has_tokens and record.series("train/entropy").values[0] < -1
+    if not cures and not narrow:  # of narrow actions, a usual rate is a large step
+        cures = [f"{key}={rate * max(0.01, min(0.5, math.sqrt(0.02 / max(moved, 1e-9)))):.1g}"]
+    text = f"{clipped:.0%} of the importance ratios are clipped at a KL of {moved:.3g} nat an iteration; below 30 % and 0.05 are usual"
+    return Finding(text, cures[0] if len(cures) == 1 else "", clip.late_steps)
 
 
 def equal_groups(record: Record) -> Finding | None:
-    """In half of the groups or more, all returns are equal and no attempt succeeds."""
+    """In half of the groups or more, all returns are equal, beside those in which all attempts succeed."""
     share = record.series("rollout/zero_variance_group_fraction")
-    late = median(share.late)
-    # Groups in which all attempts succeed teach nothing either, but that is what learning ends with. Their share is at most the
-    # success rate.
-    if late - (late_success(record) or 0.0) < 0.5 or is_mastered(record):
+    # Groups in which all attempts succeed teach nothing either. Their share is at most the success rate.
+    rollouts = record.rollouts() if record.has_success and not record.is_recipe else []
+    late = median(share.late) - (sum_of(rollouts[-(len(rollouts) // 3) :]).success_rate if rollouts else 0.0)
+    if late < 0.5:
         return None
-    if record.is_recipe:
-        key = (
-            f"rollout.n_generation={2 * record.setting('rollout.n_generation', 16)} or train.train_policy.variant=dapo"
-        )
-    else:
-        key = f"rollout.group_size={2 * record.setting('rollout.group_size', 8)} or rollout.temperature=1.0"
-    return Finding(
-        f"In {late:.0%} of the groups all returns are equal, so they teach nothing; it should be below half: tasks of which some "
-        "attempts succeed, and attempts that differ",
-        key,
-        share.late_steps,
-    )
+    text = f"In {median(share.late):.0%} of the groups all returns are equal, so they teach nothing; tasks should be such that some attempts succeed"
+    key = "rollout.n_generation" if record.is_recipe else "rollout.group_size"
+    return Finding(text, f"{key}=8" if record.setting(key, 8) < 4 else "", share.late_steps)
 
 
 def entropy_gone(record: Record) -> Finding | None:
-    """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or that of tokens is almost 0, before the task is mastered."""
+    """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or that of tokens is almost 0, and the return does not rise."""
     entropy = record.series("train/entropy")
     before, after = median(entropy.early), median(entropy.late)
     if len(set(entropy.values)) == 1:
         raise NotMeasured(f"an entropy of exactly {after:g} throughout, which the policy does not learn")
     # Of Gaussian actions, -2.5 nat is a deviation of 1 % of the range, and 3 nat less a twentieth of it. Of tokens, the entropy ends at 0.
-    if record.has_tokens:
-        is_gone = after < 0.01 or (after < 0.05 and after < before / 10)
+    tokens_gone = after < 0.01 or (after < 0.05 and after < before / 10)
+    is_gone = tokens_gone if record.has_tokens else after < -2.5 or before - after > 3
+    if not is_gone or return_rose(record):
+        return None
+    text = f"The entropy is {after:.3g} nat, after {before:.3g} at the beginning: the policy always does the same, so it finds nothing new"
+    key = "model.init_config.initial_log_std"
+    return Finding(text, f"{key}=-0.5" if record.setting(key, 0) < -2 else "", entropy.late_steps)
+
+
+def setting_unusual(record: Record) -> Finding | None:
+    """A setting, or two, is outside the range in which runs learn (`USUAL`), and success does not rise above a half."""
+    found = unusual(record)
+    if not record.settings:
+        raise NotMeasured("no configuration")
+    if not 1 <= len(found) <= 2:
+        return None
+    return Finding("; ".join(text for text, _ in found), " ".join(cure for _, cure in found), record.outcome.steps)
+
+
+def stale_rollouts(record: Record) -> Finding | None:
+    """Importance ratios of rollouts played ahead are off by a tenth on average, or reach ten times `algorithm.tis_cap`."""
+    lag = record.series("rollout/staleness_iterations")
+    largest, cap = record.series("rollout/importance_ratio_max"), record.setting("algorithm.tis_cap", math.inf)
+    if not median(lag.late):
+        raise NotMeasured("rollouts are played with the present weights")
+    mean = median(record.series("rollout/importance_ratio_mean").late)
+    # The mean of true ratios is 1. Where it is off by a tenth, few samples carry the estimate.
+    if abs(mean - 1) <= 0.1 and median(largest.late) <= 10 * cap:
+        return None
+    old = f"Rollouts are {median(lag.late):.0f} iterations old"
+    text = f"{old}: importance ratios reach {median(largest.late):.3g}, and are {mean:.3g} on average instead of 1"
+    return Finding(text, f"cluster.max_staleness={max(0, round(median(lag.late)) - 1)}", lag.late_steps)
+
+
+def critic_dreams(record: Record) -> Finding | None:
+    """The critics of a head expect more than what came of it, by half of the largest return."""
+    expected, reached = record.series("train/q_first"), record.series("train/return_first")
+    late, real = median(expected.late), median(reached.late)
+    # Half of the largest return that was ever reached: critics are off by a tenth or two in healthy runs.
+    if late - real <= 0.5 * max(map(abs, reached.values)):
+        return None
+    rate = record.setting("algorithm.learning_rate", 5e-4)
+    text = f"The critics expect {late:.3g} of an episode, which then reaches {real:.3g}: the head follows errors of its critics"
+    return Finding(text, f"algorithm.learning_rate={min(5e-4, rate / 5):.3g}", expected.late_steps)
+
+
+def head_saturated(record: Record) -> Finding | None:
+    """More than half of the numbers of a head are at their bound, and its scale can grow."""
+    share = record.series("train/at_bound")
+    late, scale = median(share.late), record.setting("algorithm.head.scale", 1.0)
+    if scale >= LARGEST_SCALE:
+        raise NotMeasured(f"algorithm.head.scale={scale:g} is the largest there is")
+    if late <= 0.5:
+        return None
+    text = f"{late:.0%} of the numbers of the head are at their bound: it cannot correct by more than its scale of {scale:g}"
+    return Finding(text, f"algorithm.head.scale={min(LARGEST_SCALE, 2 * scale):g}", share.late_steps)
+
+
+def answers_cut(record: Record) -> Finding | None:
+    """30 % of the answers of a recipe, or more, are cut at the largest length, at an entropy below 2 nat."""
+    share = record.series("rollout/truncated_fraction")
+    late, limit = median(share.late), record.setting("rollout.max_response_length", 1024)
+    if late < 0.3 or is_random(record):  # answers at random find no end at any length
+        return None
+    text = f"{late:.0%} of the answers are cut at {limit} tokens before their end: their reward is that of an answer without a result"
+    return Finding(text, f"rollout.max_response_length={2 * limit}", share.late_steps)
+
+
+def cloning_diverges(record: Record) -> Finding | None:
+    """The loss of cloning ends above that of its first step, by a tenth and by more than its noise."""
+    loss, (key, rate) = record.series("sft/loss"), rate_of(record, "sft")
+    first, late = loss.values[0], median(loss.late)
+    # The median size of the difference of two normal numbers is 0.954 of their deviation. Few steps may hide it; late values show it.
+    step = median(abs(after - before) for before, after in itertools.pairwise(loss.values)) / 0.954
+    if late - first <= max(0.1 * abs(first), 3 * step, max(loss.late) - min(loss.late)):
+        return None
+    text = f"The loss of cloning is {late:.3g}, after {first:.3g} at its first step"
+    return Finding(text, f"{key}={min(1e-3, rate / 5):.2g}", loss.all_steps)
+
+
+def clone_misses(record: Record) -> Finding | None:
+    """The loss of cloning fell and falls no more, and success is certainly less than half of the demonstrator's, or the reward 0."""
+    loss, lines = record.series("sft/loss"), record.lines
+    if record.outcome.measure != "loss" or not record.outcome.is_good:
+        raise NotMeasured("no clone whose loss fell")
+    late = loss.values[len(loss.values) // 2 :]
+    rewards = [line["eval/reward_mean"] for line in lines if line.get("eval/reward_mean") is not None]
+    if record.is_recipe:
+        falls = len(late) < MIN_POINTS or outcome_of_values("loss", loss.steps[-len(late) :], late, "").verdict == FELL
+        if not rewards or rewards[-1] > 0 or falls:
+            return None
+        reached = "no answer of the validation has a reward"
     else:
-        is_gone = after < -2.5 or before - after > 3
-    if not is_gone or is_mastered(record):
+        clone, shown = record.evaluations("sft")[-1][1], record.lines_with("sft/demonstrator_success_rate")[-1]
+        if clone.interval[1] >= shown["sft/demonstrator_success_rate"] / 2:
+            return None
+        reached = f"the clone succeeds in {clone}, its demonstrator in {shown['sft/demonstrator_success_rate']:.0%}"
+    text = f"The loss of cloning fell, and {reached}: there is too little to learn from, or it is not what is asked (labels, observations)"
+    return Finding(text, "", record.outcome.steps)
+
+
+def overfitted(record: Record) -> Finding | None:
+    """The held-out loss of a recipe rises by 5 % while that of training falls."""
+    held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
+    if len(held_out) < 4:
+        raise NotMeasured(f"{len(held_out)} validations only; required: 4")
+    values = [line["eval/loss"] for line in held_out]
+    least = min(range(len(values)), key=values.__getitem__)
+    # By a twentieth, and in each of the last two validations: not the noise of one of them.
+    if min(values[-2:]) < 1.05 * values[least] or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
         return None
-    return Finding(
-        f"The entropy is {after:.3g} nat, after {before:.3g} nat at the beginning: the policy always does the same, so it finds nothing "
-        "new, and does not succeed yet",
-        f"{smaller_rate(record)} or algorithm.entropy_coef=0.01" if not record.is_recipe else smaller_rate(record),
-        entropy.late_steps,
-    )
+    text = f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while that of training fell: it learns by heart"
+    cure = f"train.epoch={max(1, record.setting('train.epoch', 1) // 2)}"
+    return Finding(text, cure, (held_out[least]["step"], held_out[-1]["step"]))
 
 
-def entropy_explodes(record: Record) -> Finding | None:
-    """The entropy rises by half a nat, and by more than its noise."""
-    entropy = record.series("train/entropy")
-    before, after = entropy.values[0], median(entropy.late)
-    # Half a nat is a deviation 1.6 times as large: learning narrows the policy, and only a bonus or a broken update widens it so.
-    if after - before <= max(0.5, noise_of(entropy)):
+def clone_is_bound(record: Record) -> Finding | None:
+    """A clone is as good as its demonstrator, which succeeds in 90 % or less, and no RL follows."""
+    lines = record.lines_with("sft/demonstrator_success_rate")
+    step, clone = record.evaluations("sft")[-1]
+    demonstrator = lines[-1]["sft/demonstrator_success_rate"]
+    if record.outcome.measure != "loss":
+        raise NotMeasured("RL follows the cloning")
+    if demonstrator > 0.9 or not clone.interval[0] <= demonstrator <= clone.interval[1]:
         return None
-    coefficient = record.setting("algorithm.entropy_coef", 0)
-    return Finding(
-        f"The entropy rises from {before:.3g} to {after:.3g} nat; learning should lower it: the actions become random",
-        f"algorithm.entropy_coef={coefficient / 10:.3g}" if coefficient else smaller_rate(record),
-        entropy.late_steps,
-    )
-
-
-def gradient_clipped(record: Record) -> Finding | None:
-    """The gradient norm is more than ten times its limit, and above it in every step."""
-    key = "train.optm_grad_norm_clip" if record.is_recipe else "trainer.max_grad_norm"
-    limit = record.setting(key, 1.0)
-    if not limit:
-        raise NotMeasured("gradients have no limit")
-    names = [name for name in ("train/grad_norm", "sft/grad_norm") if any(name in line for line in record.lines)]
-    if not names:
-        raise NotMeasured("no train/grad_norm or sft/grad_norm")
-    for name in names:
-        norm = record.series(name)
-        late = median(norm.late)
-        # Norms of a few times the limit are usual. From ten times on, each step has the same length whatever the batch says.
-        if late > 10 * limit and min(norm.late) > limit:
-            return Finding(
-                f"The gradient norm is {late:.3g}, {late / limit:.0f} times the limit of {limit:g}, and above it in every late step: "
-                "batches that say much count no more than those that say little",
-                f"{key}={late:.1g}",
-                norm.late_steps,
-            )
-    return None
+    text = f"The clone succeeds in {clone}, and its demonstrator in {demonstrator:.1%}: imitation cannot pass what it imitates. RL can"
+    return Finding(text, "trainer.max_steps=60", (lines[0]["step"], step))
 
 
 def lost_episodes(record: Record) -> Finding | None:
@@ -297,12 +329,9 @@ def lost_episodes(record: Record) -> Finding | None:
     lost, episodes = record.total("rollout/lost_episodes"), record.total("rollout/num_episodes")
     if lost < 3 or lost < 0.01 * episodes:  # a simulator may crash now and then
         return None
-    return Finding(
-        f"{lost:.0f} episodes began again because their simulator was lost, beside {episodes:.0f} that ended; there should be hardly "
-        "any: simulators crash, hang or run out of memory, and the log of the run says which",
-        f"rollout.num_envs={max(1, record.setting('rollout.num_envs', 64) // 2)}",
-        (lines[0]["step"], lines[-1]["step"]),
-    )
+    text = f"{lost:.0f} episodes began again because their simulator was lost (the log says why), beside {episodes:.0f} that ended"
+    cure = f"rollout.num_envs={max(1, record.setting('rollout.num_envs', 64) // 2)}"
+    return Finding(text, cure, (lines[0]["step"], lines[-1]["step"]))
 
 
 def parity_near_gate(record: Record) -> Finding | None:
@@ -318,173 +347,54 @@ def parity_near_gate(record: Record) -> Finding | None:
     if not exceeded and late - exact <= (limit - exact) / 2:
         return None
     also = f", and was beyond it in {exceeded:.0f} steps" if exceeded else ""
-    return Finding(
-        f"{name} is {late:.4g} at a limit of {limit:.4g}{also}; rounding alone stays far below: rollout and trainer see different "
-        "weights, inputs or temperatures (`rlinf diagnose` tells which)",
-        "model.precision=fp32" if in_16_bits else "rollout.backend=torch",
-        gap.late_steps,
-    )
+    text = f"{name} is {late:.4g} at a limit of {limit:.4g}{also}: rollout and trainer differ (`rlinf diagnose` tells in what)"
+    return Finding(text, "model.precision=fp32" if in_16_bits else "rollout.backend=torch", gap.late_steps)
 
 
-def stale_rollouts(record: Record) -> Finding | None:
-    """Importance ratios of rollouts played ahead are off by a tenth on average, or reach ten times `algorithm.tis_cap`."""
-    lag = record.series("rollout/staleness_iterations")
-    largest, cap = record.series("rollout/importance_ratio_max"), record.setting("algorithm.tis_cap")
-    if not median(lag.late):
-        raise NotMeasured("rollouts are played with the present weights")
-    mean = record.series("rollout/importance_ratio_mean")
-    # The mean of true ratios is 1. Where it is off by a tenth, few samples carry the estimate.
-    is_far = abs(median(mean.late) - 1) > 0.1
-    if not is_far and (cap is None or median(largest.late) <= 10 * cap):
+def return_stays(record: Record) -> Finding | None:
+    """The policy moves and its return certainly does not rise; the critic explains less than a tenth of the returns, or half and more."""
+    explained, kl = record.series("train/explained_variance"), record.series("train/approx_kl")
+    late, moved = median(explained.late), median(kl.late)
+    is_constant = max(map(abs, explained.values)) < 1e-6
+    if (
+        not (is_constant or (moved >= 1e-3 and not 0.1 < late < 0.5))
+        or not record.outcome.is_bad
+        or return_rose(record)
+    ):
         return None
-    weighed = "" if cap is None else f", of which algorithm.tis_cap={cap:g} cuts off the rest"
-    return Finding(
-        f"Rollouts are {median(lag.late):.0f} iterations old: their importance ratios reach {median(largest.late):.3g}{weighed}, and are "
-        f"{median(mean.late):.3g} on average instead of 1: they are no longer those of the policy that is trained",
-        f"cluster.max_staleness={max(0, round(median(lag.late)) - 1)} or {smaller_rate(record)}",
-        lag.late_steps,
-    )
+    cause = "what is seen tells the return, and what is done hardly changes it"
+    if late <= 0.1:
+        cause = (
+            "what the policy sees never changes"
+            if is_constant
+            else "noise in the reward, in what the policy sees, or in what is done"
+        )
+    text = f"The policy moves by {moved:.2g} nat an iteration, its return does not rise, and the critic explains {late:.2g} of it: {cause}"
+    return Finding(text, "", explained.all_steps)
 
 
-def critic_dreams(record: Record) -> Finding | None:
-    """The critics of a head expect more than what came of it, by half of the largest return."""
-    expected, reached = record.series("train/q_first"), record.series("train/return_first")
-    late, real = median(expected.late), median(reached.late)
-    spread = max(map(abs, reached.values))
-    # Half of the largest return that was ever reached: critics are off by a tenth or two in healthy runs.
-    if spread == 0 or late - real <= 0.5 * spread:
-        return None
-    rate, ratio = record.setting("algorithm.learning_rate", 5e-4), record.setting("algorithm.updates_per_env_step", 0.5)
-    return Finding(
-        f"The critics expect {late:.3g} of an episode, which then reaches {real:.3g}; the two should agree: the head follows errors "
-        "of its critics",
-        f"algorithm.updates_per_env_step={ratio / 2:.3g} or algorithm.learning_rate={rate / 5:.3g}",
-        expected.late_steps,
-    )
+def unusual(record: Record) -> list[tuple[str, str]]:
+    """Return a sentence and an override for each setting outside the range in which runs learn."""
+    found = []
+    for key, (low, high, usual) in USUAL.items():
+        value = record.setting(key)
+        if isinstance(value, int | float) and not low <= value <= high and not (value == 0 and key in OFF_AT_0):
+            ends = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
+            cure = f"{key}={-value if value < 0 <= low else usual:g}"
+            found.append((f"{key} is {value:g}, and runs learn with {ends}", cure))
+    return found
 
 
-def head_saturated(record: Record) -> Finding | None:
-    """More than half of the numbers of a head are at their bound, and its scale can grow."""
-    share = record.series("train/at_bound")
-    late, scale = median(share.late), record.setting("algorithm.head.scale", 1.0)
-    if scale >= LARGEST_SCALE:
-        raise NotMeasured(f"algorithm.head.scale={scale:g} is the largest there is")
-    if late <= 0.5 or is_mastered(record):
-        return None
-    return Finding(
-        f"{late:.0%} of the numbers of the head are at their bound; it should be below half: it cannot correct by more than its scale "
-        f"of {scale:g}",
-        f"algorithm.head.scale={min(LARGEST_SCALE, 2 * scale):g}",
-        share.late_steps,
-    )
+def return_rose(record: Record) -> bool:
+    """Return whether the return of the rollouts certainly rose."""
+    returns = record.series(record.return_name)
+    return outcome_of_values("return", returns.steps, returns.values, "").verdict == ROSE
 
 
-def answers_cut(record: Record) -> Finding | None:
-    """30 % of the answers of a recipe, or more, are cut at the largest length."""
-    share = record.series("rollout/truncated_fraction")
-    late = median(share.late)
-    if late < 0.3:  # a third of the answers is judged without its end
-        return None
-    limit = record.setting("rollout.max_response_length")
-    return Finding(
-        f"{late:.0%} of the answers are cut at {'the limit' if limit is None else f'{limit} tokens'} before their end; it should be "
-        "below 10 %: their reward is that of an answer without a result",
-        f"rollout.max_response_length={2048 if limit is None else 2 * limit}",
-        share.late_steps,
-    )
-
-
-def cloning_diverges(record: Record) -> Finding | None:
-    """The loss of cloning ends above that of its first step, by a tenth and by more than its noise."""
-    loss = record.series("sft/loss")
-    first, late = loss.values[0], median(loss.late)
-    if late - first <= max(0.1 * abs(first), noise_of(loss)):
-        return None
-    return Finding(
-        f"The loss of cloning is {late:.3g}, after {first:.3g} at its first step; it should fall",
-        smaller_rate(record, "sft"),
-        loss.all_steps,
-    )
-
-
-def cloning_stands_still(record: Record) -> Finding | None:
-    """The loss of cloning falls by less than 3 %, from untrained weights."""
-    loss = record.series("sft/loss")
-    if record.is_recipe or record.setting("init_from") or record.setting("model.model_path"):
-        raise NotMeasured("cloning begins with trained weights, whose loss may stay where it is")
-    before, late = median(loss.values[:3]), median(loss.late)
-    # Batches differ by a few percent; a clone that learns loses a tenth of its loss in its first steps.
-    if late > 1.1 * before or late < before - 0.03 * abs(before):
-        return None
-    return Finding(
-        f"The loss of cloning is {late:.3g}, after {before:.3g} at the beginning: nothing is learnt",
-        larger_rate(record, 1e-4, "sft"),
-        loss.all_steps,
-    )
-
-
-def overfitted(record: Record) -> Finding | None:
-    """The held-out loss of a recipe rises by 5 % while that of training falls."""
-    held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
-    if len(held_out) < 4:
-        raise NotMeasured(f"{len(held_out)} validations only; required: 4")
-    values = [line["eval/loss"] for line in held_out]
-    least = min(range(len(values)), key=values.__getitem__)
-    # By a twentieth, and in each of the last two validations: not the noise of one of them.
-    if min(values[-2:]) < 1.05 * values[least] or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
-        return None
-    return Finding(
-        f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while that of training fell from "
-        f"{median(loss.early):.3g} to {median(loss.late):.3g}: the rest is learnt by heart",
-        f"train.epoch=1 or {smaller_rate(record, 'sft')}",
-        (held_out[least]["step"], held_out[-1]["step"]),
-    )
-
-
-def clone_is_bound(record: Record) -> Finding | None:
-    """A clone is as good as its demonstrator, which succeeds in 90 % or less, and no RL follows."""
-    lines = record.lines_with("sft/demonstrator_success_rate")
-    step, clone = record.evaluations("sft")[-1]
-    demonstrator = lines[-1]["sft/demonstrator_success_rate"]
-    if any(line["phase"] == "rl" for line in record.lines):
-        raise NotMeasured("RL follows the cloning")
-    low, high = clone.interval
-    if demonstrator > 0.9 or not low <= demonstrator <= high:
-        return None
-    return Finding(
-        f"The clone succeeds in {clone}, and its demonstrator in {demonstrator:.1%}: imitation cannot pass what it imitates, so that "
-        "more steps change little; RL can, and so can better demonstrations",
-        "trainer.max_steps=60",
-        (lines[0]["step"], step),
-    )
-
-
-def data_starves(record: Record) -> Finding | None:
-    """Cloning waits for its rows in half of its time or more."""
-    share = record.series("throughput/data_wait_fraction")
-    late = median(share.late)
-    if late < 0.5:  # half of the time
-        return None
-    if record.setting("sft.dataset") is None:
-        raise NotMeasured("the rows of cloning are in memory (sft.dataset is null)")
-    workers = record.setting("sft.num_workers", 2)
-    return Finding(
-        f"Cloning waits for its rows in {late:.0%} of its time; it should hardly wait",
-        f"sft.num_workers={max(2, 2 * workers)}",
-        share.late_steps,
-    )
-
-
-def smaller_rate(record: Record, phase: str = "rl") -> str:
-    """Return the override that divides the learning rate by five."""
-    key, rate = rate_of(record, phase)
-    return f"{key}={rate / 5:.2g}"
-
-
-def larger_rate(record: Record, at_least: float, phase: str) -> str:
-    """Return the override that raises the learning rate tenfold, or to ``at_least``."""
-    key, rate = rate_of(record, phase)
-    return f"{key}={max(at_least, 10 * rate):.2g}"
+def is_random(record: Record) -> bool:
+    """Return whether tokens of answers are known to be drawn nearly at random: 2 nat are seven equally likely ones."""
+    entropies = [line["train/entropy"] for line in record.lines if line.get("train/entropy") is not None]
+    return bool(entropies) and median(entropies) > 2
 
 
 def rate_of(record: Record, phase: str) -> tuple[str, float]:
@@ -508,78 +418,11 @@ def num_updates(record: Record) -> float:
     return record.setting("algorithm.update_epochs", 1) * samples / minibatch if samples and minibatch else math.inf
 
 
-def is_mastered(record: Record) -> bool:
-    """Return whether the late rollouts nearly always succeed.
-
-    The answers of a recipe have rewards instead, whose largest value nobody knows: it counts that they rose, or that they are nearly
-    those of right answers throughout, 1 for each reward times its weight.
-
-    Raises:
-        NotMeasured: A recipe has too few rewards.
-    """
-    if not record.is_recipe:
-        return (late_success(record) or 0.0) >= MASTERED
-    rewards = record.series("rollout/reward_mean")
-    given = record.setting("train.train_policy.reward_function", "one")
-    full = sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
-    late = median(rewards.late)
-    return late > max(rewards.values[:3]) or late >= MASTERED * full
-
-
-def late_success(record: Record) -> float | None:
-    """Return the success rate of the late rollouts; None if it was not measured."""
-    try:
-        rollouts = record.rollouts()
-    except NotMeasured:
-        return None
-    return sum_of(rollouts[-max(3, len(rollouts) // 3) :]).success_rate
-
-
-def return_rises(record: Record) -> bool:
-    """Return whether the return still rises: late in the run by more than half as much as before."""
-    try:
-        returns = record.series("rollout/return_mean")
-    except NotMeasured:
-        return False
-    values, third = returns.values, len(returns.values) // 3
-    early, middle, late = median(returns.early), median(values[third : len(values) - third]), median(returns.late)
-    return late > max(returns.early) and late - middle > max(0.0, middle - early) / 2
-
-
-def noise_of(series: Series) -> float:
-    """Return by how much the late median of a series that stays where it is may seldom be above its first value."""
-    steps = [abs(after - before) for before, after in itertools.pairwise(series.values)]
-    # The median size of the difference of two normal numbers is 0.954 of their deviation. Few steps may hide it; late values show it.
-    return max(3 * median(steps) / 0.954, max(series.late) - min(series.late))
-
-
-def sum_of(counts: Sequence[tuple[int, Success]]) -> Success:
-    """Return the sum of counts by step."""
-    return Success(sum(one.successes for _, one in counts), sum(one.episodes for _, one in counts))
-
-
-RULES = (
-    collapsed,
-    never_a_success,
-    reward_misses_success,
-    ratios_clipped,
-    critic_diverges,
-    critic_blind,
-    rate_rounds_away,
-    policy_stands_still,
-    equal_groups,
-    entropy_gone,
-    entropy_explodes,
-    gradient_clipped,
-    lost_episodes,
-    parity_near_gate,
-    stale_rollouts,
-    critic_dreams,
-    head_saturated,
-    answers_cut,
-    cloning_diverges,
-    cloning_stands_still,
-    overfitted,
-    clone_is_bound,
-    data_starves,
-)
+RULES: dict[str, tuple[Rule, ...]] = {
+    "": (lost_episodes, parity_near_gate, overfitted, clone_is_bound, clone_misses),
+    MASTERED: (clip_range_closed, penalty_holds, steps_too_large, equal_returns, answers_cut),
+    GOOD: (policy_frozen, rate_too_small, cloning_diverges, stale_rollouts, critic_dreams),
+    DOES_WELL: (setting_unusual,),
+    NAMED: (head_saturated, return_misses_success, equal_groups, entropy_gone, return_stays),
+}  # fmt: skip
+"""Rules by what must not hold for them to be asked."""

@@ -1,13 +1,17 @@
-"""What the metrics of a run say, in sentences: what was measured, what it should be, and what to type."""
+"""What rules read of a run, and what they say: the outcome, what was measured, what it should be, and what to type."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from rlinf.evaluation.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
 from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.result import Success
 from rlinf.evaluation.token_data import TokenRun, is_token_folder, read_token_run
@@ -26,7 +30,7 @@ class Finding:
 
     Attributes:
         text: What was measured, and what it should be.
-        set: Overrides to type.
+        set: Overrides to type; "" where the evidence singles out no setting.
         steps: First and last step of the evidence, as in ``metrics.jsonl``.
         rule: Name of the rule; ``diagnose`` fills it in.
     """
@@ -38,7 +42,7 @@ class Finding:
 
     def __str__(self) -> str:
         first, last = self.steps
-        return f"{self.text} (steps {first} to {last}). Set {self.set}"
+        return f"{self.text} (steps {first} to {last})." + (f" Set {self.set}" if self.set else "")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Series:
     def early(self) -> list[float]:
         """The first third of the values."""
         return self.values[: self._window]
+
+    @property
+    def middle(self) -> list[float]:
+        """The values between ``early`` and ``late``, or all of so few that there are none."""
+        return self.values[self._window : -self._window] or self.values
 
     @property
     def late(self) -> list[float]:
@@ -104,6 +113,11 @@ class Record:
         return self.setting("train.train_policy") is not None
 
     @property
+    def return_name(self) -> str:
+        """Name of the metric that rises with learning."""
+        return "rollout/reward_mean" if self.is_recipe else "rollout/return_mean"
+
+    @property
     def has_tokens(self) -> bool:
         """Whether the policy is known to sample tokens, whose entropy is never negative."""
         return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
@@ -116,9 +130,8 @@ class Record:
         """
         of_updates = all(name.startswith("train/") for name in names)
         warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
-        found = [
-            line for line in self.lines if line["step"] >= warmup and all(line.get(name) is not None for name in names)
-        ]
+        begun = [line for line in self.lines if line["step"] >= warmup]
+        found = [line for line in begun if all(line.get(name) is not None for name in names)]
         if not found:
             raise NotMeasured(f"no {' and '.join(names)}")
         return found
@@ -155,17 +168,64 @@ class Record:
         Raises:
             NotMeasured: There are fewer than ``MIN_POINTS`` iterations, or the env has no success.
         """
-        # gymnasium: an env without this setting has returns alone, and its successes are all 0
-        if "success_return" in (self.setting("env") or {}) and self.setting("env.success_return") is None:
+        if not self.has_success:
             raise NotMeasured("the env has no success (env.success_return is null)")
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes")
         if len(lines) < MIN_POINTS:
             raise NotMeasured(f"{len(lines)} iterations only; required: {MIN_POINTS}")
-        found = []
-        for line in lines:
-            episodes = int(line["rollout/num_episodes"])
-            found.append((line["step"], Success(round(line["rollout/success_rate"] * episodes), episodes)))
-        return found
+        counts = ((line["step"], line["rollout/success_rate"], int(line["rollout/num_episodes"])) for line in lines)
+        return [(step, Success(round(rate * episodes), episodes)) for step, rate, episodes in counts]
+
+    @property
+    def has_success(self) -> bool:
+        """Whether the env has successes. Without a return that counts as one (gymnasium) it has those that were seen."""
+        is_given = (self.setting("env") or {}).get("success_return", 0) is not None
+        return is_given or self.total("rollout/success_rate") + self.total("eval/successes") > 0
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """What became of RL, or of cloning alone: success by evaluations, or by rollouts where these cannot tell; else return or loss."""
+        measure, name, key = "return", self.return_name, "trainer.max_steps"
+        if self.is_recipe:
+            measure, key = "reward", "train.max_num_steps"
+        if self.is_preference or not any(line["phase"] == "rl" for line in self.lines):
+            measure, name = "loss", "train/loss" if self.is_preference else "sft/loss"
+            key = key if self.is_recipe else "sft.max_steps"
+        cure = f"{key}={2 * max((line['step'] for line in self.lines), default=0) + 2}"
+        found: list[Outcome] = []
+        with suppress(NotMeasured):
+            evaluations = self.evaluations("rl") if self.has_success else []
+            if len(evaluations) > 1:
+                more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
+                found.append(outcome_of_counts(evaluations, "of the evaluations", more))
+        with suppress(NotMeasured):
+            rollouts = self.rollouts()
+            window = max(1, len(rollouts) // 5)
+            ends = [(part[0][0], sum_of(part)) for part in (rollouts[:window], rollouts[-window:])]
+            found.append(outcome_of_counts(ends, f"of the rollouts ({window} iterations each)", cure))
+        with suppress(NotMeasured):
+            values = self.series(name)
+            full = self.full_reward if measure == "reward" else math.inf
+            found += [] if found else [outcome_of_values(measure, values.steps, values.values, cure, full)]
+        text = f"fewer than {MIN_POINTS} steps so far. To tell, set {cure}"
+        found += [Outcome(UNKNOWN, measure, text, False, False, (0, 0))]
+        return next((one for one in found if one.verdict != UNKNOWN), found[0])
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether the run is one of DPO, whose loss is of pairs."""
+        return any("train/preference_accuracy" in line for line in self.lines)
+
+    @property
+    def full_reward(self) -> float:
+        """Reward of right answers throughout: 1 for each reward of a recipe times its weight."""
+        given = self.setting("train.train_policy.reward_function", "one")
+        return sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
+
+
+def sum_of(counts: Sequence[tuple[int, Success]]) -> Success:
+    """Return the sum of counts by step."""
+    return Success(sum(one.successes for _, one in counts), sum(one.episodes for _, one in counts))
 
 
 Rule = Callable[[Record], "Finding | None"]
@@ -174,14 +234,16 @@ Rule = Callable[[Record], "Finding | None"]
 
 @dataclass
 class Diagnosis:
-    """What all rules say of a run.
+    """The outcome of a run, and what all rules say of it.
 
     Attributes:
+        outcome: Of the run.
         findings: The worst first.
         fine: Rules that were evaluated and have nothing to say.
         silent: Rules that could not be evaluated, and why.
     """
 
+    outcome: Outcome
     findings: list[Finding] = field(default_factory=list)
     fine: list[str] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
@@ -190,10 +252,15 @@ class Diagnosis:
         """Return everything as JSON values."""
         return asdict(self)
 
+    @property
+    def sentences(self) -> list[str]:
+        """The outcome, then each finding, or that there is none."""
+        found = [f"{finding.rule}: {finding}" for finding in self.findings]
+        none = "nothing else to say" if self.outcome.is_good else "no cause found in the metrics"
+        return [str(self.outcome), *(found or [f"{none}: {len(self.fine)} rules found nothing"])]
+
     def __str__(self) -> str:
-        lines = [f"{finding.rule}: {finding}" for finding in self.findings]
-        if not lines:
-            lines = [f"nothing to say: {len(self.fine)} rules found nothing"]
+        lines = self.sentences
         if self.silent:
             reasons: dict[str, list[str]] = {}
             for name, reason in self.silent.items():
@@ -203,11 +270,24 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(record: Record, rules: Sequence[Rule]) -> Diagnosis:
-    """Ask every rule, in the order given."""
-    diagnosis = Diagnosis()
-    for rule in rules:
+MASTERED, GOOD = "the task is mastered", "the outcome is good"
+DOES_WELL, NAMED = "the run does well, or another rule has spoken", "the outcome is good, or another rule has spoken"
+
+
+def diagnose(record: Record, rules: Mapping[str, Sequence[Rule]]) -> Diagnosis:
+    """Tell the outcome, and ask the rules, in their order, of which the condition that rules them out does not hold."""
+    outcome, diagnosis = record.outcome, Diagnosis(record.outcome)
+    for condition, rule in ((condition, rule) for condition, group in rules.items() for rule in group):
+        good, named = outcome.is_good, bool(diagnosis.findings)
+        spared = {
+            MASTERED: outcome.is_mastered,
+            GOOD: good,
+            DOES_WELL: named or (good and not outcome.is_poor),
+            NAMED: named or good,
+        }
         try:
+            if spared.get(condition):
+                raise NotMeasured(condition)
             finding = rule(record)
         except NotMeasured as reason:
             diagnosis.silent[rule.__name__] = str(reason)

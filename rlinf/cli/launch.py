@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, place_of
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, did_you_mean
+from rlinf.models.hf_model import load_config
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder
@@ -82,6 +83,11 @@ def launch(arguments: Sequence[str]) -> int:
             f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
             "machine. Start it once"
         )
+    if asks_for_gpus(config) and not given.dry_run:
+        with suppress(RLinfError):  # who loads the model reports it
+            load_config(
+                config.policy.model_name_or_path
+            )  # into the hub's cache: whether it reads images changes the plan
     plan = make_plan(config, None if place is None else place.size)
     device = _device(config, plan, given.dry_run)
     check_engines(config, plan, device)
@@ -170,7 +176,9 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | Non
     if device == "cpu":
         hide_gpus()
     else:
-        isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)  # else one rank would take those of players, too
+        isolate_rank(
+            visible_gpus(os.environ, torch.cuda.device_count()), 0
+        )  # else one rank would take those of players, too
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())
     train(config, script, places)

@@ -106,10 +106,12 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
             f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{whole_groups}; "
             f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
         )
+    wants_engine = is_grpo and rollout.backend == "vllm"
+    has_engine = wants_engine and why_no_engine(_config_of(config)) is None
     players = 0
     if asks_for_players(config) or (num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"):
-        players = count_players(config, replicas * shards)
-    has_engine = is_grpo and rollout.backend == "vllm" and why_no_engine(_config_of(config)) is None
+        in_torch = wants_engine and not has_engine
+        players = count_players(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
     batch_size = train.train_batch_per_replica * replicas
     answer = min(rollout.max_response_length, config.policy.model_max_length)
     return Plan(
@@ -147,14 +149,22 @@ def without_players(config: RecipeConfig) -> str:
     return " ".join(words)
 
 
-def count_players(config: RecipeConfig, num_ranks: int) -> int:
+def count_players(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
     """Return the players of a recipe that has some.
+
+    Args:
+        config: Checked.
+        num_ranks: Ranks of the policy.
+        per_engine: Players in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
 
     Raises:
         ConfigError: They can be divided neither among the ranks nor the ranks among them.
     """
     given = config.cluster.num_players
-    players = config.rollout.parallelism.n_init_replicas if given is None else given
+    engines = config.rollout.parallelism.n_init_replicas
+    players = given or engines * per_engine
+    if given is None and players % num_ranks and num_ranks % players:
+        players = engines
     if players % num_ranks and num_ranks % players:
         key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_players"
         raise ConfigError(
@@ -195,6 +205,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("recipe", f"{kind} of {config.policy.model_name_or_path}"),
         ("policy GPUs", ways),
         ("rollout GPUs", rollout),
+        *engine_lines(config),
         ("total GPUs", str(plan.num_gpus)),
         *([("players", describe_players(plan))] if plan.players else []),
         ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
@@ -204,6 +215,18 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("output", f"{train.output_dir}/<timestamp>"),
     ]  # fmt: skip
     return "\n".join(f"{name + ':':<14}{text}" for name, text in lines)
+
+
+def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
+    """Return where torch generates although the recipe asks for vLLM."""
+    if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
+        return []
+    reason = why_no_engine(_config_of(config))
+    if reason is not None:
+        return [("  in torch", f"vLLM is not used: {reason}")]
+    if is_local(config.policy.model_name_or_path):
+        return []
+    return [("  or in torch", "on each of these GPUs, if the model, which is not on this machine, reads images")]
 
 
 def describe_players(plan: Plan) -> str:
@@ -263,7 +286,7 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
 def why_no_engine(model_config: Any) -> str | None:
     """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is that of transformers; None: not known."""
     if getattr(model_config, "vision_config", None) is not None:
-        return "it takes token ids only, and the model reads images"
+        return "it gets token ids only, and the model reads images"
     return None if find_spec("vllm") else "the package vllm is not installed"
 
 
@@ -324,7 +347,9 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
     if tp_size > 1 and model_config is not None:
         check_tensor_parallel(model_config, tp_size, "rollout.parallelism.tp_size")
     if tp_size > 1 and device == "cuda" and not plan.players:
-        apart = "mode=disaggregated cluster.placement=null and start the command once, for engines with GPUs of their own"
+        apart = (
+            "mode=disaggregated cluster.placement=null and start the command once, for engines with GPUs of their own"
+        )
         raise ConfigError(
             f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates; "
             f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"

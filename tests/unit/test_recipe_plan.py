@@ -137,7 +137,9 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fewer(recipe, started, monkeypatch, capsys):
+def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fewer(
+    recipe, started, monkeypatch, capsys
+):
     policy, rollout = GPUS.get(Path(recipe).stem, (0, 0))  # no GPUs: those for a laptop, which name none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: policy + rollout)
     monkeypatch.setattr(launching, "count_rows", lambda *_: (None, "not needed here"))
@@ -180,7 +182,9 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     config, _ = load_recipe("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
     plan = make_plan(config, 2)
     assert (plan.players, plan.num_gpus) == (0, 2)
-    with pytest.raises(ConfigError, match="tp_size is 2, and each rank .*required: 1. Set rollout.parallelism.tp_size=1"):
+    with pytest.raises(
+        ConfigError, match="tp_size is 2, and each rank .*required: 1. Set rollout.parallelism.tp_size=1"
+    ):
         check_engines(config, plan, "cuda")
     check_engines(config, plan, "cpu")  # where the trained model generates
     config.rollout.parallelism.tp_size = 1
@@ -190,7 +194,9 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
 def test_an_engine_whose_size_does_not_divide_the_heads_is_refused(tiny_lm):
     words = [f"policy.model_name_or_path={tiny_lm()}", "rollout.parallelism.tp_size=3"]
     config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", *words)
-    with pytest.raises(ConfigError, match="rollout.parallelism.tp_size=3 does not divide .*Set rollout.parallelism.tp_size="):
+    with pytest.raises(
+        ConfigError, match="rollout.parallelism.tp_size=3 does not divide .*Set rollout.parallelism.tp_size="
+    ):
         check_engines(config, plan, "cuda")
 
 
@@ -224,7 +230,11 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "placement", "words"),
     [
-        ("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", (2, 1, 2), "players:      1, in processes that Ray starts; 2 ranks share each"),
+        (
+            "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
+            (2, 1, 2),
+            "players:      1, in processes that Ray starts; 2 ranks share each",
+        ),
         ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2), "players:      2, in processes that Ray starts; 2 ranks share each"),
         ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1), "players:      1, in processes that Ray starts; 1 of each rank"),
     ],
@@ -240,28 +250,36 @@ def test_players_are_the_engines_of_a_recipe(name, placement, words):
 
 
 def test_a_player_in_torch_has_one_gpu():
-    config, plan = plan_of(
-        "phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_players=4"
-    )
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_players=4")
     assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
 
 
-def test_a_player_whose_model_reads_images_or_that_has_no_vllm_generates_in_torch(tiny_lm, tmp_path, monkeypatch):
-    """It would reserve two GPUs and use one."""
-    words = [SPLIT, "policy.parallelism.dp_shard_size=1", "rollout.parallelism.tp_size=2"]
-    reads_images = make_vlm(tmp_path)
-    for model, is_installed, gpus, each in (
-        (tiny_lm(), True, 2, "tensor parallel 2"),
-        (tiny_lm(), False, 1, "1, in torch"),
-        (reads_images, True, 1, "1, in torch"),
+def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
+    """An engine's two GPUs would be reserved, and one of them used."""
+    reads_images, why = make_vlm(tmp_path), "vLLM is not used: it gets token ids only, and the model reads images"
+    for model, is_installed, players, each, line in (
+        (tiny_lm(), True, 1, "tensor parallel 2", None),
+        (tiny_lm(), False, 2, "1, in torch", "vLLM is not used: the package vllm is not installed"),
+        (reads_images, True, 2, "1, in torch", why),
+        (
+            "owner/unknown",
+            True,
+            1,
+            "tensor parallel 2",
+            "on each of these GPUs, if the model, which is not on this machine",
+        ),
     ):
         monkeypatch.setattr(planning, "find_spec", lambda name, found=is_installed: found or None)
-        config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, f"policy.model_name_or_path={model}")
+        config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
         text = describe(config, plan, 100)
-        assert (plan.rollout_gpus, plan.gpus_per_player) == (gpus, gpus)
-        assert f"rollout GPUs: {gpus} (1 x {each})" in text
-        assert ("the engine takes" in text) == (gpus == 2)
+        assert (plan.players, plan.rollout_gpus, plan.gpus_per_player) == (players, 2, 2 // players)
+        assert f"rollout GPUs: 2 ({players} x {each})" in text
+        assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
+        assert ("the engine takes" in text) == (players == 1 and model != "owner/unknown")
+    overrides = [f"policy.model_name_or_path={reads_images}", "policy.parallelism.dp_shard_size=4"]
+    config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
+    assert plan.players == 1, "three cannot be shared by four ranks"
 
 
 def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):
@@ -294,8 +312,14 @@ def test_players_that_machines_have_no_room_for_are_refused():
 @pytest.mark.parametrize(
     ("overrides", "cure"),
     [
-        (["cluster.start=ray", "cluster.placement=colocated"], "cluster.start=ray with cluster.placement=colocated.*placement=null"),
-        (["cluster.num_players=2", "mode=colocated"], "cluster.num_players=2 with mode=colocated.*Set mode=disaggregated, or"),
+        (
+            ["cluster.start=ray", "cluster.placement=colocated"],
+            "cluster.start=ray with cluster.placement=colocated.*placement=null",
+        ),
+        (
+            ["cluster.num_players=2", "mode=colocated"],
+            "cluster.num_players=2 with mode=colocated.*Set mode=disaggregated, or",
+        ),
         ([SPLIT, "mode=colocated"], "Set mode=disaggregated"),
         ([SPLIT, "cluster.num_players=3"], "Set cluster.num_players=4"),
         (["rollout.parallelism.n_init_replicas=3"], "n_init_replicas=3 players.*Set cluster.num_players=4"),

@@ -85,7 +85,7 @@ def places_of(config: RecipeConfig):
     if not plan.players:
         yield None
         return
-    placement_of = partial(place_players, plan, "cpu")
+    placement_of = partial(place_players, config, plan, "cpu")
     with reserved_places(placement_of, 600.0) as reservation:
         yield PlayerPlaces(placement_of(), reservation)
 

@@ -93,6 +93,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2,
                                 "size": {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}},
         },
+        "videos": {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 8, "merge_size": 2,
+                   "size": {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}},
     },
     "qwen3_vl": {
         "config": {"text_config": {"rope_parameters": MROPE, **TEXT},
@@ -106,6 +108,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2,
                                 "size": {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}},
         },
+        "videos": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 8, "merge_size": 2,
+                   "size": {"shortest_edge": IMAGE_SIZE**2, "longest_edge": IMAGE_SIZE**2}},
     },
     "internvl": {
         "config": {"text_config": {"model_type": "qwen2", **TEXT}, "downsample_ratio": 0.5,
@@ -117,6 +121,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_seq_length": 4,
             "image_processor": {"image_processor_type": "GotOcr2ImageProcessor", "size": SQUARE, "crop_to_patches": False},
         },
+        "videos": {"video_processor_type": "InternVLVideoProcessor", "size": SQUARE},
     },
     "llava_onevision": {
         "config": {"text_config": {"model_type": "qwen2", **TEXT}, "vision_feature_layer": -1,
@@ -129,6 +134,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_processor": {"image_processor_type": "LlavaOnevisionImageProcessor", "size": SQUARE,
                                 "image_grid_pinpoints": [[IMAGE_SIZE, IMAGE_SIZE]]},
         },
+        "videos": {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SQUARE},
     },
 }  # fmt: skip
 # names of special tokens to the fields of a configuration that hold their ids
@@ -168,6 +174,10 @@ def make_tiny_vlm(family: str, folder: str | Path, seed: int = 0) -> Path:
     with no_progress_bars():
         vlm.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
+    if "videos" in facts:  # AutoProcessor refuses the folder without it
+        path = folder / "processor_config.json"
+        parts = json.loads(path.read_text(encoding="utf-8")) | {"video_processor": facts["videos"]}
+        path.write_text(json.dumps(parts, indent=2), encoding="utf-8")
     return folder
 
 

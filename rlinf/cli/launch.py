@@ -8,28 +8,41 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rlinf.cluster.reservation import reserved_places
+import torch
+
+from rlinf.cluster.reservation import check_machine, reserved_places
 from rlinf.commands.hydra_app import hide_progress_bars
-from rlinf.distributed.devices import hide_gpus
+from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, place_of
-from rlinf.errors import ConfigError, UploadError, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, UploadError, did_you_mean
+from rlinf.models.hf_model import load_config
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder, made_by
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import load_recipe, recipe_names
-from rlinf.recipes.plan import SPLIT, Plan, choose_device, describe, make_plan, store_room
+from rlinf.recipes.plan import (
+    SPLIT,
+    Plan,
+    asks_for_gpus,
+    asks_for_players,
+    check_engines,
+    choose_device,
+    describe,
+    make_plan,
+    store_room,
+)
 from rlinf.recipes.players import PlayerPlaces, place_players
 
-SHARED_GPUS = "each rank of the policy generates on its own GPU, between its updates; the GPUs of the rollout stay free (mode=colocated)"
+SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
 ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
 FLAGS = ("--config", "--dry-run")
 
@@ -66,20 +79,32 @@ def launch(arguments: Sequence[str]) -> int:
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
     place = place_of(os.environ) if is_connected() else None
-    if place is not None and config.cluster.placement == "split":
+    if place is not None and asks_for_players(config):
         raise ConfigError(
             f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
             "machine. Start it once"
         )
+    if asks_for_gpus(config) and not given.dry_run:
+        with suppress(RLinfError):  # who loads the model reports it
+            load_config(
+                config.policy.model_name_or_path
+            )  # into the hub's cache: whether it reads images changes the plan
     plan = make_plan(config, None if place is None else place.size)
-    device = None if given.dry_run else _device(config, plan)
+    device = _device(config, plan, given.dry_run)
+    check_engines(config, plan, device)
+    is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
+    if plan.players and not is_elsewhere:
+        check_machine(partial(place_players, config, plan, device), store_room(config))
     print(describe(config, plan, *count_rows(config, script)), flush=True)
+    where = "GPUs" if device == "cuda" else "CPU"
+    machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"
+    print(f"{'machine:':<14}{machine}", flush=True)
     if script is not None:
         print(f"{'script:':<14}{script}", flush=True)
-    if device is None:
-        return 0
-    if plan.rollout_gpus and not plan.players:
+    if asks_for_gpus(config) and not plan.players:
         print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
+    if given.dry_run:
+        return 0
     if device == "cpu" and not plan.players:
         config.rollout.backend = "torch"
     _warn_about_wandb(config)
@@ -113,7 +138,7 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPla
     if not plan.players:
         yield None
         return
-    placement_of = partial(place_players, plan, device)
+    placement_of = partial(place_players, config, plan, device)
     with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
         yield PlayerPlaces(placement_of(), reservation)
 
@@ -144,10 +169,10 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
     return len(rows), ""
 
 
-def _device(config: RecipeConfig, plan: Plan) -> str:
+def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
     """Return the device of the ranks; a launcher has given each of its own a GPU, where there are some."""
     if not is_connected():
-        return choose_device(config, plan)
+        return choose_device(config, plan, is_plan)
     return resolve_device(config.policy.device, 1, "policy.device=cpu")
 
 
@@ -169,6 +194,10 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | Non
     config, script, device, places = work
     if device == "cpu":
         hide_gpus()
+    else:
+        isolate_rank(
+            visible_gpus(os.environ, torch.cuda.device_count()), 0
+        )  # else one rank would take those of players, too
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())
     train(config, script, places)

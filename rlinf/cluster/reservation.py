@@ -123,6 +123,15 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
         yield reservation
 
 
+def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None) -> None:
+    """Make the checks of ``reserved_places`` that start nothing; see there."""
+    import_ray(SPLIT)
+    if check_address(SPLIT) is None:
+        _gpus_of_players(placement_of)
+        if room is not None:
+            _store_size(room)
+
+
 @contextmanager
 def reserved_places(
     placement_of: Callable[[Sequence[Node] | None], Placement],
@@ -216,9 +225,7 @@ def _start(
     ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, room: StoreRoom | None
 ) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
-    placement = placement_of(None)
-    gpus = _gpus(placement)[placement.gpus_of_ranks :]
-    placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
+    placement, gpus = placement_of(None), _gpus_of_players(placement_of)
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
@@ -229,6 +236,14 @@ def _start(
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if former is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = former
+
+
+def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
+    """Return the GPUs of this machine after those of the ranks; refuse too few."""
+    placement = placement_of(None)
+    gpus = _gpus(placement)[placement.gpus_of_ranks :]
+    placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
+    return gpus
 
 
 def _store_size(room: StoreRoom) -> int:

@@ -209,7 +209,7 @@ class Watchdog:
             silent -= {rank for rank in silent if self.store.check([keys[rank]])}
             time.sleep(0.1)
         for rank, key in keys.items():
-            host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "another machine"
+            host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "its machine"
             told = "no answer: it is stopped or lost, or it holds Python's lock" if rank in silent else ""
             told = told or self.store.get(key).decode()
             print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)

@@ -166,31 +166,25 @@ def _check_rollout(config: RecipeConfig) -> None:
 
 
 def _check_cluster(config: RecipeConfig) -> None:
-    """Raise ConfigError for keys of players that contradict each other."""
+    """Raise ConfigError for keys of players that contradict other keys."""
     cluster, method = config.cluster, config.train.train_policy.type
-    if cluster.placement == "colocated":
-        if cluster.start == "ray":
-            raise ConfigError(
-                "cluster.start=ray with cluster.placement=colocated; required: players to place. Set cluster.placement=split, or "
-                "cluster.start=auto"
-            )
-        if cluster.num_players is not None:
-            raise ConfigError(
-                f"cluster.num_players={cluster.num_players} with cluster.placement=colocated; required: players of their own. Set "
-                "cluster.start=ray cluster.placement=split, or cluster.num_players=null"
-            )
+    given = {"cluster.placement": (cluster.placement, "split"), "cluster.start": (cluster.start, "ray")}
+    asking = [f"{key}={value}" for key, (value, asks) in given.items() if value == asks]
+    if cluster.num_players is not None:
+        asking.append(f"cluster.num_players={cluster.num_players}")
+    if not asking:
         return
-    if cluster.start != "ray":
-        raise ConfigError(
-            f"cluster.placement=split with cluster.start={cluster.start}; required: Ray, which places the players. Set cluster.start=ray"
-        )
+    cure = "cluster.start=auto cluster.placement=null cluster.num_players=null"
     if method != "grpo":
         raise ConfigError(
-            f"cluster.placement=split with train.train_policy.type={method}; required: grpo, whose answers players generate. Set "
-            "cluster.start=auto cluster.placement=colocated cluster.num_players=null"
+            f"{asking[0]} with train.train_policy.type={method}; required: grpo, whose answers players generate. Set {cure}"
         )
-    if config.mode == "colocated":
-        raise ConfigError("mode=colocated with cluster.placement=split; required: one of them. Set mode=disaggregated")
+    for other, split in (("cluster.placement", "null"), ("mode", "disaggregated")):
+        if _get(config, other) == "colocated":
+            raise ConfigError(
+                f"{asking[0]} with {other}=colocated; required: one of them, because {asking[0]} asks for players. Set "
+                f"{other}={split}, or {cure}"
+            )
 
 
 def _check_validation(config: RecipeConfig) -> None:

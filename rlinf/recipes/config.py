@@ -408,18 +408,19 @@ class ClusterConfig:
 
     start: str = option(
         "auto",
-        "auto: the ranks are started here, or torchrun or srun has started them; ray: they are started here, and Ray places players, in "
-        "the cluster that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: they are started here, and there are players. Ray "
+        "places players in the cluster that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
         choices=("auto", "ray"),
     )
-    placement: str = option(
-        "colocated",
-        "colocated: each rank generates its answers; split: players do (grpo), in processes and on GPUs of their own, on any machine.",
+    placement: str | None = option(
+        None,
+        "colocated: each rank generates its answers; split: players do (grpo), in processes and on GPUs of their own; null: split where "
+        "mode=disaggregated, rollout.backend=vllm and the ranks have GPUs, or another key asks for players.",
         choices=("colocated", "split"),
     )
     num_players: int | None = option(
         None,
-        "Players of cluster.placement=split, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.",
+        "Players, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.",
         minimum=1,
     )
     max_restarts: int = option(
@@ -443,11 +444,11 @@ class RecipeConfig:
     validation: ValidationConfig = option(ValidationConfig(), "Validation.")
     logging: LoggingConfig = option(LoggingConfig(), "Where metrics go.")
     profiler: ProfilerConfig = option(ProfilerConfig(), "Recording of steps.")
-    cluster: ClusterConfig = option(ClusterConfig(), "Threads and deadlines of the ranks.")
+    cluster: ClusterConfig = option(ClusterConfig(), "Players, threads and deadlines of the ranks.")
     custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
     mode: str = option(
         "disaggregated",
-        "disaggregated: rollouts have GPUs of their own; colocated: those of the policy.",
+        "disaggregated: vLLM engines have GPUs of their own; colocated: those of the policy.",
         choices=MODES,
     )
     redis: str = option("", "Accepted: no redis server is needed.")

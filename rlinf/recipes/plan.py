@@ -15,7 +15,7 @@ from rlinf.distributed.parallel import StateBytes
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import load_config, model_shapes
+from rlinf.models.hf_model import check_tensor_parallel, load_config, model_shapes
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
@@ -23,9 +23,8 @@ from rlinf.preflight.placement import StoreRoom
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
-SPLIT = "cluster.start=ray cluster.placement=split"
-COLOCATED = "cluster.start=auto cluster.placement=colocated cluster.num_players=null"
-"""The overrides of a recipe with and without players."""
+SPLIT = "cluster.placement=split"
+"""The override of a recipe with players."""
 NOT_COUNTED = "activations, one gathered layer of a sharded model, and libraries are not counted"
 
 
@@ -36,10 +35,8 @@ class Plan:
     Attributes:
         replicas: Copies of the trained model, each with a batch of its own.
         shards: Ranks of a replica, which divide its weights and its batch.
-        rollout_gpus: GPUs of the engines that generate, besides those of the policy.
-        engines: Number of these engines, or of the players.
-        players: Players of ``cluster.placement=split``; 0: the ranks of the policy generate.
-        tp_size: GPUs of one of ``engines`` over which vLLM splits the model; 0: torch generates, on one.
+        players: Processes that generate, besides the ranks of the policy; 0: these ranks do.
+        tp_size: GPUs over which a vLLM engine splits the model; 0: torch generates, on one.
         batch_size: Rows of a step over all replicas; in GRPO its answers.
         group_size: Answers to each prompt in GRPO; else 1.
         micro_batch: Rows of one forward-backward pass on one rank.
@@ -48,8 +45,6 @@ class Plan:
 
     replicas: int
     shards: int
-    rollout_gpus: int
-    engines: int
     players: int
     tp_size: int
     batch_size: int
@@ -63,14 +58,19 @@ class Plan:
         return self.replicas * self.shards
 
     @property
+    def gpus_per_player(self) -> int:
+        """GPUs of a player."""
+        return max(1, self.tp_size)
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of all players."""
+        return self.players * self.gpus_per_player
+
+    @property
     def num_gpus(self) -> int:
         """All GPUs."""
         return self.policy_gpus + self.rollout_gpus
-
-    @property
-    def gpus_per_player(self) -> int:
-        """GPUs of a player."""
-        return self.rollout_gpus // self.players
 
     @property
     def rows_per_rank(self) -> int:
@@ -83,7 +83,7 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
 
     Args:
         config: Checked.
-        num_ranks: Ranks that there are, for ``dp_shard_size=-1``; None: those that the recipe names, -1 being 1.
+        num_ranks: Ranks that a launcher has started, for ``dp_shard_size=-1``; None: those that the recipe names, -1 being 1.
 
     Raises:
         ConfigError: The recipe names other ranks than there are, or the batch does not divide over them.
@@ -106,21 +106,19 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
             f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{whole_groups}; "
             f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
         )
-    players = count_players(config, replicas * shards)
-    separate = is_grpo and rollout.backend == "vllm" and config.mode != "colocated"
-    engines = players or (rollout.parallelism.n_init_replicas if separate else 0)
-    tp_size = rollout.parallelism.tp_size if rollout.backend == "vllm" else 0
-    if players and tp_size and why_no_engine(_config_of(config)) is not None:
-        tp_size = 0
+    wants_engine = is_grpo and rollout.backend == "vllm"
+    has_engine = wants_engine and why_no_engine(_config_of(config)) is None
+    players = 0
+    if asks_for_players(config) or (num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"):
+        in_torch = wants_engine and not has_engine
+        players = count_players(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
     batch_size = train.train_batch_per_replica * replicas
     answer = min(rollout.max_response_length, config.policy.model_max_length)
     return Plan(
         replicas=replicas,
         shards=shards,
-        rollout_gpus=engines * max(1, tp_size),
-        engines=engines,
         players=players,
-        tp_size=tp_size,
+        tp_size=rollout.parallelism.tp_size if has_engine else 0,
         batch_size=batch_size,
         group_size=group_size,
         micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
@@ -128,16 +126,45 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     )
 
 
-def count_players(config: RecipeConfig, num_ranks: int) -> int:
-    """Return the players of a recipe; 0: the ranks generate.
+def asks_for_players(config: RecipeConfig) -> bool:
+    """Return whether a key of ``cluster`` asks for players, on whatever machine."""
+    cluster = config.cluster
+    return cluster.placement == "split" or cluster.start == "ray" or cluster.num_players is not None
+
+
+def asks_for_gpus(config: RecipeConfig) -> bool:
+    """Return whether the rollout is to have GPUs of its own, where there are GPUs."""
+    is_grpo = config.train.train_policy.type == "grpo"
+    is_colocated = "colocated" in (config.mode, config.cluster.placement)
+    return is_grpo and config.rollout.backend == "vllm" and not is_colocated
+
+
+def without_players(config: RecipeConfig) -> str:
+    """Return the overrides with which the ranks of the policy generate."""
+    words = ["mode=colocated"]
+    if config.rollout.parallelism.tp_size > 1:
+        words.append("rollout.parallelism.tp_size=1")
+    if asks_for_players(config):
+        words.append("cluster.start=auto cluster.placement=null cluster.num_players=null")
+    return " ".join(words)
+
+
+def count_players(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
+    """Return the players of a recipe that has some.
+
+    Args:
+        config: Checked.
+        num_ranks: Ranks of the policy.
+        per_engine: Players in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
 
     Raises:
         ConfigError: They can be divided neither among the ranks nor the ranks among them.
     """
-    if config.cluster.placement == "colocated":
-        return 0
     given = config.cluster.num_players
-    players = config.rollout.parallelism.n_init_replicas if given is None else given
+    engines = config.rollout.parallelism.n_init_replicas
+    players = given or engines * per_engine
+    if given is None and players % num_ranks and num_ranks % players:
+        players = engines
     if players % num_ranks and num_ranks % players:
         key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_players"
         raise ConfigError(
@@ -165,7 +192,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     rollout = "none"
     if method.type == "grpo":
         each = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
-        rollout = f"{plan.rollout_gpus} ({plan.engines} x {each})" if plan.engines else "those of the policy"
+        rollout = f"{plan.rollout_gpus} ({plan.players} x {each})" if plan.players else "those of the policy"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
@@ -179,6 +206,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("policy GPUs", ways),
         ("rollout GPUs", rollout),
         ("total GPUs", str(plan.num_gpus)),
+        *engine_lines(config),
         *([("players", describe_players(plan))] if plan.players else []),
         ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
         ("steps", steps),
@@ -189,11 +217,23 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     return "\n".join(f"{name + ':':<14}{text}" for name, text in lines)
 
 
+def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
+    """Return where torch generates although the recipe asks for vLLM."""
+    if config.train.train_policy.type != "grpo" or config.rollout.backend != "vllm":
+        return []
+    reason = why_no_engine(_config_of(config))
+    if reason is not None:
+        return [("  in torch", f"vLLM is not used: {reason}")]
+    if is_local(config.policy.model_name_or_path):
+        return []
+    return [("  or in torch", "on each of these GPUs, if the model, which is not on this machine, reads images")]
+
+
 def describe_players(plan: Plan) -> str:
     """Return in words which players there are, and whose they are."""
     sharers, share = plan.policy_gpus // plan.players, plan.players // plan.policy_gpus
     whose = f"{sharers} ranks share each" if sharers > 1 else f"{share} of each rank"
-    return f"{plan.players}, placed by Ray; {whose}"
+    return f"{plan.players}, in processes that Ray starts; {whose}"
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
@@ -217,7 +257,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":
-        has_engine = plan.engines and plan.tp_size
+        has_engine = plan.players and plan.tp_size
         takes = f"; the engine takes {config.rollout.gpu_memory_utilization:.0%} of the GPU" if has_engine else ""
         lines.append(("  rollout", f"weights {format_bytes(weights // (plan.tp_size if has_engine else 1))}{takes}"))
     return lines
@@ -239,13 +279,14 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
         apply_lora(model, LoraConfig(**lora.settings()))
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
-    return StoreRoom(num_bytes, COLOCATED if lora is not None else f"policy.lora.r=8, or {COLOCATED}")
+    cure = without_players(config)
+    return StoreRoom(num_bytes, cure if lora is not None else f"policy.lora.r=8, or {cure}")
 
 
 def why_no_engine(model_config: Any) -> str | None:
     """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is that of transformers; None: not known."""
     if getattr(model_config, "vision_config", None) is not None:
-        return "it takes token ids only, and the model reads images"
+        return "it gets token ids only, and the model reads images"
     return None if find_spec("vllm") else "the package vllm is not installed"
 
 
@@ -268,36 +309,48 @@ def is_local(name: str) -> bool:
         return False
 
 
-def choose_device(config: RecipeConfig, plan: Plan) -> str:
+def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
     """Return ``cuda`` or ``cpu`` for the policy's ranks.
 
+    Args:
+        config: Checked.
+        plan: Of the recipe.
+        is_plan: Nothing will run: where torch sees no GPU, the recipe is planned for another machine that has as many as it needs.
+
     Raises:
-        ConfigError: torch sees fewer GPUs than the recipe needs, or an engine would need several GPUs of one rank.
+        ConfigError: torch sees fewer GPUs than the recipe needs.
     """
     wanted = config.policy.device
     # Those of players may be on other machines; Ray looks for them.
     needed = plan.policy_gpus if plan.players and os.environ.get("RAY_ADDRESS") else plan.num_gpus
-    if wanted == "cpu":
-        return "cpu"
     found = torch.cuda.device_count()
-    if wanted == "auto" and found == 0 and needed == 1:
+    if wanted == "cpu" or (wanted == "auto" and found == 0 and needed == 1):
         return "cpu"
-    if found < needed:
-        roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
-        cures = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
-        if plan.rollout_gpus and found >= plan.policy_gpus:
-            colocated = COLOCATED if plan.players else "mode=colocated"
-            cures.insert(0, f"{colocated} to generate on the policy's {plan.policy_gpus}")
-        elif 1 <= found < plan.policy_gpus:
-            cures.insert(0, f"policy.parallelism.dp_shard_size={max(1, (found - plan.rollout_gpus) // plan.replicas)}")
-        raise ConfigError(
-            f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(cures)}"
+    if found >= needed or (is_plan and found == 0):
+        return "cuda"
+    roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
+    cures = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
+    if plan.rollout_gpus and found >= plan.policy_gpus:
+        cures.insert(0, f"{without_players(config)} to generate on the policy's {plan.policy_gpus}")
+    elif plan.replicas <= found:
+        # The largest number of shards over which the batch divides.
+        rows = config.train.train_batch_per_replica // plan.group_size
+        shards = max(size for size in range(1, found // plan.replicas + 1) if rows % size == 0)
+        colocated = f"{without_players(config)} " if plan.rollout_gpus else ""
+        cures.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
+    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(cures)}")
+
+
+def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
+    """Raise ConfigError for engines that cannot be split over as many GPUs as the recipe says."""
+    tp_size, model_config = plan.tp_size, _config_of(config)
+    if tp_size > 1 and model_config is not None:
+        check_tensor_parallel(model_config, tp_size, "rollout.parallelism.tp_size")
+    if tp_size > 1 and device == "cuda" and not plan.players:
+        apart = (
+            "mode=disaggregated cluster.placement=null and start the command once, for engines with GPUs of their own"
         )
-    tp_size = config.rollout.parallelism.tp_size
-    uses_vllm = config.train.train_policy.type == "grpo" and config.rollout.backend == "vllm"
-    if uses_vllm and tp_size > 1 and not plan.players:
         raise ConfigError(
-            f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates. Set "
-            f"{SPLIT} for players with {tp_size} GPUs each, or rollout.parallelism.tp_size=1"
+            f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates; "
+            f"required: 1. Set rollout.parallelism.tp_size=1, or {apart}"
         )
-    return "cuda"

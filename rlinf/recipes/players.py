@@ -26,7 +26,7 @@ from rlinf.memory import num_cores
 from rlinf.models.merged_weights import MergedWeights
 from rlinf.preflight.placement import Node, Placement
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.plan import COLOCATED, Plan
+from rlinf.recipes.plan import Plan, without_players
 from rlinf.rollout.policy_shell import PolicyShell
 
 
@@ -55,10 +55,11 @@ class PlayerPlaces:
     reservation: Reservation
 
 
-def place_players(plan: Plan, device: str, nodes: Sequence[Node] | None = None) -> Placement:
+def place_players(config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None) -> Placement:
     """Return the placement of a recipe with players.
 
     Args:
+        config: Of the run.
         plan: Of the recipe.
         device: Of ranks and players: ``cuda`` or ``cpu``.
         nodes: The machines of the cluster; None: they are not known yet.
@@ -69,7 +70,7 @@ def place_players(plan: Plan, device: str, nodes: Sequence[Node] | None = None) 
     gpus = plan.gpus_per_player if device == "cuda" else 0
     placement = Placement(plan.policy_gpus, plan.players, 0, gpus)
     if nodes is not None:
-        placement.check_nodes(nodes, COLOCATED, "policy.device=cpu")
+        placement.check_nodes(nodes, without_players(config), "policy.device=cpu")
     return placement
 
 

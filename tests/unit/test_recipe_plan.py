@@ -1,14 +1,21 @@
 """What a recipe needs and does: ranks, GPUs, steps, tokens, memory."""
 
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
+import torch
 from transformers import Gemma3Config
 
+from rlinf.cli import launch as launching
+from rlinf.cli import main
 from rlinf.errors import ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.preflight.placement import Node, StoreRoom
 from rlinf.recipes import plan as planning
-from rlinf.recipes.load import load_recipe
-from rlinf.recipes.plan import COLOCATED, SPLIT, choose_device, describe, make_plan, num_steps, store_room
+from rlinf.recipes.load import load_recipe, packaged_recipes
+from rlinf.recipes.plan import SPLIT, check_engines, choose_device, describe, make_plan, num_steps, store_room
 from rlinf.recipes.players import place_players
 
 GPUS = {
@@ -97,15 +104,119 @@ def test_other_ranks_than_those_of_the_recipe_are_refused():
         make_plan(config, 2)
 
 
-def test_fewer_gpus_than_a_recipe_needs_are_refused_with_counts(monkeypatch):
-    name = "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"
-    for found, cure in ((0, "policy.device=cpu"), (1, "dp_shard_size=1"), (2, "mode=colocated"), (3, "mode=colocated")):
-        monkeypatch.setattr(planning.torch.cuda, "device_count", lambda found=found: found)
-        with pytest.raises(
-            ConfigError, match=rf"needs 4 GPUs \(2 for the policy, 2 for the rollout\), and torch sees {found}.*{cure}"
-        ):
-            choose_device(*plan_of(name))
-        assert choose_device(*plan_of(name, "policy.device=cpu")) == "cpu"
+def run_words(name, *overrides):
+    """Return the words of a run of a recipe."""
+    return ["launch", "--config", name, *overrides]
+
+
+SHIPPED = sorted(
+    str(path.relative_to(packaged_recipes()))
+    for path in packaged_recipes().rglob("*")
+    if path.suffix in (".toml", ".yaml")
+)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Let a run end where its ranks would start, and return the ranks, their device and what players get."""
+    starts = []
+
+    @contextmanager
+    def reserved(placement_of, start_s, room=None):
+        placement = placement_of()
+        placement_of([Node("here", placement.cpus, torch.cuda.device_count() - placement.gpus_of_ranks)])
+        yield placement
+
+    def start(function, work, num_ranks, device, *_):
+        starts.append((num_ranks, device, work[3] and work[3].placement))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launching, "reserved_places", reserved)
+    monkeypatch.setattr(launching, "start_ranks", start)
+    return starts
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fewer(
+    recipe, started, monkeypatch, capsys
+):
+    policy, rollout = GPUS.get(Path(recipe).stem, (0, 0))  # no GPUs: those for a laptop, which name none
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: policy + rollout)
+    monkeypatch.setattr(launching, "count_rows", lambda *_: (None, "not needed here"))
+    for words in (run_words(recipe), run_words(recipe, "--dry-run")):
+        assert main(words) == 0, capsys.readouterr().err
+    [(num_ranks, device, placement)] = started
+    assert (num_ranks, device) == ((policy, "cuda") if policy else (1, "cpu"))
+    used = 0 if placement is None else placement.num_players * placement.gpus_per_player
+    assert used == rollout, "every GPU has a rank or an engine"
+    if not policy:
+        return
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: policy + rollout - 1)
+    for words in (run_words(recipe), run_words(recipe, "--dry-run")):
+        capsys.readouterr()
+        assert main(words) == 2
+        shown, error = capsys.readouterr()
+        assert "policy GPUs:" not in shown, "a refusal comes before the plan"
+        assert f"needs {policy + rollout} GPUs ({policy} for the policy, {rollout} for the rollout)" in error
+        assert f"torch sees {policy + rollout - 1}. Set " in error
+        cure = re.search(r"Set ((?:[\w.]+=\w+ ?)+)", error)[1].split()
+        assert main([*words, *cure]) == 0, f"{cure}: {capsys.readouterr().err}"
+    assert len(started) == 2, "the cure has started a run"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_without_gpus_a_dry_run_plans_for_another_machine_and_a_run_is_refused(name, started, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(run_words(name, "--dry-run")) == 0
+    shown = capsys.readouterr().out
+    assert f"total GPUs:   {sum(GPUS[name])}\n" in shown
+    assert f"machine:      {sum(GPUS[name])} GPUs, which this one lacks" in shown
+    assert main(run_words(name)) == 2
+    assert "and torch sees 0. Set policy.device=cpu" in capsys.readouterr().err
+    assert main(run_words(name, "policy.device=cpu")) == 0
+    assert started == [(GPUS[name][0], "cpu", None)]
+
+
+def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
+    """Its ranks are there already, each with a GPU of its own."""
+    config, _ = load_recipe("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
+    plan = make_plan(config, 2)
+    assert (plan.players, plan.num_gpus) == (0, 2)
+    with pytest.raises(
+        ConfigError, match="tp_size is 2, and each rank .*required: 1. Set rollout.parallelism.tp_size=1"
+    ):
+        check_engines(config, plan, "cuda")
+    check_engines(config, plan, "cpu")  # where the trained model generates
+    config.rollout.parallelism.tp_size = 1
+    check_engines(config, make_plan(config, 2), "cuda")
+
+
+def test_an_engine_whose_size_does_not_divide_the_heads_is_refused(tiny_lm):
+    words = [f"policy.model_name_or_path={tiny_lm()}", "rollout.parallelism.tp_size=3"]
+    config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", *words)
+    with pytest.raises(
+        ConfigError, match="rollout.parallelism.tp_size=3 does not divide .*Set rollout.parallelism.tp_size="
+    ):
+        check_engines(config, plan, "cuda")
+
+
+def test_on_one_machine_colocated_engines_have_one_gpu_each(monkeypatch, started, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    words = run_words("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "mode=colocated")
+    for each in (words, [*words, "--dry-run"]):
+        assert main(each) == 2 and "Set rollout.parallelism.tp_size=1" in capsys.readouterr().err
+    assert main([*words, "rollout.parallelism.tp_size=1"]) == 0
+    assert started == [(2, "cuda", None)]
+
+
+def test_gpus_of_players_in_a_cluster_are_not_looked_for_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    assert choose_device(*plan) == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        choose_device(*plan)
 
 
 def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
@@ -116,59 +227,59 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
         choose_device(*plan_of("mistral-7b-fsdp4-sft", "policy.parallelism.dp_shard_size=1", "policy.device=cuda"))
 
 
-def test_an_engine_of_several_gpus_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(planning.torch.cuda, "device_count", lambda: 4)
-    name = "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"
-    with pytest.raises(
-        ConfigError,
-        match=f"rollout.parallelism.tp_size is 2.*Set {SPLIT} .* 2 GPUs each, or rollout.parallelism.tp_size=1",
-    ):
-        choose_device(*plan_of(name))
-    assert choose_device(*plan_of(name, *SPLIT.split())) == "cuda", "players have GPUs of their own"
-    assert choose_device(*plan_of(name, "rollout.parallelism.tp_size=1")) == "cuda"
-
-
 @pytest.mark.parametrize(
     ("name", "placement", "words"),
     [
-        ("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", (2, 1, 2), "players:      1, placed by Ray; 2 ranks share each"),
-        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2), "players:      2, placed by Ray; 2 ranks share each"),
-        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1), "players:      1, placed by Ray; 1 of each rank"),
+        (
+            "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
+            (2, 1, 2),
+            "players:      1, in processes that Ray starts; 2 ranks share each",
+        ),
+        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2), "players:      2, in processes that Ray starts; 2 ranks share each"),
+        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1), "players:      1, in processes that Ray starts; 1 of each rank"),
     ],
 )
 def test_players_are_the_engines_of_a_recipe(name, placement, words):
-    config, plan = plan_of(name, *SPLIT.split())
-    placed = place_players(plan, "cuda")
+    config, plan = plan_of(name, SPLIT)
+    placed = place_players(config, plan, "cuda")
     assert (placed.num_ranks, placed.num_players, placed.gpus_per_player) == placement
     assert words in describe(config, plan, 100)
     owned = [number for rank in range(placed.num_ranks) for number in placed.players_of(rank)]
     assert owned == list(range(placed.num_players)), "each player has one owner"
-    assert place_players(plan, "cpu").bundle == {"CPU": 1}
+    assert place_players(config, plan, "cpu").bundle == {"CPU": 1}
 
 
 def test_a_player_in_torch_has_one_gpu():
-    config, plan = plan_of(
-        "phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "rollout.backend=torch", "cluster.num_players=4"
-    )
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_players=4")
     assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
 
 
-def test_a_player_whose_model_reads_images_or_that_has_no_vllm_generates_in_torch(tiny_lm, tmp_path, monkeypatch):
-    """It would reserve two GPUs and use one."""
-    words = [*SPLIT.split(), "policy.parallelism.dp_shard_size=1", "rollout.parallelism.tp_size=2"]
-    reads_images = make_vlm(tmp_path)
-    for model, is_installed, gpus, each in (
-        (tiny_lm(), True, 2, "tensor parallel 2"),
-        (tiny_lm(), False, 1, "1, in torch"),
-        (reads_images, True, 1, "1, in torch"),
+def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
+    """An engine's two GPUs would be reserved, and one of them used."""
+    reads_images, why = make_vlm(tmp_path), "vLLM is not used: it gets token ids only, and the model reads images"
+    for model, is_installed, players, each, line in (
+        (tiny_lm(), True, 1, "tensor parallel 2", None),
+        (tiny_lm(), False, 2, "1, in torch", "vLLM is not used: the package vllm is not installed"),
+        (reads_images, True, 2, "1, in torch", why),
+        (
+            "owner/unknown",
+            True,
+            1,
+            "tensor parallel 2",
+            "on each of these GPUs, if the model, which is not on this machine",
+        ),
     ):
         monkeypatch.setattr(planning, "find_spec", lambda name, found=is_installed: found or None)
-        config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, f"policy.model_name_or_path={model}")
+        config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
         text = describe(config, plan, 100)
-        assert (plan.rollout_gpus, plan.gpus_per_player) == (gpus, gpus)
-        assert f"rollout GPUs: {gpus} (1 x {each})" in text
-        assert ("the engine takes" in text) == (gpus == 2)
+        assert (plan.players, plan.rollout_gpus, plan.gpus_per_player) == (players, 2, 2 // players)
+        assert f"rollout GPUs: 2 ({players} x {each})" in text
+        assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
+        assert ("the engine takes" in text) == (players == 1 and model != "owner/unknown")
+    overrides = [f"policy.model_name_or_path={reads_images}", "policy.parallelism.dp_shard_size=4"]
+    config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
+    assert plan.players == 1, "three cannot be shared by four ranks"
 
 
 def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):
@@ -176,40 +287,42 @@ def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_l
     whole = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words)[0])
     weights = load_causal_lm(tiny_lm(), CausalLMConfig()).state_dict()
     size = sum(tensor.numel() * 4 for tensor in weights.values())
-    assert whole == StoreRoom(2 * size, f"policy.lora.r=8, or {COLOCATED}")
+    assert whole == StoreRoom(2 * size, "policy.lora.r=8, or mode=colocated")
     adapters = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "policy.lora.r=1")[0])
-    assert size < adapters.num_bytes < 1.5 * size and adapters.cures == COLOCATED
+    assert size < adapters.num_bytes < 1.5 * size and adapters.cures == "mode=colocated"
     assert store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo")[0]) is None, "the model is not on this machine"
 
 
 def test_where_ranks_share_players_fewer_of_them_are_suggested():
-    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "cluster.num_players=4")[1]
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_players=4")
     with pytest.raises(ConfigError, match="Set cluster.num_players=2$"):
-        place_players(plan, "cpu", [Node("a", 3, 0)])
-    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "cluster.num_players=2")[1]
-    place_players(plan, "cpu", [Node("a", 3, 0)])
+        place_players(config, plan, "cpu", [Node("a", 3, 0)])
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_players=2")
+    place_players(config, plan, "cpu", [Node("a", 3, 0)])
 
 
 def test_players_that_machines_have_no_room_for_are_refused():
-    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split())[1]
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT)
     with pytest.raises(ConfigError, match="a CPU and 2 GPUs of one machine for each player. Set .*policy.device=cpu"):
-        place_players(plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
-    place_players(plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
-    place_players(plan, "cpu", [Node("a", 2, 0)])
+        place_players(config, plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
+    place_players(config, plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
+    place_players(config, plan, "cpu", [Node("a", 2, 0)])
 
 
 @pytest.mark.parametrize(
     ("overrides", "cure"),
     [
-        (["cluster.start=ray"], "Set cluster.placement=split"),
-        (["cluster.num_players=2"], "Set cluster.start=ray cluster.placement=split"),
-        (["cluster.placement=split"], "Set cluster.start=ray"),
-        ([*SPLIT.split(), "mode=colocated"], "Set mode=disaggregated"),
-        ([*SPLIT.split(), "cluster.num_players=3"], "Set cluster.num_players=4"),
         (
-            [*SPLIT.split(), "rollout.parallelism.n_init_replicas=3"],
-            "n_init_replicas=3 players.*Set cluster.num_players=4",
+            ["cluster.start=ray", "cluster.placement=colocated"],
+            "cluster.start=ray with cluster.placement=colocated.*placement=null",
         ),
+        (
+            ["cluster.num_players=2", "mode=colocated"],
+            "cluster.num_players=2 with mode=colocated.*Set mode=disaggregated, or",
+        ),
+        ([SPLIT, "mode=colocated"], "Set mode=disaggregated"),
+        ([SPLIT, "cluster.num_players=3"], "Set cluster.num_players=4"),
+        (["rollout.parallelism.n_init_replicas=3"], "n_init_replicas=3 players.*Set cluster.num_players=4"),
     ],
 )
 def test_players_that_do_not_fit_are_refused(overrides, cure):
@@ -219,7 +332,7 @@ def test_players_that_do_not_fit_are_refused(overrides, cure):
 
 def test_sft_has_no_players():
     with pytest.raises(ConfigError, match="type=sft; required: grpo"):
-        plan_of("mistral-7b-fsdp4-sft", *SPLIT.split())
+        plan_of("mistral-7b-fsdp4-sft", SPLIT)
 
 
 def test_the_memory_of_a_model_that_is_here_is_that_of_its_shapes(tiny_lm):

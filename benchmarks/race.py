@@ -1,7 +1,7 @@
 """Race of methods: held-out success against env steps, processor time and passes of the policy.
 
 A seed is that of a whole pipeline: demonstrations, cloning, and what learns on the clone. With ``--one-clone SEED`` all
-begin at the clone of that seed. This compares methods at less cost, and its intervals do not say what another clone gives.
+begin at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
 
 Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
 smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. The others freeze it and
@@ -12,8 +12,9 @@ a grid (chosen on training episodes), and the best of eight of its own chunks by
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
 
 Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. What is
-there is kept: a race that was stopped, or is run in parts, goes on with the same command. ``table.md`` and ``race.png`` show all runs of the folder; ``--without-runs``
-only makes these two. Overrides belong to every run: give another FOLDER with them. Needs matplotlib.
+there is kept: a race that was stopped, or is run in parts, goes on with the same command. ``table.md`` and ``race.png``
+show all runs of the folder; ``--without-runs`` only makes these two. Overrides belong to every run: give another
+FOLDER with them. Needs matplotlib.
 
 Seconds are processor time of training, without evaluations. A pass is an observation that went through the policy:
 to act, to be scored, or to be trained on. The env steps of a seed to 90 % are those of its first evaluation of at
@@ -259,7 +260,7 @@ def read_controls(path: Path) -> dict[str, Any]:
 
 
 def controls_of(group: Path) -> dict[str, list[tuple[int, int]]]:
-    """Return the controls of a group: name, (successes, episodes) of each draw on one clone, or of each of several clones."""
+    """Return the controls of a group: name, (successes, episodes) of each draw on one clone, or of each of the clones."""
     found = [read_controls(path)["counts"] for path in sorted(group.glob("controls_seed*.json"))]
     if len(found) < 2:
         return found[0] if found else {}

@@ -119,6 +119,12 @@ def test_a_seed_makes_its_own_clone_unless_one_clone_is_asked_for(tmp_path, monk
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("gap", ["quickstart_turned", "quickstart_precise", "quickstart_two_headed"])
+def test_a_head_on_the_experiment_of_a_gap_reads_the_features_of_the_race(gap):
+    asked = race.compose([f"experiment={gap}", *race.METHODS["residual"].overrides]).model.features
+    assert race.compose([f"experiment={gap}", "algorithm=sac"]).model.features == asked == "pooled"
+
+
 def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     folder, method = tmp_path, race.METHODS["residual"]
     monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))

@@ -1,22 +1,26 @@
-"""Race of methods from one clone: held-out success against env steps, processor time and passes of the policy.
+"""Race of methods: held-out success against env steps, processor time and passes of the policy.
+
+A seed is that of a whole pipeline: demonstrations, cloning, and what learns on the clone. With ``--one-clone SEED`` all
+begin at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
 
 Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
 smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. The others freeze it and
 train a head. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
 a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
 
-    python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 0 1 2 3 4]
-                              [--output FOLDER] [overrides ...]
+    python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
+                              [--one-clone SEED] [--output FOLDER] [overrides ...]
 
-Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/``. What is there is kept: a race that was stopped, or is
-run in parts, goes on with the same command. ``table.md`` and ``race.png`` show all runs of the folder; ``--without-runs``
-only makes these two. Overrides belong to every run: give another FOLDER with them. Needs matplotlib.
+Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. What is
+there is kept: a race that was stopped, or is run in parts, goes on with the same command. ``table.md`` and ``race.png``
+show all runs of the folder; ``--without-runs`` only makes these two. Overrides belong to every run: give another
+FOLDER with them. Needs matplotlib.
 
 Seconds are processor time of training, without evaluations. A pass is an observation that went through the policy:
 to act, to be scored, or to be trained on. The env steps of a seed to 90 % are those of its first evaluation of at
 least 90 %. The interval of a mean over seeds is Student's, that of a single seed Wilson's. ``ours`` and ``peer``
-are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. Seeds 0 and 1 chose
-settings; the table marks them.
+are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. The table marks the
+seeds that chose settings.
 """
 
 from __future__ import annotations
@@ -52,8 +56,9 @@ from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
 
 TARGET = 0.9
-SETTING_SEEDS = (0, 1)
-CONTROLS = "controls.json"
+SETTING_SEEDS = (0, 1, 33)
+SEEDS = range(41, 46)  # they chose nothing
+OWN_CLONES, ONE_CLONE = "own_clones", "one_clone_"  # folders of a gap
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the picture
 PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
@@ -187,19 +192,27 @@ def curve(folder: Path) -> list[Point]:
     return points
 
 
-def clone(folder: Path, gap: str, overrides: Sequence[str]) -> Path:
+def clone(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
     """Clone the demonstrator of a gap, unless it is done; return the run folder."""
     name = GAPS[gap].clone_of or gap
-    run(folder / name / "clone", [f"experiment={name}", "seed=0", *overrides, "trainer.max_steps=0"])
-    return folder / name / "clone"
+    output = folder / name / "clones" / f"seed{seed}"
+    run(output, [f"experiment={name}", f"seed={seed}", *overrides, "trainer.max_steps=0"])
+    return output
 
 
-def race(folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str]) -> None:
-    """Train by a method from the clone of a gap."""
-    kind, source = METHODS[method], clone(folder, gap, overrides)
+def group_folder(folder: Path, gap: str, one_clone: int | None) -> Path:
+    """Return the folder of the runs of a gap that begin at clones of their own, or at one clone."""
+    return folder / gap / (OWN_CLONES if one_clone is None else f"{ONE_CLONE}{one_clone}")
+
+
+def race(
+    folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str], one_clone: int | None = None
+) -> None:
+    """Train by a method from the clone of its own seed, or of the seed ``one_clone``."""
+    kind, source = METHODS[method], clone(folder, gap, seed if one_clone is None else one_clone, overrides)
     steps = GAPS[gap].policy_steps if method in ("ppo", "grpo") else GAPS[gap].head_steps
     run(
-        folder / gap / f"{method}_seed{seed}",
+        group_folder(folder, gap, one_clone) / f"{method}_seed{seed}",
         [
             f"experiment={gap}", f"seed={seed}", "sft.max_steps=0", f"init_from={source}", *kind.overrides,
             f"trainer.max_steps={steps // kind.iteration_steps}",
@@ -208,18 +221,19 @@ def race(folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str
     )  # fmt: skip
 
 
-def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
-    """Evaluate what learns nothing, unless it is done.
+def controls(folder: Path, gap: str, seed: int, overrides: Sequence[str], one_clone: int | None = None) -> None:
+    """Evaluate what learns nothing on the clone of a seed, which is ``one_clone`` or its own, unless it is done.
 
     Raises:
         ConfigError: It was done with other settings, or its file does not say with which.
     """
-    output, settings = folder / gap / CONTROLS, [f"experiment={gap}", *overrides]
+    output = group_folder(folder, gap, one_clone) / f"controls_seed{seed}.json"
+    settings = [f"experiment={gap}", f"seed={seed}", *overrides]
     if output.exists():
         check_settings(output, read_controls(output)["settings"], settings)
         return
-    model = rlinf.load_policy(clone(folder, gap, overrides), device="cpu").model
-    config = make_config(folder / gap / "controls", settings)
+    model = rlinf.load_policy(clone(folder, gap, seed, overrides), device="cpu").model
+    config = make_config(output.with_suffix(""), settings)
     evaluation, env = config.evaluation, rlinf.make_env(config.env, config.evaluation.num_envs)
     held_out = episode_list(env, "eval", evaluation.num_episodes)
     found = {"base": [evaluate_policy(model, env, held_out)]}
@@ -233,6 +247,7 @@ def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
     ]
     env.close()
     counts = {name: [(one.successes, one.episodes) for one in results] for name, results in found.items()}
+    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, json.dumps({"settings": to_mapping(config), "counts": counts}, indent=1))
 
 
@@ -242,6 +257,19 @@ def read_controls(path: Path) -> dict[str, Any]:
     if found.keys() != {"settings", "counts"}:
         raise ConfigError(f"{path} does not say with which settings it was made. Delete it, or give another --output")
     return found
+
+
+def controls_of(group: Path) -> dict[str, list[tuple[int, int]]]:
+    """Return the controls of a group: name, (successes, episodes) of each draw on one clone, or of each of the clones."""
+    found = [read_controls(path)["counts"] for path in sorted(group.glob("controls_seed*.json"))]
+    if len(found) < 2:
+        return found[0] if found else {}
+    by_clone: dict[str, list[tuple[int, int]]] = {}
+    for name, draws in (item for each in found for item in each.items()):
+        successes, episodes = (sum(column) for column in zip(*draws, strict=True))
+        kind = name.partition(" (")[0]  # each clone has a constant of its own
+        by_clone.setdefault(kind, []).append((successes, episodes))
+    return by_clone
 
 
 def interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
@@ -265,18 +293,29 @@ def median_to_target(curves: Sequence[Sequence[Point]], cost: str) -> float | No
     return None if value == float("inf") else value
 
 
-def runs_of(folder: Path, gap: str) -> dict[str, dict[int, list[Point]]]:
-    """Return the curves of the finished runs of a gap: method, seed, evaluations."""
+def groups(folder: Path) -> dict[str, Path]:
+    """Return the folders of runs that can be compared, by title: those of own clones, and those of each one clone."""
+    found = {}
+    for gap in GAPS:
+        if (own := folder / gap / OWN_CLONES).exists():
+            found[f"{gap}, own clones"] = own
+        for shared in sorted((folder / gap).glob(f"{ONE_CLONE}*")):
+            found[f"{gap}, one clone (seed {shared.name.removeprefix(ONE_CLONE)})"] = shared
+    return found
+
+
+def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
+    """Return the curves of the finished runs of a group: method, seed, evaluations."""
     found: dict[str, dict[int, list[Point]]] = {}
     for method in METHODS:
-        for run_folder in sorted((folder / gap).glob(f"{method}_seed*")):
+        for run_folder in sorted(group.glob(f"{method}_seed*")):
             if (run_folder / "summary.json").exists():
                 found.setdefault(method, {})[int(run_folder.name.rpartition("_seed")[2])] = curve(run_folder)
     return found
 
 
 def table(gap: str, counts: dict[str, list[tuple[int, int]]], runs: dict[str, dict[int, list[Point]]]) -> list[str]:
-    """Return the rows of a gap in Markdown; ``counts`` are those of the controls."""
+    """Return the rows of a group in Markdown, ``gap`` its title; ``counts`` are those of the controls."""
     noise = max((interval(each)[2] for name, each in counts.items() if "noise" in name), default=None)
     rows = [
         f"| {gap} | seeds | env steps | success (95 %) | above noise | env steps to 90 % | CPU s to 90 % | CPU s | passes |",
@@ -359,23 +398,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=list(GAPS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--one-clone", type=int, metavar="SEED", help="begin all seeds at the clone of this one")
     parser.add_argument("--output", type=Path, default=Path("outputs/race"))
     parser.add_argument("--without-runs", action="store_true", help="only make the table and the picture")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     options = parser.parse_args()
     if not options.without_runs:
-        for gap in options.gaps:
-            controls(options.output, gap, options.overrides)
         for seed in options.seeds:
             for gap in options.gaps:
                 for method in options.methods:
-                    race(options.output, gap, method, seed, options.overrides)
-    found = {}
-    for gap in GAPS:
-        held, runs = options.output / gap / CONTROLS, runs_of(options.output, gap)
-        if held.exists() or runs:
-            found[gap] = (read_controls(held)["counts"] if held.exists() else {}, runs)
+                    race(options.output, gap, method, seed, options.overrides, options.one_clone)
+        for gap in options.gaps:
+            for seed in options.seeds if options.one_clone is None else [options.one_clone]:
+                controls(options.output, gap, seed, options.overrides, options.one_clone)
+    found = {title: (controls_of(group), runs_of(group)) for title, group in groups(options.output).items()}
     rows = [row for gap, (counts, runs) in found.items() for row in table(gap, counts, runs)]
     rows += ["`*`: this seed chose settings.", ""]
     rows += [row for gap, (_, runs) in found.items() for row in curve_rows(gap, runs)]

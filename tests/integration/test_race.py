@@ -50,13 +50,14 @@ def test_costs_of_an_evaluation_are_those_of_the_training_before_it(tmp_path):
 
 
 def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
+    group = tmp_path / "quickstart" / race.OWN_CLONES
     for seed, last in enumerate((0.94, 0.96, 0.92)):
-        write_run(tmp_path / "quickstart" / f"residual_seed{seed}", [0.3, last])
-        write_run(tmp_path / "quickstart" / f"edit_seed{seed}", [0.3, last - 0.2 * (seed == 0)])
-        write_run(tmp_path / "quickstart" / f"ppo_seed{seed}", [0.3, 0.5, 0.5, 0.9], frozen=False)
-    write_run(tmp_path / "quickstart" / "ppo_seed3", [0.3, 0.5], frozen=False)
-    (tmp_path / "quickstart" / "ppo_seed3" / "summary.json").unlink()  # it was stopped
-    runs = race.runs_of(tmp_path, "quickstart")
+        write_run(group / f"residual_seed{seed}", [0.3, last])
+        write_run(group / f"edit_seed{seed}", [0.3, last - 0.2 * (seed == 0)])
+        write_run(group / f"ppo_seed{seed}", [0.3, 0.5, 0.5, 0.9], frozen=False)
+    write_run(group / "ppo_seed3", [0.3, 0.5], frozen=False)
+    (group / "ppo_seed3" / "summary.json").unlink()  # it was stopped
+    runs = race.runs_of(group)
     assert {method: sorted(by_seed) for method, by_seed in runs.items()} == {
         "ppo": [0, 1, 2], "residual": [0, 1, 2], "edit": [0, 1, 2]
     }  # fmt: skip
@@ -84,6 +85,46 @@ def test_half_of_the_seeds_that_do_not_arrive_are_no_median():
     assert race.summary({"quickstart": ({}, {})})["ratio"] is None
 
 
+def test_controls_of_several_clones_are_rates_of_clones_and_those_of_one_are_draws(tmp_path):
+    own, one = tmp_path / "quickstart" / race.OWN_CLONES, tmp_path / "quickstart" / f"{race.ONE_CLONE}7"
+    drawn = {41: [(39, 50), (41, 50)], 42: [(49, 50), (47, 50)]}
+    for group, seeds in ((own, (41, 42)), (one, (41,))):
+        group.mkdir(parents=True)
+        for seed in seeds:
+            counts = {"uniform noise 1": drawn[seed], f"best constant (0.{seed}, 0.00)": [(30, 50)]}
+            (group / f"controls_seed{seed}.json").write_text(json.dumps({"settings": {}, "counts": counts}))
+    assert race.controls_of(own) == {"uniform noise 1": [(80, 100), (96, 100)], "best constant": [(30, 50), (30, 50)]}
+    assert race.controls_of(one) == {"uniform noise 1": [[39, 50], [41, 50]], "best constant (0.41, 0.00)": [[30, 50]]}
+    assert race.groups(tmp_path) == {"quickstart, own clones": own, "quickstart, one clone (seed 7)": one}
+
+
+def test_a_seed_makes_its_own_clone_unless_one_clone_is_asked_for(tmp_path, monkeypatch):
+    trained = []
+
+    def train(config):
+        folder, overrides = config
+        told = dict(each.split("=", 1) for each in overrides)
+        source = Path(told["init_from"]).relative_to(tmp_path).as_posix() if "init_from" in told else None
+        trained.append((folder.relative_to(tmp_path).as_posix(), told["seed"], source))
+
+    monkeypatch.setattr(race, "make_config", lambda folder, overrides: (folder, overrides))
+    monkeypatch.setattr(race, "train", train)
+    for seed, one_clone in ((3, None), (4, None), (4, 7)):
+        race.race(tmp_path, "quickstart_precise", "residual", seed, [], one_clone)
+    clones, runs = "quickstart_turned/clones", "quickstart_precise"
+    assert trained == [
+        (f"{clones}/seed3", "3", None), (f"{runs}/own_clones/residual_seed3", "3", f"{clones}/seed3"),
+        (f"{clones}/seed4", "4", None), (f"{runs}/own_clones/residual_seed4", "4", f"{clones}/seed4"),
+        (f"{clones}/seed7", "7", None), (f"{runs}/one_clone_7/residual_seed4", "4", f"{clones}/seed7"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gap", ["quickstart_turned", "quickstart_precise", "quickstart_two_headed"])
+def test_a_head_on_the_experiment_of_a_gap_reads_the_features_of_the_race(gap):
+    asked = race.compose([f"experiment={gap}", *race.METHODS["residual"].overrides]).model.features
+    assert race.compose([f"experiment={gap}", "algorithm=sac"]).model.features == asked == "pooled"
+
+
 def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     folder, method = tmp_path, race.METHODS["residual"]
     monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))
@@ -102,12 +143,14 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(race, "LENGTHS", (0.5,))
     monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
     race.main()
-    left = folder / "quickstart_two_headed" / "residual_seed0"
-    controls = left.parent / race.CONTROLS
+    left = folder / "quickstart_two_headed" / race.OWN_CLONES / "residual_seed0"
+    controls = left.parent / "controls_seed0.json"
     counts = json.loads(controls.read_text())["counts"]
     assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == {"quickstart_two_headed": {"residual": 1}}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == {
+        "quickstart_two_headed, own clones": {"residual": 1}
+    }
     assert race.curve(left)[-1].cpu_s > 0
     trained = []
     monkeypatch.setattr(race, "train", lambda config: trained.append(Path(config.output_dir).name))
@@ -119,11 +162,13 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         with pytest.raises(ConfigError, match=r"residual_seed0 was made with other settings: .* -> 0.9\. Delete it"):
             race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
     with pytest.raises(
-        ConfigError, match=r"controls.json was made with other settings: env.image_size \d+ -> 40\. Delete"
+        ConfigError, match=r"controls_seed0.json was made with other settings: env.image_size \d+ -> 40\. Delete"
     ):
-        race.controls(folder, "quickstart_two_headed", [*TINY, "env.image_size=40"])
+        race.controls(folder, "quickstart_two_headed", 0, [*TINY, "env.image_size=40"])
     controls.write_text(json.dumps(counts))
-    with pytest.raises(ConfigError, match=r"controls.json does not say with which settings it was made\. Delete it"):
+    with pytest.raises(
+        ConfigError, match=r"controls_seed0.json does not say with which settings it was made\. Delete it"
+    ):
         race.main()
     (left / "summary.json").unlink()
     race.race(folder, "quickstart_two_headed", "residual", 0, TINY)

@@ -159,13 +159,13 @@ def refusal_ms(url: str, size: int) -> float:
         message = b"\x81\xa6prompt\xdb" + struct.pack(">I", size)
         chunk = b"x" * 2**18
         client.socket.sendall(b"\x82\xff" + struct.pack(">Q", len(message) + size) + bytes(4) + message)
-        for _ in range(size // len(chunk)):
-            client.socket.sendall(chunk)
-        start = time.perf_counter()
         try:
+            for _ in range(size // len(chunk)):
+                start = time.perf_counter()
+                client.socket.sendall(chunk)
             if not isinstance(client.recv(), str):
                 raise SystemExit("a long prompt was answered")
-        except ConnectionClosed:
+        except (ConnectionClosed, OSError):  # the latter: it was refused before all of it was sent
             pass
         return 1000 * (time.perf_counter() - start)
 

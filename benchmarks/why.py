@@ -49,6 +49,13 @@ HEAD = (
 )  # fmt: skip
 
 
+WORDS = {
+    "return_misses_success": ("reward", "success"), "equal_returns": ("reward", "actions"), "equal_groups": ("reward",),
+    "return_stays": ("reward", "observation", "state", "actions"), "clone_misses": ("data", "observation"),
+}  # fmt: skip
+"""Causes that the sentence of a rule names without a key."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run.
@@ -142,14 +149,17 @@ class Tally:
     peer_named: int = 0
     peer_accused: int = 0
 
-    def add(self, record: Record, found: Diagnosis, causes: Sequence[str] | None, outcome: str | None) -> str:
-        """Count a run; returns its verdict in words. ``outcome``: the right one, of a loss that of the loss or of the run; None: not known."""
+    def add(
+        self, record: Record, found: Diagnosis, causes: Sequence[str] | None, outcomes: Sequence[str] | None
+    ) -> str:
+        """Count a run; returns its verdict in words. ``outcomes``: the right ones, of a loss those of the loss or of the run; None: not known."""
         said = {finding.rule for finding in found.findings}
+        words = {word for rule in said for word in WORDS.get(rule, ())}
         keys = {word.partition("=")[0] for finding in found.findings for word in finding.set.split() if "=" in word}
-        if outcome is not None:
+        if outcomes is not None:
             better = "rose" if found.outcome.is_good and found.outcome.measure == "loss" else found.outcome.verdict
             self.outcomes += 1
-            self.right_outcomes += outcome in (found.outcome.verdict, better)
+            self.right_outcomes += not {found.outcome.verdict, better}.isdisjoint(outcomes)
         sees = reader_sees_a_fault(record)
         if causes is None:
             self.healthy += 1
@@ -161,7 +171,7 @@ class Tally:
         is_wrong = not keys <= set(causes)
         self.wrong_keys += is_wrong
         self.silent += not said
-        is_named = bool((said | keys) & set(causes)) and not is_wrong
+        is_named = bool((said | keys | words) & set(causes)) and not is_wrong
         self.named += is_named
         return "named" if is_named else "wrong key" if is_wrong else "other cause" if said else "silent"
 

@@ -12,7 +12,6 @@ from rlinf.evaluation.findings import (
     DOES_WELL,
     GOOD,
     MASTERED,
-    MIN_POINTS,
     NAMED,
     Diagnosis,
     Finding,
@@ -29,7 +28,7 @@ from rlinf.models.config import MAX_EXP_GAP
 
 USUAL: dict[str, tuple[float, float, float]] = {
     "algorithm.clip_range_high": (0.01, 1, 0.2), "algorithm.clip_range_low": (0.01, 1, 0.2), "algorithm.entropy_coef": (0, 0.3, 0.005),
-    "algorithm.gamma": (0.5, 1, 0.97), "algorithm.huber_delta": (1e-3, math.inf, 1.0), "algorithm.kl_coef": (0, 2, 0.01),
+    "algorithm.gamma": (0.5, 1, 0.97), "algorithm.head.scale": (0.02, math.inf, 0.5), "algorithm.huber_delta": (1e-3, math.inf, 1.0), "algorithm.kl_coef": (0, 2, 0.01),
     "algorithm.learning_rate": (1e-7, 0.05, 5e-4), "algorithm.tau": (1e-4, 0.5, 0.005), "algorithm.update_epochs": (1, 20, 4),
     "algorithm.value_clip_range": (1e-3, math.inf, 0.2), "algorithm.value_coef": (1e-3, 100, 0.5),
     "env.max_episode_steps": (4, math.inf, 50), "env.reward_scale": (1e-5, 100, 0.1), "env.success_bonus": (0, math.inf, 1.0),
@@ -90,6 +89,8 @@ def equal_returns(record: Record) -> Finding | None:
         spread = max(record.series("rollout/reward_std").values)
     if spread > 1e-5 * max(map(abs, returns.values)):
         return None
+    if record.setting("init_from") and record.outcome.measure == "return" and returns.values[0] > 0:
+        raise NotMeasured("the run begins with a trained policy, which may have all the return that there is")
     text = f"Every iteration has the return {returns.values[0]:.4g}: rewards do not depend on the actions, or the env ignores these"
     if record.is_recipe:
         if median(record.series("rollout/truncated_fraction").late) >= 0.3:
@@ -113,7 +114,7 @@ def policy_frozen(record: Record) -> Finding | None:
 
 def rate_too_small(record: Record) -> Finding | None:
     """The learning rate moves weights by less than 1e-4 in the whole run, or the policy by less than 1e-5 nat an iteration."""
-    phase = "sft" if record.outcome.measure == "loss" and not record.is_preference else "rl"
+    phase = "rl" if record.is_preference or any(line["phase"] == "rl" for line in record.lines) else "sft"
     key, rate = rate_of(record, phase)
     used = record.series("sft/learning_rate" if phase == "sft" else "train/learning_rate")
     updates, kl = (1 if phase == "sft" else num_updates(record)), math.inf
@@ -258,6 +259,8 @@ def answers_cut(record: Record) -> Finding | None:
     late, limit = median(share.late), record.setting("rollout.max_response_length", 1024)
     if late < 0.3 or is_random(record):  # answers at random find no end at any length
         return None
+    if share.values[0] < 0.1 and record.outcome.verdict == FELL:
+        raise NotMeasured("answers were whole at first, so that cut ones may follow from the fall")
     text = f"{late:.0%} of the answers are cut at {limit} tokens before their end: their reward is that of an answer without a result"
     return Finding(text, f"rollout.max_response_length={2 * limit}", share.late_steps)
 
@@ -275,17 +278,15 @@ def cloning_diverges(record: Record) -> Finding | None:
 
 
 def clone_misses(record: Record) -> Finding | None:
-    """The loss of cloning fell and falls no more, and success is certainly less than half of the demonstrator's, or the reward 0."""
-    loss, lines = record.series("sft/loss"), record.lines
-    if record.outcome.measure != "loss" or not record.outcome.is_good:
+    """The loss of cloning fell, and success is certainly less than half of the demonstrator's, or the reward did not rise."""
+    loss = record.series("sft/loss")
+    change = outcome_of_values("loss", loss.steps, loss.values, "")
+    if change.verdict != FELL or any(line["phase"] == "rl" for line in record.lines):
         raise NotMeasured("no clone whose loss fell")
-    late = loss.values[len(loss.values) // 2 :]
-    rewards = [line["eval/reward_mean"] for line in lines if line.get("eval/reward_mean") is not None]
     if record.is_recipe:
-        falls = len(late) < MIN_POINTS or outcome_of_values("loss", loss.steps[-len(late) :], late, "").verdict == FELL
-        if not rewards or rewards[-1] > 0 or falls:
+        if record.outcome.measure != "reward" or not record.outcome.is_bad:
             return None
-        reached = "no answer of the validation has a reward"
+        reached = "the rewards of the validation did not rise"
     else:
         clone, shown = record.evaluations("sft")[-1][1], record.lines_with("sft/demonstrator_success_rate")[-1]
         if clone.interval[1] >= shown["sft/demonstrator_success_rate"] / 2:
@@ -296,14 +297,19 @@ def clone_misses(record: Record) -> Finding | None:
 
 
 def overfitted(record: Record) -> Finding | None:
-    """The held-out loss of a recipe rises by 5 % while that of training falls."""
+    """The held-out loss of a recipe rises by 5 %, and by 5 % of its fall, while that of training falls."""
     held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
     if len(held_out) < 4:
         raise NotMeasured(f"{len(held_out)} validations only; required: 4")
     values = [line["eval/loss"] for line in held_out]
     least = min(range(len(values)), key=values.__getitem__)
     # By a twentieth, and in each of the last two validations: not the noise of one of them.
-    if min(values[-2:]) < 1.05 * values[least] or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
+    rises = min(values[-2:]) - values[least]
+    if (
+        rises < 0.05 * max(values[least], values[0] - values[least])
+        or least >= len(values) - 2
+        or median(loss.late) >= median(loss.early)
+    ):
         return None
     text = f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while that of training fell: it learns by heart"
     cure = f"train.epoch={max(1, record.setting('train.epoch', 1) // 2)}"
@@ -315,7 +321,7 @@ def clone_is_bound(record: Record) -> Finding | None:
     lines = record.lines_with("sft/demonstrator_success_rate")
     step, clone = record.evaluations("sft")[-1]
     demonstrator = lines[-1]["sft/demonstrator_success_rate"]
-    if record.outcome.measure != "loss":
+    if any(line["phase"] == "rl" for line in record.lines):
         raise NotMeasured("RL follows the cloning")
     if demonstrator > 0.9 or not clone.interval[0] <= demonstrator <= clone.interval[1]:
         return None
@@ -355,6 +361,8 @@ def return_stays(record: Record) -> Finding | None:
     """The policy moves and its return certainly does not rise; the critic explains less than a tenth of the returns, or half and more."""
     explained, kl = record.series("train/explained_variance"), record.series("train/approx_kl")
     late, moved = median(explained.late), median(kl.late)
+    if len(set(record.series(record.return_name).values)) == 1:
+        raise NotMeasured("all returns are equal, so that a critic has nothing to explain")
     is_constant = max(map(abs, explained.values)) < 1e-6
     if (
         not (is_constant or (moved >= 1e-3 and not 0.1 < late < 0.5))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rlinf.evaluation.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
+from rlinf.evaluation.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.result import Success
 from rlinf.evaluation.token_data import TokenRun, is_token_folder, read_token_run
@@ -162,6 +162,23 @@ class Record:
             raise NotMeasured(f"no evaluation of phase {phase}")
         return [(line["step"], Success(int(line["eval/successes"]), int(line["eval/episodes"]))) for line in lines]
 
+    def answers(self) -> list[tuple[int, Success]]:
+        """Return step and counts of the validations of a recipe by its rewards.
+
+        A mean reward between 0 and the full one counts as that share of right answers. Rewards between the two vary less, so that the
+        interval of these counts is wide enough.
+
+        Raises:
+            NotMeasured: There are none, or rewards are negative.
+        """
+        lines = self.lines_with("eval/reward_mean", "eval/num_answers")
+        shares = [
+            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_answers"])) for line in lines
+        ]
+        if not all(0 <= share <= 1 for _, share, _ in shares):
+            raise NotMeasured("rewards of the validation are not between 0 and the full one")
+        return [(step, Success(round(share * count), count)) for step, share, count in shares]
+
     def rollouts(self) -> list[tuple[int, Success]]:
         """Return step and counts of the first episodes of each iteration.
 
@@ -194,6 +211,12 @@ class Record:
         cure = f"{key}={2 * max((line['step'] for line in self.lines), default=0) + 2}"
         found: list[Outcome] = []
         with suppress(NotMeasured):
+            answers = self.answers()
+            if len(answers) > 1:
+                found.append(
+                    outcome_of_counts(answers, "of the validations", "validation.dataset with more rows", "reward")
+                )
+        with suppress(NotMeasured):
             evaluations = self.evaluations("rl") if self.has_success else []
             if len(evaluations) > 1:
                 more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
@@ -204,9 +227,19 @@ class Record:
             ends = [(part[0][0], sum_of(part)) for part in (rollouts[:window], rollouts[-window:])]
             found.append(outcome_of_counts(ends, f"of the rollouts ({window} iterations each)", cure))
         with suppress(NotMeasured):
+            names = ("eval/return_mean", "eval/return_low", "eval/return_high")
+            means = [
+                (line["step"], *(line[each] for each in names))
+                for line in self.lines_with(*names)
+                if line["phase"] == "rl"
+            ]
+            if not found and len(means) > 1:
+                found.append(outcome_of_intervals(means, cure))
+        with suppress(NotMeasured):
             values = self.series(name)
             full = self.full_reward if measure == "reward" else math.inf
-            found += [] if found else [outcome_of_values(measure, values.steps, values.values, cure, full)]
+            if not found or found[0].measure == "return":
+                found.append(outcome_of_values(measure, values.steps, values.values, cure, full))
         text = f"fewer than {MIN_POINTS} steps so far. To tell, set {cure}"
         found += [Outcome(UNKNOWN, measure, text, False, False, (0, 0))]
         return next((one for one in found if one.verdict != UNKNOWN), found[0])

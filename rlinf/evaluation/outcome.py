@@ -53,7 +53,9 @@ class Outcome:
         return f"outcome: the {self.measure} certainly {changed}: {self.text}"
 
 
-def outcome_of_counts(counts: Sequence[tuple[int, Success]], place: str, cure: str) -> Outcome:
+def outcome_of_counts(
+    counts: Sequence[tuple[int, Success]], place: str, cure: str, measure: str = "success"
+) -> Outcome:
     """Compare the first with the last success by step (Newcombe 1998, method 10), counted in ``place``; ``cure`` would tell more."""
     (start, first), (end, last) = counts[0], counts[-1]
     low, high = difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
@@ -74,8 +76,25 @@ def outcome_of_counts(counts: Sequence[tuple[int, Success]], place: str, cure: s
     interval = f"by {100 * change:+.0f} points (95 % {100 * low:+.0f} to {100 * high:+.0f})"
     text = f"from {first} at step {start} to {last} at step {end} {place}, {interval}{then}"
     return Outcome(
-        verdict, "success", text, verdict == ROSE or is_mastered, is_mastered, (start, end), last.success_rate < 0.5
+        verdict, measure, text, verdict == ROSE or is_mastered, is_mastered, (start, end), last.success_rate < 0.5
     )
+
+
+def outcome_of_intervals(means: Sequence[tuple[int, float, float, float]], cure: str) -> Outcome:
+    """Compare the first with the last mean return of evaluations: step, mean and ends of its 95 % interval.
+
+    Half-widths of independent means add in squares. A rise by a fifth of the first mean matters.
+    """
+    (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
+    half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
+    low, high, matters = change - half, change + half, 0.2 * abs(first)
+    verdict, then = UNKNOWN, f". To tell, set {cure}"
+    if low > 0 or high < 0:
+        verdict, then = ROSE if low > 0 else FELL, ""
+    elif high <= matters:
+        verdict, then = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"
+    text = f"from {first:.4g} at step {start} to {last:.4g} at step {end} of the evaluations, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){then}"
+    return Outcome(verdict, "return", text, verdict == ROSE, False, (start, end))
 
 
 def outcome_of_values(

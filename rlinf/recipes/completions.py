@@ -169,7 +169,7 @@ class Answers:
         share = own_share(len(self.prompts))
         with self.completer.generator.ready():
             own = self.completer.complete([self.prompts[row] for row in range(share.start, share.stop)])
-        metrics = completion_metrics(own, "eval")
+        metrics = completion_metrics(own, "eval") | {"eval/num_answers": float(len(self.prompts))}
         described = gather_objects([each.describe(self.completer.tokenizer) for each in own])
         samples = [each for part in described for each in part] if rank() == 0 else []
         reward = metrics["eval/reward_mean"]

@@ -149,6 +149,7 @@ METRICS: dict[str, Metric] = {
         "reward",
     ),
     "eval/reward_std": Metric("Standard deviation of these rewards.", "reward"),
+    "eval/num_answers": Metric("Number of these answers.", "answers"),
     "eval/completion_length_mean": Metric("Mean length of these answers, with the token that ends it.", "tokens"),
     "eval/completion_length_max": Metric("Length of the longest of these answers.", "tokens"),
     "eval/truncated_fraction": Metric("Share of these answers that reached the largest length without an end.", "1"),

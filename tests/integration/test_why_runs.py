@@ -77,6 +77,6 @@ def test_the_benchmark_counts_wrong_keys_and_accusations(benchmark):
     record, tally = Record(still, {"trainer": {"adam_eps": 10.0}}), benchmark.Tally()
     found = diagnose(record, RULES)
     said = [tally.add(record, found, causes, outcome) for causes, outcome in
-            ((["trainer.adam_eps"], "did_not_rise"), (["algorithm.gamma"], "rose"), (None, "did_not_rise"))]  # fmt: skip
+            ((["trainer.adam_eps"], ["did_not_rise"]), (["algorithm.gamma"], ["rose"]), (None, ["did_not_rise"]))]  # fmt: skip
     assert said == ["named", "wrong key", "accused"]
     assert (tally.named, tally.wrong_keys, tally.accused, tally.outcomes, tally.right_outcomes) == (1, 1, 1, 3, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -504,3 +505,55 @@ def test_the_rate_is_that_of_a_run_that_has_gone_back():
     )
     head = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
     assert rate_of(Record(played, head), "rl") == ("algorithm.learning_rate", 5e-3)
+
+
+# -- the runs that were held out -----------------------------------------------------------------------------------
+
+
+def held_out() -> list[dict]:
+    text = (Path(__file__).parents[1] / "fixtures" / "why_heldout.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_named():
+    named = 0
+    for run in held_out():
+        found = diagnose(Record(run["metrics"], run["config"]), RULES)
+        assert found.outcome.verdict in run["outcome"], run["name"]
+        keys = {word.partition("=")[0] for finding in found.findings for word in finding.set.split()}
+        assert keys <= set(run["fault_key"]), run["name"]
+        assert run["kind"] == "fault" or not found.findings, run["name"]
+        named += bool(found.findings)
+    assert named == 17, "three faults leave no trace"
+
+
+def test_a_recipe_is_measured_by_the_rewards_of_its_validation_and_without_their_number_by_its_answers():
+    (run,) = (run for run in held_out() if run["name"] == "answers_lr_huge")
+    outcome = Record(run["metrics"], run["config"]).outcome
+    assert (outcome.verdict, outcome.measure) == ("fell", "reward")
+    assert "41.8% (167/400) at step 0 to 0.0% (0/400) at step 23 of the validations" in str(outcome)
+    without = [{name: value for name, value in line.items() if name != "eval/num_answers"} for line in run["metrics"]]
+    assert "of the validations" not in str(Record(without, run["config"]).outcome)
+
+
+def test_returns_of_evaluations_are_compared_by_their_intervals():
+    def evaluated(last: float) -> str:
+        ends = ((0, -60.0), (20, last))
+        found = [{"step": step, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 3, "eval/return_high": mean + 3}
+                 for step, mean in ends]  # fmt: skip
+        return str(Record(found, {"env": {"success_return": None}}).outcome)
+
+    half = math.hypot(3, 3)
+    assert (
+        f"the return certainly rose: from -60 at step 0 to -50 at step 20 of the evaluations, by +10 (95 % {10 - half:+.3g}"
+        in evaluated(-50)
+    )
+    assert "certainly fell" in evaluated(-70)
+    assert "certainly did not rise" in evaluated(-59) and "a rise by 12 is excluded" in evaluated(-59)
+
+
+def test_a_policy_that_begins_trained_may_have_all_the_return_there_is():
+    flat, untrained = lines(rollout__return_mean=20.0), {"env": {"success_return": None}}
+    rules = [finding.rule for finding in diagnose(Record(flat, untrained), RULES).findings]
+    assert rules == ["equal_returns"]
+    assert diagnose(Record(flat, untrained | {"init_from": "runs/a"}), RULES).findings == []

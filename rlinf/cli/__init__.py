@@ -42,10 +42,7 @@ COMMANDS = {
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 
-ON_TAB = {
-    "--install-completion": "rlinf.cli.completion:install",
-    "--complete": "rlinf.cli.completion:complete",
-}
+ON_TAB = {"--install-completion": "rlinf.cli.completion:install", "--complete": "rlinf.cli.completion:complete"}
 """Completion in a shell: the word that a user types, and the one that the shell's script asks with."""
 
 WITH_RANKS = ("train", "sft", "launch", "evaluate")

@@ -232,11 +232,7 @@ def _players(config: RunConfig, reservation: Reservation, model: ActionModel) ->
 
 
 def _write(
-    config: RunConfig,
-    result: EvaluationResult,
-    earlier_s: float,
-    manifest: Manifest,
-    warnings: list[str],
+    config: RunConfig, result: EvaluationResult, earlier_s: float, manifest: Manifest, warnings: list[str]
 ) -> None:
     """Write and print what an evaluation has found, with the ``warnings`` from before it."""
     output = Path(config.output_dir)

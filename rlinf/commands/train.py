@@ -41,14 +41,7 @@ from rlinf.distributed.parallel import (
     read_deferred,
     take_weights_of_rank_0,
 )
-from rlinf.distributed.process_group import (
-    barrier,
-    local_world_size,
-    rank,
-    resolve_device,
-    set_num_threads,
-    world_size,
-)
+from rlinf.distributed.process_group import barrier, local_world_size, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.ray_watch import cluster_lost
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum

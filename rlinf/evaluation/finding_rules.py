@@ -11,16 +11,7 @@ from statistics import median
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE
 from rlinf.evaluation.collapse import is_collapsed
-from rlinf.evaluation.findings import (
-    MIN_POINTS,
-    Diagnosis,
-    Finding,
-    NotMeasured,
-    Record,
-    Series,
-    diagnose,
-    read_record,
-)
+from rlinf.evaluation.findings import MIN_POINTS, Diagnosis, Finding, NotMeasured, Record, Series, diagnose, read_record
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.report_page import warning_card
 from rlinf.evaluation.result import Success

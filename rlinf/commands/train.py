@@ -221,11 +221,7 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
 def _dataset(
     config: RunConfig, env: VectorEnv, state: LoopState, resumed_from: Path | None
 ) -> StoredDemonstrations | None:
-    """Open the dataset that is cloned, and record its hash in the state.
-
-    Raises:
-        CheckpointError: The resumed run has cloned another one.
-    """
+    """Open the dataset that is cloned; raise CheckpointError if the resumed run has cloned another one. Record its hash in the state."""
     if state.phase != "sft":
         return None
     dataset = open_dataset(config.sft, env) if config.sft.dataset else None

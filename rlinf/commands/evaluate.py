@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
-from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import env_maker
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places

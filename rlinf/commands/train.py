@@ -18,8 +18,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
-from rlinf.cluster.envs import describe_places, env_maker
-from rlinf.cluster.factory import episode_sampler
+from rlinf.cluster.factory import describe_places, env_maker, episode_sampler
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
 from rlinf.models.heads.base import perceptron
-from rlinf.models.heads.residual import ResidualHead
+from rlinf.models.heads.kinds import ResidualHead
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.offpolicy.sac import SAC
 

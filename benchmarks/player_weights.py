@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rlinf.cluster.actor import PlayerActor
-from rlinf.cluster.weights import WeightStore
+from rlinf.cluster.weights import BUCKET_BYTES, WeightStore, stored_buckets
 from rlinf.distributed.ray_cluster import import_ray, initialise
-from rlinf.engines.weight_store import BUCKET_BYTES, stored_buckets
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 
 SHARE_OF_STORE = 4

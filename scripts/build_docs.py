@@ -26,7 +26,7 @@ from rlinf.files import write_text  # noqa: E402
 from rlinf.options import bounds_text, override_text, public_fields, type_name  # noqa: E402
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT  # noqa: E402
 from rlinf.recipes.config import RecipeConfig  # noqa: E402
-from rlinf.recipes.load import ALIASES, DROPPED, OLDER, section_of  # noqa: E402
+from rlinf.recipes.load import ALIASES, OLDER, section_of  # noqa: E402
 
 HEADER = """# Configuration reference
 
@@ -157,7 +157,6 @@ def recipe_page() -> str:
     ]
     parts += ["| key | what happens |", "|---|---|"]
     parts += [f"| `{key}` | read as `{new}` |" for key, new in ALIASES.items()]
-    parts += [f"| `{key}` | no effect: {reason} |" for key, reason in DROPPED.items()]
     parts += [f"| `{key}` | no effect: {reason} |" for key, (_, reason) in WITHOUT_EFFECT.items()]
     parts += [f"| `{key}` (older, in any section) | refused: use {new} |" for key, new in OLDER.items()]
     parts += [

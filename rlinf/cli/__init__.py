@@ -18,21 +18,21 @@ from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did
 from rlinf.imports import import_string
 
 COMMANDS = {
-    "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
-    "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
+    "train": ("rlinf.cli.run:train", "behaviour cloning (if configured), then reinforcement learning"),
+    "sft": ("rlinf.cli.run:sft", "behaviour cloning only"),
     "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
-    "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
-    "audit": ("rlinf.cli.audit:audit", "whether a policy reads its instruction, looks, reacts, or remembers"),
-    "serve": ("rlinf.cli.serve:serve", "a checkpoint as a server of actions, for other machines and programs"),
+    "evaluate": ("rlinf.cli.run:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "audit": ("rlinf.cli.run:audit", "whether a policy reads its instruction, looks, reacts, or remembers"),
+    "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
     "why": ("rlinf.cli.why:why", "what the metrics of a run say: what is wrong, and the key to change"),
     "collect": (
-        "rlinf.cli.collect:collect",
+        "rlinf.cli.run:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
     ),
-    "convert": ("rlinf.cli.convert:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
-    "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
+    "convert": ("rlinf.cli.run:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
+    "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
     "diagnose": (
@@ -42,10 +42,7 @@ COMMANDS = {
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 
-ON_TAB = {
-    "--install-completion": "rlinf.cli.completion:install",
-    "--complete": "rlinf.cli.completion:complete",
-}
+ON_TAB = {"--install-completion": "rlinf.cli.completion:install", "--complete": "rlinf.cli.completion:complete"}
 """Completion in a shell: the word that a user types, and the one that the shell's script asks with."""
 
 WITH_RANKS = ("train", "sft", "launch", "evaluate")

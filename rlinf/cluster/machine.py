@@ -37,11 +37,7 @@ class Machine:
         return cls(plugins, gpus, software=what_ranks_share([]) | own)
 
     def check(self) -> None:
-        """Check that a player may play in this process, which Ray has started.
-
-        Raises:
-            ConfigError: Its code or packages differ from those of the ranks, or one of them uses its GPU.
-        """
+        """Refuse a player in this process of Ray if its code or packages differ from the ranks', or if a rank uses its GPU."""
         here = self._compare()
         if not self.gpus or here.host != self.host:
             return
@@ -56,11 +52,7 @@ class Machine:
             )
 
     def check_for_rank(self, folders: Sequence[str]) -> None:
-        """Check that a rank may train on this machine.
-
-        Raises:
-            ConfigError: Its code or packages differ from those of the command, or it does not see one of the folders.
-        """
+        """Refuse a rank on this machine if its code or packages differ from the command's, or if it does not see one of the folders."""
         here = self._compare()
         for folder in folders:
             if not os.path.isdir(folder):

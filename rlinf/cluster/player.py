@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlinf.cluster.envs import env_maker
-from rlinf.cluster.factory import collector_factory, threads_of_rank
+from rlinf.cluster.factory import collector_factory, env_maker, threads_of_rank
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from rlinf.distributed.process_group import barrier, rank, world_size
-from rlinf.engines.weight_handle import TensorSpec
-from rlinf.engines.weight_store import stored_buckets
+from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError
 from rlinf.rollout.weight_push import gathered
@@ -116,3 +118,34 @@ def _post(run: str) -> Any:
         ray.get(actor.get.remote())
     barrier()
     return ray.get_actor(name, NAMESPACE) if actor is None else actor
+
+
+BUCKET_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True)
+class StoredBucket(WeightsHandle):
+    """A bucket with its own copy of the bytes. Every process that has it can open it at any time.
+
+    Attributes:
+        data: uint8 ``[nbytes]``; read-only where a store of objects has it.
+    """
+
+    data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    def _map(self, mapped: dict[str, Tensor]) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.data)  # which is only read
+
+
+def stored_buckets(tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[StoredBucket]:
+    """Yield tensors, which must be on one device, bucket by bucket. A bucket is valid until the next but one is asked for."""
+    buckets = WeightBuckets(BUCKET_BYTES)
+    try:
+        for handle in buckets.pack(tensors, version):
+            end = max(entry.offset + entry.padded_nbytes for entry in handle.manifest.values())
+            data = handle._map({})[:end].cpu().numpy()
+            yield StoredBucket(version, handle.manifest, end, handle.nonce, data=data)
+    finally:
+        buckets.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
-from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import env_maker
 from rlinf.commands.evaluate import conditions, open_policy, server_untold
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.compose import parse_overrides

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
-from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import env_maker
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places
@@ -232,11 +232,7 @@ def _players(config: RunConfig, reservation: Reservation, model: ActionModel) ->
 
 
 def _write(
-    config: RunConfig,
-    result: EvaluationResult,
-    earlier_s: float,
-    manifest: Manifest,
-    warnings: list[str],
+    config: RunConfig, result: EvaluationResult, earlier_s: float, manifest: Manifest, warnings: list[str]
 ) -> None:
     """Write and print what an evaluation has found, with the ``warnings`` from before it."""
     output = Path(config.output_dir)

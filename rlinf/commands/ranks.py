@@ -37,11 +37,7 @@ def prepare_rank(config: RunConfig) -> None:
 
 @waiting("start")
 def refuse_expandable_segments() -> None:
-    """Refuse settings of torch's GPU memory under which a rank could not share weights with its engine (a collective call).
-
-    Raises:
-        ConfigError: On all ranks, if one has them.
-    """
+    """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
     own = expandable_segments()
     for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), own))):
         if found:

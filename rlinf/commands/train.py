@@ -18,8 +18,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
-from rlinf.cluster.envs import describe_places, env_maker
-from rlinf.cluster.factory import episode_sampler
+from rlinf.cluster.factory import describe_places, env_maker, episode_sampler
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
@@ -41,14 +40,7 @@ from rlinf.distributed.parallel import (
     read_deferred,
     take_weights_of_rank_0,
 )
-from rlinf.distributed.process_group import (
-    barrier,
-    local_world_size,
-    rank,
-    resolve_device,
-    set_num_threads,
-    world_size,
-)
+from rlinf.distributed.process_group import barrier, local_world_size, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.ray_watch import cluster_lost
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
@@ -228,11 +220,7 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
 def _dataset(
     config: RunConfig, env: VectorEnv, state: LoopState, resumed_from: Path | None
 ) -> StoredDemonstrations | None:
-    """Open the dataset that is cloned, and record its hash in the state.
-
-    Raises:
-        CheckpointError: The resumed run has cloned another one.
-    """
+    """Open the dataset that is cloned; raise CheckpointError if the resumed run has cloned another one. Record its hash in the state."""
     if state.phase != "sft":
         return None
     dataset = open_dataset(config.sft, env) if config.sft.dataset else None

@@ -82,11 +82,7 @@ def _check_token(address: str) -> None:
 
 
 def _token() -> str:
-    """Return the token of this machine, which Ray finds in the same places.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the token of this machine, which Ray finds in the same places; raise ConfigError if there is none."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +31,6 @@ from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
 from rlinf.evaluation.verdicts import UNCLEAR, Row, Verdict, verdicts
-from rlinf.evaluation.wordings import paraphrased, swapped
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -399,3 +399,34 @@ def check_held_out(split: str) -> None:
             "evaluation.split=train in an audit compares episodes of training with themselves; required: held-out episodes. "
             "Set evaluation.split=eval"
         )
+
+
+SYNONYMS = {
+    "block": "cube", "zone": "area", "reach": "move to", "go to": "drive to", "touch": "tap", "push": "shove", "pick up": "grab",
+    "put": "place", "place": "put", "open": "pull open", "close": "shut", "turn on": "switch on", "turn off": "switch off",
+    "stack": "pile up", "bowl": "dish", "plate": "platter", "cabinet": "cupboard", "mug": "cup",
+}  # fmt: skip
+"""Phrases that may stand for each other. Colours, sides and names of goods have none."""
+
+
+def paraphrased(sentences: Sequence[str]) -> dict[str, str]:
+    """Return each sentence in other words: synonyms for the words that have one, and a polite frame."""
+    words = sorted(SYNONYMS, key=len, reverse=True)
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    return {one: f"please {pattern.sub(lambda match: SYNONYMS[match[0]], one)} now" for one in sentences}
+
+
+def swapped(sentences_of_tasks: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return for each sentence another one that asks for something else; empty if there is only one.
+
+    Of a task with several sentences, it is another one of the same task: half of the sorted list further on, so that sentences with
+    two objects differ in the first, too. Else it is that of the next task.
+    """
+    tasks = {task: sorted(set(sentences)) for task, sentences in sentences_of_tasks.items()}
+    everything = sorted({one for sentences in tasks.values() for one in sentences})
+    found = {}
+    for sentences in tasks.values():
+        others = sentences if len(sentences) > 1 else everything
+        for one in sentences:
+            found[one] = others[(others.index(one) + max(1, len(others) // 2)) % len(others)]
+    return {one: other for one, other in found.items() if one != other}

@@ -289,11 +289,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose how the ranks hold a model, by its shapes.
-
-    Raises:
-        ConfigError: Full training does not fit into the GPUs of a rank, or the model cannot be sharded as asked for.
-    """
+    """Choose how the ranks hold a model, by its shapes; refuse one that does not fit, or that cannot be sharded as asked for."""
     quantised = config.load_in_8bit or config.load_in_4bit
     asked = config.sharding == "fsdp2" or config.cpu_offload
     if asked and (quantised or isinstance(config.device_map, dict)):

@@ -28,11 +28,7 @@ def how_read(model: nn.Module) -> str:
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
-    """Refuse weights that are not finite, of what ``read_deferred`` has read on this rank.
-
-    Raises:
-        CheckpointError: A number is NaN or infinite; names the tensor.
-    """
+    """Raise CheckpointError for weights that ``read_deferred`` has read on this rank and that are NaN or infinite; it names the tensor."""
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
     check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))

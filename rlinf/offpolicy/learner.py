@@ -126,11 +126,7 @@ class OffPolicyLearner(ABC):
         optimizer.step()
 
     def check_finite(self) -> None:
-        """Check the weights of head and critics, which a finite loss with other gradients spoils unseen.
-
-        Raises:
-            NonFiniteError: One is NaN or infinite.
-        """
+        """Raise NonFiniteError if a weight of head or critics is NaN or infinite; a finite loss with other gradients spoils them unseen."""
         for name, module in (("head", self.head), ("critics", self.critics)):
             bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]
             if bad:

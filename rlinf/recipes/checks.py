@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
@@ -15,6 +13,7 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.train_policy.positive_nll_coef": ((None,), "the loss has no likelihood term"),
     "train.train_policy.unbiased_loss_max_tokens": ((None,), "answers are divided by their own lengths"),
     "train.train_policy.aipo_rho": ((None,), "no answer is older than the weights"),
+    "train.fsdp_reduce_dtype": (("float32",), "gradients are summed in float32"),
     "policy.parallelism.tp_size": ((1,), "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"),
     "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
     "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
@@ -40,30 +39,50 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
 }  # fmt: skip
 """Keys that are understood, the values that are possible here, and why no others are."""
 
+_DRAWN = "answers are drawn from the whole distribution, which is scored and trained"
+_GREEDY = "the most probable tokens are evaluated"
+_FRESH = "every batch is generated with the newest weights"
+
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
+    "policy.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
+    "policy.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
+    "policy.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
+    "rollout.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
+    "rollout.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
+    "rollout.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
     "redis": (("",), "no redis server is needed"),
     "eth_ips": (("",), "the launcher's addresses count"),
-    "rollout.quantization": (("none", "fp8"), "mxfp4 weights are read in train.param_dtype"),
-    **{
-        f"rollout.sampling_config.{name}": (
-            neutral,
-            "answers are drawn from the whole distribution, which is scored and trained",
-        )
-        for name, neutral in (("top_k", (-1, None)), ("top_p", (1.0,)), ("repetition_penalty", (1.0,)))
-    },
+    "train.deterministic": ((False,), "on a CPU, equal settings give equal bits either way"),
+    "train.optm_impl": (("fused",), "the fused optimiser is used where there is one"),
+    "train.master_dtype": (("float32",), "the optimiser steps float32 weights"),
+    "train.transfer_dtype": ((None,), "weights go to the rollout in train.param_dtype"),
+    "train.fsdp_reshard_after_forward": (("default", "always"), "each block is resharded after its forward pass"),
+    "train.sync_weight_interval": ((1,), _FRESH),
+    "train.fp8.fp8_recipe": ((), "training in 8 bits is not available"),
+    "train.fp8.quant_recipe": ((), "training in 8 bits is not available"),
+    "train.train_policy.dataloader_prefetch_factor": ((None, 1), "one batch is prepared ahead"),
+    "train.train_policy.min_filter_prefix_tokens": ((None,), "tokens that answers share are trained"),
+    "train.train_policy.on_policy": ((True,), _FRESH),
+    "train.train_policy.allowed_outdated_steps": ((0,), _FRESH),
+    "train.train_policy.no_outdated_rollout": ((True,), _FRESH),
+    "rollout.quantization": (("none",), "mxfp4 weights are read in train.param_dtype"),
+    "rollout.seed": ((None,), "train.seed counts"),
+    "rollout.enforce_eager": ((True,), "the engine does not capture CUDA graphs"),
+    "rollout.include_stop_str_in_output": ((False,), "answers are trained as tokens, not as text"),
+    "rollout.vllm_use_flashinfer": ((False,), "the engine chooses its kernels"),
+    "rollout.sampling_config.use_flashinfer": ((False,), "the engine chooses its kernels"),
+    "rollout.sampling_config.top_k": ((-1, None), _DRAWN),
+    "rollout.sampling_config.top_p": ((1.0,), _DRAWN),
+    "rollout.sampling_config.repetition_penalty": ((1.0,), _DRAWN),
+    "validation.top_k": ((-1, None), _GREEDY),
+    "validation.top_p": ((1.0, None), _GREEDY),
+    "logging.report_mfu": ((True,), "the model's share of the peak speed is always logged on GPUs"),
 }
-"""Keys that are accepted, the values that say nothing, and what happens instead of others."""
+"""Keys that are taken out of a recipe, the values that say nothing, and what happens instead of others."""
 
 
-def check_recipe(config: RecipeConfig) -> list[str]:
-    """Raise ConfigError for a recipe that cannot run; return a line for each key that has no effect."""
-    for key, (possible, reason) in NOT_DONE.items():
-        value = _get(config, key)
-        if value not in possible and value is not _ABSENT:
-            raise ConfigError(
-                f"{key} is {override_text(value)}, but {reason}; required: {' or '.join(map(override_text, possible))}. "
-                f"Set {key}={override_text(possible[0])}"
-            )
+def check_recipe(config: RecipeConfig) -> None:
+    """Raise ConfigError for a recipe that cannot run."""
     _check_train(config)
     _check_ckpt(config)
     _check_batch(config)
@@ -71,8 +90,6 @@ def check_recipe(config: RecipeConfig) -> list[str]:
     if config.train.train_policy.type == "grpo":
         _check_rollout(config)
     _check_cluster(config)
-    given = ((key, _get(config, key), neutral, reason) for key, (neutral, reason) in WITHOUT_EFFECT.items())
-    return [f"{key}={value} has no effect: {reason}" for key, value, neutral, reason in given if value not in neutral]
 
 
 def _check_train(config: RecipeConfig) -> None:
@@ -194,15 +211,3 @@ def _check_validation(config: RecipeConfig) -> None:
             f"validation.max_response_length={longest}, but rollout.max_response_length={trained} bounds all answers; required: equal "
             f"ones. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
         )
-
-
-_ABSENT = object()
-
-
-def _get(config: Any, dotted: str) -> Any:
-    """Return a value by its dotted path; ``_ABSENT`` in a section that is null."""
-    for name in dotted.split("."):
-        if config is None:
-            return _ABSENT
-        config = getattr(config, name)
-    return config

@@ -18,7 +18,7 @@ VARIANTS = ("grpo", "gspo", "dapo", "rloo")
 LOSS_TYPES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 DECAYS = ("none", "sqrt", "cosine", "linear")
 MODES = ("disaggregated", "colocated", "colocated_separated")
-BACKENDS = ("vllm", "torch", "vllm_async", "trtllm")
+BACKENDS = ("vllm", "torch")
 DEVICES = ("auto", "cuda", "cpu")
 LOGGERS = ("console", "wandb", "tensorboard")
 UPLOADS = (False, True, "final", "all")
@@ -68,7 +68,6 @@ class TrainPolicyConfig:
     )
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
-    dataloader_prefetch_factor: int | None = option(None, "Accepted: one batch is prepared ahead.", minimum=1)
     enable_dataset_cache: bool = option(
         False, "Keep every row in main memory once it is prepared; not those of a stream."
     )
@@ -116,16 +115,6 @@ class TrainPolicyConfig:
         4, "Times that groups with equal rewards are generated again (variant dapo).", minimum=0
     )
     overlong_reward: OverlongRewardConfig = option(OverlongRewardConfig(), "Penalty for long answers.")
-    min_filter_prefix_tokens: int | None = option(
-        None, "Accepted; tokens that answers share are not left out.", minimum=0
-    )
-    on_policy: bool = option(True, "Accepted: every batch is generated with the weights that it trains.")
-    allowed_outdated_steps: int = option(4, "Accepted: no answer is older than the weights.", minimum=0)
-    no_outdated_rollout: bool = option(True, "Accepted: no answer is older than the weights.")
-    use_remote_reward: bool = option(False, "Rewards of another service; only false.")
-    positive_nll_coef: float | None = option(None, "Weight of a likelihood term; only null.")
-    unbiased_loss_max_tokens: int | None = option(None, "Fixed length that divides token sums; only null.")
-    aipo_rho: float | None = option(None, "Clip of asynchronous importance weights; only null.")
 
 
 @dataclass
@@ -162,11 +151,9 @@ class CkptConfig:
 
 @dataclass
 class Fp8Config:
-    """Training in 8 bits; not available."""
+    """Training in 8 bits: not available."""
 
     enable_fp8: bool = option(False, "Train in 8 bits; only false.")
-    fp8_recipe: str = option("dynamic_scaling", "Accepted.", choices=("dynamic_scaling", "delayed_scaling"))
-    quant_recipe: str = option("rowwise", "Accepted.", choices=("rowwise", "tensorwise"))
 
 
 @dataclass
@@ -190,13 +177,9 @@ class TrainConfig:
     output_dir: str = option("./outputs", "Folder of the runs; each makes its own below it, named by timestamp.")
     timestamp: str = option("", "Name of the run's folder; empty: the present time as %Y%m%d%H%M%S.")
     seed: int | None = option(None, "Seed of everything random; null: 0.", minimum=0)
-    deterministic: bool = option(False, "Accepted: on a CPU, equal settings give equal bits.")
 
     optm_name: str = option("AdamW", "Optimiser.", choices=("AdamW", "Adam"))
     optm_lr: float = option(1e-6, "Learning rate after the warm-up.", minimum=0)
-    optm_impl: str = option(
-        "fused", "Accepted: the fused optimiser is used where there is one.", choices=("fused", "foreach", "for-loop")
-    )
     optm_weight_decay: float = option(0.01, "Weight decay.", minimum=0)
     optm_betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments.")
     epsilon: float = option(1e-6, "Epsilon of the optimiser.", minimum=0)
@@ -213,17 +196,9 @@ class TrainConfig:
     param_dtype: str = option(
         "bfloat16", "Number format of forward and backward passes, and of the export.", choices=DTYPES
     )
-    master_dtype: str = option("float32", "Accepted: the optimiser steps float32 weights.", choices=DTYPES)
-    transfer_dtype: str | None = option(None, "Accepted: weights go to the rollout in param_dtype.", choices=DTYPES)
-    fsdp_reduce_dtype: str = option("float32", "Number format in which gradients are summed.", choices=("float32",))
     fsdp_offload: bool = option(False, "Keep shards, gradients and optimiser in main memory.")
-    fsdp_reshard_after_forward: str = option(
-        "default", "Accepted: each block is resharded after its forward pass.", choices=("default", "always", "never")
-    )
     compile: bool = option(False, "Run the repeated blocks through torch.compile.")
-    async_tp_enabled: bool = option(False, "Overlap of tensor parallelism; only false.")
     sequence_packing: bool = option(False, "Lay rows end to end instead of padding them; the loss stays the same.")
-    sync_weight_interval: int = option(1, "Accepted: the rollout has the newest weights in every step.", minimum=1)
 
 
 @dataclass
@@ -233,12 +208,6 @@ class ParallelismConfig:
     n_init_replicas: int = option(1, "Replicas, each with a batch of its own.", minimum=1)
     dp_shard_size: int = option(1, "Ranks that divide the weights (FSDP2); -1: the rest of the GPUs.", minimum=-1)
     dp_replicate_size: int = option(1, "Replicas of each of these, with a batch of their own (HSDP).", minimum=1)
-    tp_size: int = option(1, "Tensor parallelism; only 1 for training.", minimum=1)
-    cp_size: int = option(1, "Context parallelism; only 1.", minimum=1)
-    ep_size: int = option(1, "Expert parallelism; only 1.", minimum=1)
-    pp_size: int = option(1, "Pipeline parallelism; only 1.", minimum=1)
-    pp_dynamic_shape: bool = option(False, "Accepted.")
-    pp_micro_batch_size: int = option(1, "Accepted.", minimum=1)
 
 
 @dataclass
@@ -256,10 +225,6 @@ class SamplingConfig:
     temperature: float | None = option(
         None, "Must equal train.train_policy.temperature, which is the one that counts; null: that one.", minimum=0
     )
-    top_p: float = option(1.0, "Smallest set of tokens with this probability.", minimum=0, maximum=1)
-    top_k: int = option(-1, "Most probable tokens to draw from; -1: all.", minimum=-1)
-    repetition_penalty: float = option(1.0, "Divides the logits of tokens that were there before.", minimum=0)
-    use_flashinfer: bool = option(False, "Accepted.")
 
 
 @dataclass
@@ -271,7 +236,6 @@ class RolloutConfig:
         "vllm: its own process, or the trained model where vLLM is missing; torch: the trained model.",
         choices=BACKENDS,
     )
-    mode: str = option("sync", "Only sync: training waits for its answers.", choices=("sync", "async"))
     parallelism: RolloutParallelismConfig = option(RolloutParallelismConfig(), "GPUs of the engine.")
     sampling_config: SamplingConfig = option(SamplingConfig(), "How tokens are drawn.")
     n_generation: int = option(16, "Answers to each prompt: a group.", minimum=1)
@@ -279,12 +243,6 @@ class RolloutConfig:
     max_response_length: int = option(2048, "Most tokens of an answer.", minimum=1)
     gpu_memory_utilization: float = option(0.8, "Share of a GPU's memory that the engine takes.", minimum=0, maximum=1)
     enable_chunked_prefill: bool = option(False, "Let the engine read long prompts in parts.")
-    enforce_eager: bool = option(True, "Accepted.")
-    include_stop_str_in_output: bool = option(False, "Accepted.")
-    quantization: str = option("none", "Only none, and mxfp4: weights of such files are read in param_dtype.",
-                               choices=("none", "fp8", "mxfp4"))  # fmt: skip
-    seed: int | None = option(None, "Accepted: train.seed counts.")
-    vllm_use_flashinfer: bool = option(False, "Accepted.")
 
 
 @dataclass
@@ -297,9 +255,6 @@ class LoraConfig:
     target_modules: list[str] | str | None = option(
         None, "Module name suffixes, or all-linear; null: all linear layers of the model."
     )
-    use_rslora: bool = option(False, "Scale by the root of r; only false.")
-    modules_to_save: list[str] | None = option(None, "Modules trained in full; only null.")
-    init_lora_weights: bool | str = option(True, "Initial adapters; only true (no change at the start).")
 
     def __post_init__(self) -> None:
         if self.target_modules == "all-linear":
@@ -317,7 +272,6 @@ class PolicyConfig:
     """The trained model."""
 
     model_name_or_path: str = option("", "Folder or hub id of a model that transformers can load.")
-    model_revision: str | None = option(None, "Branch, tag or commit on the hub; only null.")
     model_max_length: int = option(4096, "Most tokens of a row, or of a prompt with its answer.", minimum=2)
     model_gradient_checkpointing: bool = option(
         True, "Recompute blocks in the backward pass: less memory, about a third more time."
@@ -329,8 +283,6 @@ class PolicyConfig:
     lora: LoraConfig | None = option(
         None, "Train adapters only; null: all weights. An empty section takes the defaults."
     )
-    trainable_map: dict[str, bool] | None = option(None, "Names of what is trained; only null.")
-    enable_liger_kernel: bool = option(False, "Fused kernels; only false.")
 
 
 @dataclass
@@ -346,7 +298,6 @@ class LoggingConfig:
     report_entropy: bool = option(
         False, "Log the mean entropy of the trained tokens; it takes two more arrays of the size of a chunk of logits."
     )
-    report_mfu: bool = option(False, "Accepted: the model's share of the peak speed is logged on GPUs.")
 
     def __post_init__(self) -> None:
         if self.experiment_name in ("None", ""):
@@ -364,11 +315,6 @@ class ValidationConfig:
     dataset: DatasetConfig = option(
         DatasetConfig(), "Rows to validate with; without a name, the first `test_size` rows of the training data."
     )
-    temperature: float = option(0.0, "Temperature of answers; only 0: the most probable token.", minimum=0)
-    top_p: float | None = option(None, "Accepted: it leaves the most probable token.", minimum=0, maximum=1)
-    top_k: int | None = option(None, "Accepted: it leaves the most probable token.", minimum=-1)
-    repetition_penalty: float = option(1.0, "Only 1.0.", minimum=0)
-    n_generation: int = option(1, "Answers to each prompt; only 1.", minimum=1)
     max_response_length: int | None = option(
         None, "Most tokens of an answer; only null or rollout.max_response_length.", minimum=1
     )
@@ -391,7 +337,6 @@ class ProfilerConfig:
     """Recording the operations of a few steps, as `trainer.profile_steps` of `rlinf train` does."""
 
     enable_profiler: bool = option(False, "Write `profile/trace_rank<rank>.json.gz`, which the report links.")
-    enable_nsys: bool = option(False, "Another profiler; only false.")
     sub_profiler_config: SubProfilerConfig = option(SubProfilerConfig(), "Which steps.")
 
     @property
@@ -451,5 +396,3 @@ class RecipeConfig:
         "disaggregated: vLLM engines have GPUs of their own; colocated: those of the policy.",
         choices=MODES,
     )
-    redis: str = option("", "Accepted: no redis server is needed.")
-    eth_ips: str = option("", "Accepted: torchrun's addresses count.")

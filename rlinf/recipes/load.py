@@ -19,8 +19,8 @@ from yaml import YAMLError
 import rlinf
 from rlinf.config.compose import first_line, parse_overrides
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import from_mapping, plain_container, public_fields
-from rlinf.recipes.checks import check_recipe
+from rlinf.options import from_mapping, override_text, plain_container, public_fields
+from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
 SUFFIXES = (".toml", ".yaml", ".yml")
@@ -36,12 +36,6 @@ ALIASES = {
     "train.validation_batch_per_replica": "validation.batch_size",
 }
 """Keys of released recipes, and what they are read as."""
-
-DROPPED = {
-    "policy.parallelism.cp_rotate_method": "there is no context parallelism",
-    "rollout.parallelism.cp_rotate_method": "there is no context parallelism",
-}
-"""Keys of released recipes that have no effect, and why."""
 
 OLDER = {
     "dataset_name": "train.train_policy.dataset.name",
@@ -131,7 +125,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
     notices = translate(mapping)
     refuse_unknown(mapping)
     config = from_mapping(RecipeConfig, mapping)
-    return config, notices + check_recipe(config)
+    check_recipe(config)
+    return config, notices
 
 
 def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -149,40 +144,58 @@ def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def translate(mapping: dict[str, Any]) -> list[str]:
-    """Rename the keys of ``ALIASES``, remove those of ``DROPPED``, infer the method, and return a line for each.
+    """Rename the keys of ``ALIASES``, infer the method, remove keys without effect, and return a line for each.
 
     Raises:
-        ConfigError: A value was accepted by an older release only.
+        ConfigError: A value was accepted by an older release only, or is not possible here (``NOT_DONE``).
     """
     notices = []
     for old, new in ALIASES.items():
-        if _has(mapping, old):
-            value = _pop(mapping, old)
-            if not _has(mapping, new):
+        if (section := _holder(mapping, old)) is not None:
+            value = section.pop(_name(old))
+            if _holder(mapping, new) is None:
                 _put(mapping, new, value)
             notices.append(f"{old} is read as {new}")
-    for key, reason in DROPPED.items():
-        if _has(mapping, key):
-            _pop(mapping, key)
-            notices.append(f"{key} has no effect: {reason}")
-    if _has(mapping, "train.resume") and mapping["train"]["resume"] == "None":
+    if (_holder(mapping, "train.resume") or {}).get("resume") == "None":
         raise ConfigError("train.resume is 'None'; required: false, true, auto or a folder. Set train.resume=false")
-    method = mapping.get("train", {}).get("train_policy") if isinstance(mapping.get("train"), Mapping) else None
+    method = (_holder(mapping, "train.train_policy") or {}).get("train_policy")
     if isinstance(method, dict) and "type" not in method:
         method["type"] = "grpo" if any(key in method for key in GRPO_KEYS) else "sft"
+    return notices + _without_dead_keys(mapping)
+
+
+def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
+    """Remove the keys that ``RecipeConfig`` has no field for, and return a line for each that asks for something."""
+    known = dict(keys_of(RecipeConfig))
+    for key, (possible, reason) in NOT_DONE.items():
+        if (section := _holder(mapping, key)) is not None:
+            value = section[_name(key)]
+            if value not in possible:
+                raise ConfigError(
+                    f"{key} is {override_text(value)}, but {reason}; required: "
+                    f"{' or '.join(map(override_text, possible))}. Set {key}={override_text(possible[0])}"
+                )
+            if key not in {*known, *WITHOUT_EFFECT}:
+                section.pop(_name(key))
+    notices = []
+    for key, (neutral, reason) in WITHOUT_EFFECT.items():
+        if (section := _holder(mapping, key)) is not None:
+            value = section.pop(_name(key))
+            if value not in neutral:
+                notices.append(f"{key}={override_text(value)} has no effect: {reason}")
     return notices
 
 
 def refuse_unknown(mapping: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key that has another name today, or that belongs to another section."""
-    known = dict(keys_of(RecipeConfig))
+    known = {*dict(keys_of(RecipeConfig)), *NOT_DONE, *WITHOUT_EFFECT}
     for dotted in _leaves(mapping, RecipeConfig):
-        name = dotted.rpartition(".")[2]
+        name = _name(dotted)
         if dotted in known:
             continue
         if name in OLDER:
             raise ConfigError(f"There is no key '{dotted}': it was renamed. Use {OLDER[name]}")
-        places = [path for path in known if path.rpartition(".")[2] == name]
+        places = sorted(path for path in known if _name(path) == name)
         if places and len(places) <= 3:
             raise ConfigError(f"There is no key '{dotted}'. Did you mean {' or '.join(places)}?")
 
@@ -213,20 +226,16 @@ def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator
             yield from _leaves(value, section, f"{prefix}{key}.")
 
 
-def _has(mapping: Mapping[str, Any], dotted: str) -> bool:
-    *sections, key = dotted.split(".")
-    for section in sections:
-        mapping = mapping.get(section, {})
-        if not isinstance(mapping, Mapping):
-            return False
-    return key in mapping
+def _name(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
 
 
-def _pop(mapping: dict[str, Any], dotted: str) -> Any:
+def _holder(mapping: Any, dotted: str) -> dict[str, Any] | None:
+    """Return the section that holds a key; None if the key is not given."""
     *sections, key = dotted.split(".")
     for section in sections:
-        mapping = mapping[section]
-    return mapping.pop(key)
+        mapping = mapping.get(section) if isinstance(mapping, dict) else None
+    return mapping if isinstance(mapping, dict) and key in mapping else None
 
 
 def _put(mapping: dict[str, Any], dotted: str, value: Any) -> None:

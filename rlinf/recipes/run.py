@@ -265,11 +265,7 @@ def _restored(
     present: LoopState,
     manifest: Manifest,
 ) -> LoopState:
-    """Load a checkpoint into the policy and the dataset, and return where it was.
-
-    Raises:
-        ConfigError: The rows of the next step would not be those of the run that wrote it.
-    """
+    """Load a checkpoint into the policy and the dataset; refuse it if its next rows would be others. Return where it was."""
     loaded = checkpoints.load(checkpoint, model=policy.model, optimizer=policy.optimizer, present=manifest)
     state = LoopState(**loaded)
     changed = [f"{name} was {state.data.get(name)} and is {value}" for name, value in present.data.items()

@@ -231,11 +231,7 @@ class ProcessCollector:
         return {worker: worker.answered.pop(wanted) for worker in asked}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
-        """Return an answer if there is one; log or warn what the worker has logged or warned.
-
-        Raises:
-            RLinfError, RankError: The worker failed.
-        """
+        """Return an answer if there is one, or raise the worker's error; log or warn what the worker has logged or warned."""
         try:
             if not worker.connection.poll():
                 return None

@@ -28,7 +28,7 @@ from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
-from rlinf.models.heads.direct import DirectHead
+from rlinf.models.heads.kinds import DirectHead
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.preflight.conditions import build_manifest

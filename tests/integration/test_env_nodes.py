@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlinf.checks.env import check_env, equal_rows, seeded_actions, spread_specs
-from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import env_maker
 from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config

@@ -306,7 +306,7 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     (tmp_path / "metrics" / "metrics.jsonl").write_text("{}\n")
     exported = export(quick[0], tmp_path / "exported")
     before = contents(tmp_path), contents(quick[0].parents[1])
-    monkeypatch.setattr("rlinf.cluster.envs.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
+    monkeypatch.setattr("rlinf.cluster.factory.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
         with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Set output_dir="):
@@ -321,7 +321,7 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
 
 
 def test_no_more_simulators_are_started_than_episodes_and_probe_need(quick, tmp_path, monkeypatch):
-    import rlinf.cluster.envs as module
+    import rlinf.cluster.factory as module
 
     started, make = [], module.make_env
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import rlinf
 from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
 from rlinf.checkpoints.trainer_state import read_tensors
-from rlinf.cluster.envs import env_maker
+from rlinf.cluster.factory import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError

@@ -13,8 +13,8 @@ from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players
+from rlinf.cluster.weights import stored_buckets
 from rlinf.commands.train import build, train
-from rlinf.engines.weight_store import stored_buckets
 from rlinf.engines.weight_transfer import PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.preflight.placement import Placement

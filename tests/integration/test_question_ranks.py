@@ -19,7 +19,7 @@ from PIL import Image
 from rlinf.cli import main
 from rlinf.errors import EXIT_FAULT, RankError
 from rlinf.evaluation.answers import AnswerResult
-from rlinf.recipes.media import preview
+from rlinf.recipes.packers import preview
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import make_shapes_vqa

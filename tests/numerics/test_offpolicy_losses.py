@@ -18,12 +18,8 @@ from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import squashed_logprobs
-from rlinf.models.heads.chunk import ChunkHead
 from rlinf.models.heads.critic import Critics
-from rlinf.models.heads.direct import DirectHead
-from rlinf.models.heads.edit import EditHead
-from rlinf.models.heads.noise import NoiseHead
-from rlinf.models.heads.residual import ResidualHead
+from rlinf.models.heads.kinds import ChunkHead, DirectHead, EditHead, NoiseHead, ResidualHead
 from rlinf.offpolicy.replay import Batch
 from rlinf.offpolicy.sac import SAC
 from rlinf.offpolicy.td3 import TD3

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from rlinf.cli import COMMANDS, main
-from rlinf.cli.export import ExportConfig
 from rlinf.cli.play import PlayConfig
+from rlinf.cli.run import ExportConfig
 from rlinf.commands.hydra_app import parse
 from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config

@@ -14,14 +14,13 @@ from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.env import MOVED_M, TabletopVectorEnv
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
-from rlinf.evaluation.audit import Audit, Auditor, brighten, check_episodes, shift
+from rlinf.evaluation.audit import Audit, Auditor, brighten, check_episodes, paraphrased, shift, swapped
 from rlinf.evaluation.audit_page import write_audit
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, Push, fixed, push_of, pushed
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import Success
 from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, Effect, Row, verdicts
-from rlinf.evaluation.wordings import paraphrased, swapped
 from tests.fixtures.audited_policies import (
     Blind,
     Deaf,

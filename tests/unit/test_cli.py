@@ -342,7 +342,7 @@ def test_help_of_export_is_its_usage(here, capsys):
 def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):
     (here / "old").mkdir()
     (here / "old" / "file").write_text("")
-    from rlinf.cli.export import export
+    from rlinf.cli.run import export
 
     with pytest.raises(ConfigError, match="not empty"):
         export(["checkpoint=x", "output=old"])

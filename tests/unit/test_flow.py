@@ -15,7 +15,7 @@ from rlinf.models.embodiment.pi0.flow import (
     time_embedding,
     training_times,
 )
-from rlinf.models.embodiment.pi0.flow_heads import NoiseHead
+from rlinf.models.embodiment.pi0.network import NoiseHead
 
 
 def test_grid_begins_at_one_and_ends_at_zero():

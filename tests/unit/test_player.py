@@ -11,9 +11,9 @@ from run_results import run_config
 from rlinf.cluster.actor import Arrays
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import RemoteEpisodes
+from rlinf.cluster.weights import stored_buckets
 from rlinf.commands.train import build
 from rlinf.engines.weight_handle import WeightsRefusedError
-from rlinf.engines.weight_store import stored_buckets
 from rlinf.engines.weight_transfer import PushHeader, manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy

@@ -10,7 +10,6 @@ from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT
 from rlinf.recipes.config import CkptConfig, RecipeConfig
 from rlinf.recipes.load import (
     ALIASES,
-    DROPPED,
     find_recipe,
     keys_of,
     load_recipe,
@@ -120,8 +119,12 @@ def test_uploads_to_s3_may_be_final_or_all(recipe, value, read):
 def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
     config, notices = load_recipe("cosmos-reason1-7b-fsdp2-sft")
     assert (config.validation.enable, config.validation.freq, config.validation.batch_size) == (True, 30, 2)
-    assert [line.split()[0] for line in notices] == [*ALIASES, "policy.parallelism.cp_rotate_method", "redis=12800"]
-    assert set(DROPPED) >= {"policy.parallelism.cp_rotate_method"}
+    assert [line.split()[0] for line in notices] == [
+        *ALIASES,
+        "policy.parallelism.cp_rotate_method=allgather",
+        "redis=12800",
+        "train.train_policy.dataloader_prefetch_factor=4",
+    ]
 
 
 def test_an_override_of_the_key_of_today_beats_its_older_name():
@@ -247,8 +250,23 @@ def test_a_key_that_is_not_done_is_refused_only_with_another_value(recipe, key):
 
 def test_what_the_tables_name_exists():
     keys = dict(keys_of(RecipeConfig))
-    assert {*NOT_DONE, *WITHOUT_EFFECT, *ALIASES.values()} <= set(keys)
-    assert not {*ALIASES, *DROPPED} & set(keys)
+    assert set(ALIASES.values()) <= set(keys)
+    assert not {*ALIASES, *WITHOUT_EFFECT} & set(keys)
+
+
+@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
+def test_a_key_without_effect_gets_one_line_unless_it_asks_for_what_happens(recipe, key):
+    neutral, reason = WITHOUT_EFFECT[key]
+    asked = "mxfp4" if key == "rollout.quantization" else "7"
+    config, notices = recipe(f"{key}={asked}")
+    assert notices == [f"{key}={asked} has no effect: {reason}"] and config == recipe()[0]
+    for value in neutral:
+        assert recipe(f"{key}={override_text(value)}")[1] == []
+
+
+def test_a_key_without_effect_in_another_section_is_refused_with_its_place(recipe):
+    with pytest.raises(ConfigError, match="Did you mean train.optm_impl?"):
+        recipe("policy.optm_impl=fused")
 
 
 def test_sampling_that_is_not_trained_is_noted_before_the_run(recipe):

@@ -21,11 +21,10 @@ from rlinf.options import from_mapping
 from rlinf.recipes import loop as loops
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.loop import Loop, LoopState, Update, Validation, own_share
+from rlinf.recipes.loop import Loop, LoopState, Update, Validation, flops_per_token, own_share
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.run import summary
 from rlinf.recipes.samples import Prompt
-from rlinf.recipes.throughput import flops_per_token
 from rlinf.training.stop_signal import StopRequested
 
 LIMITS = asdict(DeadlinesConfig())

@@ -15,7 +15,7 @@ from rlinf.errors import CheckpointError
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.token_data import is_token_folder, read_token_run
 from rlinf.recipes.loop import write_samples
-from rlinf.recipes.media import preview
+from rlinf.recipes.packers import preview
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BEFORE, AFTER = [1, 0, 0, 0], [1, 1, 1, 0]

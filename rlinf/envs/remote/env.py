@@ -424,11 +424,7 @@ class RemoteVectorEnv(VectorEnv):
         self._lost[actor.ids] = True
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors and let them build their envs; return what they tell, and why others did not start.
-
-        Raises:
-            ConfigError: One has other software than this process.
-        """
+        """Start actors and let them build their envs; return what they tell, and why others did not start; refuse other software there."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]

@@ -8,10 +8,10 @@ HEADS: Registry = Registry(
     "head",
     "rlinf.heads",
     {
-        "chunk": "rlinf.models.heads.chunk:ChunkHead",
-        "direct": "rlinf.models.heads.direct:DirectHead",
-        "edit": "rlinf.models.heads.edit:EditHead",
-        "noise": "rlinf.models.heads.noise:NoiseHead",
-        "residual": "rlinf.models.heads.residual:ResidualHead",
+        "chunk": "rlinf.models.heads.kinds:ChunkHead",
+        "direct": "rlinf.models.heads.kinds:DirectHead",
+        "edit": "rlinf.models.heads.kinds:EditHead",
+        "noise": "rlinf.models.heads.kinds:NoiseHead",
+        "residual": "rlinf.models.heads.kinds:ResidualHead",
     },
 )

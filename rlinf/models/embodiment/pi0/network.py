@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from rlinf.distributed.deferred import Weight
+from rlinf.distributed.deferred import Weight, in_memory
+from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.float32 import without_autocast
@@ -19,9 +23,7 @@ from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.flow import time_embedding
-from rlinf.models.embodiment.pi0.flow_heads import NoiseHead, deviation_bounds
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
-from rlinf.models.embodiment.pi0.weights import from_public, to_public
 
 NEW_STD_RANGE = (0.08, 0.16)
 
@@ -222,3 +224,82 @@ def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
         "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
         "noise_head": noise_head,
     }
+
+
+class NoiseHead(nn.Module):
+    """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
+
+    ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with ``low`` and ``high`` the logarithms of the squared bounds.
+    """
+
+    def __init__(self, width: int, hidden_sizes: Sequence[int], action_dim: int, std_range: Sequence[float]) -> None:
+        super().__init__()
+        sizes = [width, *hidden_sizes, action_dim]
+        layers = []
+        for index, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+            parts = OrderedDict(linear_1=nn.Linear(fan_in, fan_out))
+            if index < len(sizes) - 2:
+                parts["act_1"] = nn.Tanh()
+            layers.append(nn.Sequential(parts))
+        self.mlp_logvar = nn.Module()
+        self.mlp_logvar.moduleList = nn.ModuleList(layers)
+        for name, bound in deviation_bounds(std_range).items():
+            self.register_buffer(name, bound)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[B, H, W]`` to float32 deviations ``[B, H, action_dim]``."""
+        output = hidden_states.to(self.mlp_logvar.moduleList[0].linear_1.weight.dtype)
+        with without_autocast(hidden_states):
+            for layer in self.mlp_logvar.moduleList:
+                output = layer(output)
+        low, high = self.logvar_min.float(), self.logvar_max.float()
+        return torch.exp(0.5 * (low + (high - low) * (torch.tanh(output.float()) + 1.0) / 2.0))
+
+
+def deviation_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
+    """Return the buffers of a ``NoiseHead``: the logarithms of the squared bounds."""
+    low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
+    return {"logvar_min": low, "logvar_max": high}
+
+
+LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
+EMBED_TOKENS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+# prefix of public names -> prefix of ours; all other names are the same
+_PREFIXES = {
+    "paligemma_with_expert.paligemma.model.vision_tower.vision_model.": "vision_tower.",
+    "paligemma_with_expert.paligemma.model.multi_modal_projector.linear.": "projector.",
+    "paligemma_with_expert.paligemma.model.language_model.": "language_model.",
+    "paligemma_with_expert.gemma_expert.model.": "expert.",
+    "paligemma_with_expert.gemma_expert.lm_head.": "expert_lm_head.",
+}
+
+
+def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
+    """Rename the tensors of an openpi or lerobot checkpoint, where the token embedding is tied to ``lm_head``."""
+    if all(name.startswith("model.") for name in state_dict):
+        state_dict = {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
+    tensors = dict(state_dict)
+    head = tensors.pop(LM_HEAD, None)
+    if head is not None:
+        if EMBED_TOKENS in tensors and not torch.equal(in_memory(head), in_memory(tensors[EMBED_TOKENS])):
+            raise CheckpointError(
+                f"'{EMBED_TOKENS}' and '{LM_HEAD}' are one tensor in pi0, and differ here. "
+                "Set model.model_path=<another folder>"
+            )
+        tensors[EMBED_TOKENS] = head
+    return {_renamed(name, _PREFIXES): tensor for name, tensor in tensors.items()}
+
+
+def to_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo ``from_public``, in openpi's form: the result has the names of an openpi file (and our heads)."""
+    names = {ours: public for public, ours in _PREFIXES.items()}
+    tensors = {_renamed(name, names): tensor for name, tensor in state_dict.items()}
+    tensors[LM_HEAD] = tensors.pop(EMBED_TOKENS)
+    return tensors
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

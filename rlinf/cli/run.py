@@ -1,0 +1,238 @@
+"""Commands that train a policy, evaluate it, and pass it on: each reads its words here and works in ``rlinf.commands``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.saved_config import TOKEN_KEYS
+from rlinf.commands.hydra_app import configure, hide_progress_bars, names_policy, parse, run_training
+from rlinf.config.compose import parse_overrides
+from rlinf.config.schema import RunConfig
+from rlinf.errors import ConfigError
+from rlinf.evaluation.config import EvaluationConfig
+from rlinf.imports import import_string
+from rlinf.options import from_mapping, option, public_fields, unknown_key_message
+from rlinf.preflight.folders import check_writable
+from rlinf.recipes.load import with_overrides
+from rlinf.serving import require_packages
+
+COMPARE_FLAG = "--compare"
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run behaviour cloning, if configured, then reinforcement learning.
+
+    examples:
+      rlinf train experiment=quickstart                             a small VLA on a laptop, in minutes
+      rlinf train experiment=quickstart seed=3 trainer.max_steps=20
+      rlinf train -m experiment=quickstart seed=0,1,2               one run per value
+      rlinf train experiment=quickstart resume=auto                 go on where it stopped
+      rlinf train experiment=quickstart --cfg job                   print every key and its value, and stop
+
+    Keys are explained in docs/configuration.md. --config-dir <folder> adds your own YAML files; --hydra-help shows Hydra's flags.
+    """
+    return _trained(arguments, "train")
+
+
+def sft(arguments: Sequence[str]) -> int:
+    """Run only the behaviour cloning of a configuration. Keys and flags are those of `rlinf train`."""
+    return _trained(arguments, "sft")
+
+
+def _trained(arguments: Sequence[str], command: str) -> int:
+    if not arguments:
+        needed = "an experiment (`rlinf models` lists them) or a choice of model, env and algorithm"
+        raise ConfigError(f"`rlinf {command}` needs {needed}. Run rlinf {command} experiment=quickstart")
+    run_training(arguments, command)
+    return 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Evaluate a checkpoint under its own configuration, or the configured model if ``checkpoint=`` is not given.
+
+    Model and env come from the checkpoint's configuration. Overrides change single keys; a whole group (``env=tabletop``)
+    replaces a section. ``--compare A B`` runs nothing: it compares two evaluations (or those that closed two runs) episode
+    by episode. ``evaluation.compare=A`` does so after an evaluation.
+
+    With ``questions=<file>``, a language or vision-language model answers questions: multiple choice, or exact answers by
+    ``answer_type=<reward>``. docs/recipes.md lists the keys.
+    """
+    if not arguments:
+        usage = "rlinf evaluate checkpoint=outputs/quickstart/latest"
+        raise ConfigError(f"`rlinf evaluate` needs a checkpoint or run folder. Run {usage}")
+    if COMPARE_FLAG in arguments:
+        return _compare(list(arguments))
+    if any(word.startswith("questions=") for word in arguments):
+        return _questions(arguments)
+    return _carried_out(arguments, "evaluate")
+
+
+def _carried_out(arguments: Sequence[str], command: str) -> int:
+    """Run the function of ``rlinf.commands`` that has the command's name; its imports take seconds and follow the checks."""
+    config = configure(parse(arguments), command)
+    if config is not None:
+        import_string(f"rlinf.commands.{command}:{command}")(config)
+    return 0
+
+
+def _questions(arguments: Sequence[str]) -> int:
+    """Evaluate on a file of questions, whose keys are not those of a run."""
+    from rlinf.commands.evaluate_questions import evaluate_questions
+    from rlinf.recipes.questions import QuestionsConfig
+
+    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    if not config.checkpoint:
+        raise ConfigError("checkpoint is not given; required: a model. Set checkpoint=<folder of a model or a run>")
+    hide_progress_bars()
+    evaluate_questions(config)
+    return 0
+
+
+def _compare(words: list[str]) -> int:
+    """Print the comparison of the two evaluations after the flag."""
+    from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
+    from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
+
+    position = words.index(COMPARE_FLAG)
+    folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
+    key = "evaluation.allow_mismatch"
+    if len(folders) < 2 or any(not word.startswith(f"{key}=") for word in rest):
+        command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and nothing else but {key}"
+        found = f"`{command}` got '{' '.join([*folders, *rest])}'"
+        raise ConfigError(f"{found}; required: {required}. Run {command} <baseline folder> <other folder>")
+    given = [item.value() for item in parse_overrides(rest)]
+    settings = from_mapping(EvaluationConfig, {"allow_mismatch": given[-1]} if given else {}, "evaluation")
+    print(compare_folders(*folders, settings.allow_mismatch).table())
+    written = evaluation_folder(folders[1])
+    print(f"comparison: {written / COMPARISON_FILE}\nreport: {written / REPORT_FILE}")
+    return 0
+
+
+def audit(arguments: Sequence[str]) -> int:
+    """Ask whether a policy reads its instruction, looks, reacts, or remembers: the same episodes, with one thing changed at a time.
+
+    Keys are those of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
+    is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
+    """
+    args = parse(arguments)
+    if not names_policy(arguments):
+        raise ConfigError(
+            "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
+        )
+    from rlinf.commands import audit as command
+
+    config = command.configured(args)
+    if config is not None:
+        command.audit(config)
+    return 0
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Serve a checkpoint to clients of openpi and of vla-eval, until SIGTERM or Ctrl-C.
+
+    `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process. Keys of the server are host, port,
+    api_key_env, keys, cameras, execute, max_batch, batch_wait_ms, max_message_mib, max_prompt_bytes, max_clients, infer_timeout_s (docs/serving.md);
+    others change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
+    """
+    require_packages("`rlinf serve`")
+    from rlinf.commands.serve import ServeConfig, serve
+
+    own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(ServeConfig)}
+    args = parse([word for word in arguments if word not in own])
+    settings = from_mapping(ServeConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
+    if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
+        usage = "rlinf serve checkpoint=outputs/quickstart/latest port=8000"
+        raise ConfigError(f"`rlinf serve` needs a checkpoint or run folder. Run {usage}")
+    config = configure(args, "serve")
+    if config is not None:
+        serve(config, settings)
+    return 0
+
+
+def collect(arguments: Sequence[str]) -> int:
+    """Store episodes of the env's scripted expert, or of the policy of ``checkpoint``, as a LeRobotDataset.
+
+    With a checkpoint, model and env come from its configuration. Overrides change single keys; a whole group
+    (``env=tabletop``) replaces a section.
+    """
+    return _carried_out(arguments, "collect")
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """Write demonstrations in HDF5, of robomimic or of LIBERO, as a LeRobotDataset.
+
+    Keys: source, dataset, task, cameras, state_keys, mask, rotate_images, seen_after_action, fps, video (docs/datasets.md).
+    """
+    from rlinf.commands.convert import ConvertConfig, convert
+
+    _check_words(arguments, public_fields(ConvertConfig))
+    given = parse_overrides(arguments)
+    for item in given:
+        if item.is_sweep_override():
+            key, _, value = item.input_line.partition("=")
+            if ConvertConfig.__annotations__.get(key, "").startswith("list"):
+                raise ConfigError(f"'{item.input_line}' lacks the brackets of a list. Set '{key}=[{value}]'")
+            raise ConfigError(
+                f"'{item.input_line}' lists several values; required: one. Quote a comma. Set '{key}=\"{value}\"'"
+            )
+    convert(from_mapping(ConvertConfig, {item.key_or_group: item.value() for item in given}))
+    return 0
+
+
+@dataclass
+class ExportConfig:
+    """What to export, and where."""
+
+    checkpoint: str | None = option(None, "Checkpoint or run folder.")
+    output: str | None = option(None, "Folder to write; loads with `from_pretrained`.")
+    merge_lora: bool = option(False, "Add the adapters into the weights.")
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Write a checkpoint as a folder that ``from_pretrained`` loads.
+
+    Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` where the
+    model of a recipe has moved.
+    """
+    own, overrides = _split(arguments)
+    config = from_mapping(ExportConfig, own)
+    for key in ("checkpoint", "output"):
+        if getattr(config, key) is None:
+            usage = "rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
+            raise ConfigError(f"`rlinf export` needs {key}=<folder>. Run {usage}")
+    output = Path(config.output).expanduser()
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
+    check_writable(config.output, "output")
+    checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
+    hide_progress_bars()
+    from rlinf.commands import export as command
+
+    print(f"exported {checkpoint} to {command.export(checkpoint, output, config.merge_lora, overrides)}")
+    return 0
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
+    """Return the values of the command's own keys, and the overrides of the configuration."""
+    own, others = {}, []
+    sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
+    own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
+    _check_words(arguments, own_keys)
+    for word in arguments:
+        key, _, value = word.partition("=")
+        if key in own_keys:
+            own[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
+        elif key.partition(".")[0] in other_keys:
+            others.append(word)
+        else:
+            raise ConfigError(unknown_key_message(key, value, [*own_keys, *other_keys]))
+    return own, others
+
+
+def _check_words(words: Sequence[str], keys: Iterable[str]) -> None:
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(keys)}.")

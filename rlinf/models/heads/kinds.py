@@ -1,0 +1,93 @@
+"""What a head may be: a correction of the frozen policy's action, an action of its own, or the noise that the policy samples from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.models.heads.base import Head
+
+
+class ResidualHead(Head):
+    """``clip(b + scale r)``: begins as the frozen policy, and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
+
+    begins_as_base = True
+
+    def compose(self, base: Tensor, r: Tensor) -> Tensor:
+        return (base[:, 0] + self.config.scale * r).clamp(-1.0, 1.0)
+
+
+class DirectHead(Head):
+    """``r``, from the features alone: begins in the middle of the env's range. A correction is measured against it."""
+
+    def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
+        return super().outputs(features, torch.zeros_like(base))
+
+    def compose(self, base: Tensor, r: Tensor) -> Tensor:
+        return r
+
+
+class ChunkHead(ResidualHead):
+    """``clip(b + scale r)`` that also learns to act without ``b``, and pays for what it changes (RLT, 2604.23073).
+
+    In some rows of its loss, ``b`` is replaced by 0 (reference dropout): there it must say the whole chunk by itself. The loss adds
+    ``reference_weight (a - b)^2``, with the true ``b``.
+    """
+
+    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the base chunks ``[B, 1, A]``, 0 in some rows."""
+        kept = torch.rand(len(base), generator=generator) >= self.config.reference_dropout
+        return base * kept.to(base.device)[:, None, None]
+
+    def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
+        """Return ``reference_weight (a - b)^2``, summed over the numbers of a chunk: ``[B]``."""
+        return self.config.reference_weight * (actions - base[:, 0]).square().sum(1)
+
+
+class NoiseHead(Head):
+    """``scale r`` standard deviations of noise: it executes only what the policy can sample (DSRL, Wagenmaker et al. 2025).
+
+    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It begins with noise 0: the median of each number
+    that a policy samples, or what a flow makes of the mode of its noise.
+    """
+
+    steers = True
+
+    @classmethod
+    def num_numbers_of(cls, model: Any) -> int:
+        return model.num_steering_numbers
+
+    def compose(self, base: Tensor, r: Tensor) -> Tensor:
+        return r
+
+
+class EditHead(ResidualHead):
+    """``N`` chunks and ``clip(b + scale r)`` of each: the critics choose in acting and in the target (EXPO, Dong et al. 2025)."""
+
+    chooses = True
+    begins_as_base = False  # untrained critics may choose a sampled chunk
+
+    @classmethod
+    def num_candidates_of(cls, config: HeadConfig) -> int:
+        return config.num_candidates
+
+    @property
+    def num_noises(self) -> int:
+        return self.num_candidates * self.num_numbers
+
+    def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return the chunks of the frozen policy, then the correction of each: ``[B, 2 N, A]``."""
+        count = base.shape[1]
+        rows, each = features.repeat_interleave(count, 0), base.flatten(0, 1).unsqueeze(1)
+        corrected = super().options(
+            rows, each, None if noise is None else noise.unflatten(1, (count, -1)).flatten(0, 1)
+        )
+        return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
+
+    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+        """Return one chunk of each row at random, ``[B, 1, A]``: any of them may be corrected."""
+        chosen = torch.randint(base.shape[1], (len(base),), generator=generator).to(base.device)
+        return base[torch.arange(len(base), device=base.device), chosen].unsqueeze(1)

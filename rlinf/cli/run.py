@@ -67,7 +67,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _compare(list(arguments))
     if any(word.startswith("questions=") for word in arguments):
         return _questions(arguments)
-    return _carried_out(arguments, "evaluate")
+    first, *others = arguments
+    folder = [f"checkpoint={first}"] if "=" not in first and Path(first).is_dir() else [first]
+    return _carried_out([*folder, *others], "evaluate")
 
 
 def _carried_out(arguments: Sequence[str], command: str) -> int:

@@ -196,8 +196,9 @@ def _check_cluster(config: RecipeConfig) -> None:
         raise ConfigError(
             f"{asking[0]} with train.train_policy.type={method}; required: grpo, whose answers players generate. Set {cure}"
         )
-    for other, split in (("cluster.placement", "null"), ("mode", "disaggregated")):
-        if _get(config, other) == "colocated":
+    places = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
+    for other, value, split in places:
+        if value == "colocated":
             raise ConfigError(
                 f"{asking[0]} with {other}=colocated; required: one of them, because {asking[0]} asks for players. Set "
                 f"{other}={split}, or {cure}"

@@ -145,13 +145,11 @@ def validate_log_probability_consistency(
 ) -> bool:
     """Sample from ``test_data`` (prompts) with the inference backend, score the result with the other, and compare.
 
+    Raise ConfigError if the backends know different vocabularies, return log-probabilities of different shapes, or nothing was generated.
+
     Returns:
         Whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN
         is not. The reason of a False is logged as a warning.
-
-    Raises:
-        ConfigError: The backends know different vocabularies, return log-probabilities of different shapes, or nothing was
-            generated.
     """
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)

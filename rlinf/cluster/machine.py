@@ -39,8 +39,7 @@ class Machine:
     def check(self) -> None:
         """Check that a player may play in this process, which Ray has started.
 
-        Raises:
-            ConfigError: Its code or packages differ from those of the ranks, or one of them uses its GPU.
+        Raise ConfigError if its code or packages differ from those of the ranks, or one of them uses its GPU.
         """
         here = self._compare()
         if not self.gpus or here.host != self.host:
@@ -58,8 +57,7 @@ class Machine:
     def check_for_rank(self, folders: Sequence[str]) -> None:
         """Check that a rank may train on this machine.
 
-        Raises:
-            ConfigError: Its code or packages differ from those of the command, or it does not see one of the folders.
+        Raise ConfigError if its code or packages differ from those of the command, or it does not see one of the folders.
         """
         here = self._compare()
         for folder in folders:

@@ -41,11 +41,7 @@ class PolicyCopy:
         """Free what it holds."""
 
     def _held(self) -> int:
-        """Return the version of the weights that are held.
-
-        Raises:
-            RLinfError: There are none, or not all of one version.
-        """
+        """Return the version of the weights that are held."""
         if self.version is None:
             raise RLinfError(
                 "A player has no complete weights: no push has ended, or the last one was refused. Push again"

@@ -87,8 +87,7 @@ class ClusterWatch:
 def watched(ray: ModuleType) -> Iterator[None]:
     """Watch the cluster during the block. An error that follows from its loss is raised as what it is.
 
-    Raises:
-        RankError: The head of the cluster or Ray's daemon on this machine has ended.
+    Raise RankError if the head of the cluster or Ray's daemon on this machine has ended.
     """
     watch = ClusterWatch(ray)
     watch.start()

@@ -172,11 +172,7 @@ class VllmEngine:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can generate. Idempotent.
-
-        Raises:
-            ConfigError: vLLM refuses the settings.
-        """
+        """Start the process and wait until it can generate. Idempotent. Raise ConfigError if vLLM refuses the settings."""
         with self._lock:
             if self._process is not None:
                 return
@@ -210,8 +206,7 @@ class VllmEngine:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
-        Raises:
-            EngineError: The engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
+        Raise EngineError if the engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
         """
         with self._lock:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:

@@ -165,8 +165,7 @@ class HuggingFacePolicy(TokenPolicy):
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return ``get_logprobs`` of the model without adapters, or with the trained weights that the first call keeps.
 
-        Raises:
-            CheckpointError: The first call comes after a step, and ``model_name`` no longer holds the initial weights.
+        Raise CheckpointError if the first call comes after a step, and ``model_name`` no longer holds the initial weights.
         """
         if self.config.lora is not None:
             with self.parallel.whole(), _without_adapters(self.model):
@@ -289,11 +288,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose how the ranks hold a model, by its shapes.
-
-    Raises:
-        ConfigError: Full training does not fit into the GPUs of a rank, or the model cannot be sharded as asked for.
-    """
+    """Choose how the ranks hold a model, by its shapes."""
     quantised = config.load_in_8bit or config.load_in_4bit
     asked = config.sharding == "fsdp2" or config.cpu_offload
     if asked and (quantised or isinstance(config.device_map, dict)):

@@ -114,8 +114,7 @@ class TokenPolicy(PolicyInterface):
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return ``get_logprobs`` of the policy before its first step.
 
-        Raises:
-            CheckpointError: ``model_name`` is read for it, and no longer holds the initial weights.
+        Raise CheckpointError if ``model_name`` is read for it, and no longer holds the initial weights.
         """
         if self._reference is None:
             self._reference = self._initial_model().requires_grad_(False).eval()

@@ -30,8 +30,7 @@ def how_read(model: nn.Module) -> str:
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
     """Refuse weights that are not finite, of what ``read_deferred`` has read on this rank.
 
-    Raises:
-        CheckpointError: A number is NaN or infinite; names the tensor.
+    Raise CheckpointError, with the name of the tensor, if a number is NaN or infinite.
     """
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
@@ -54,13 +53,12 @@ def without_weights(model_class: type[PreTrainedModel], config: Any, **arguments
 def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
     """Say of each parameter of a model on the meta device where its numbers are; read small ones and buffers now.
 
+    Raise NotDeferredError if names or shapes are not exactly those of the model.
+
     Args:
         model: What ``without_weights`` returned.
         tensors: All weights by name, in files or in memory; of tied weights only one.
         whole: First parts of the names of modules that are read now, because other code writes into them.
-
-    Raises:
-        NotDeferredError: Names or shapes are not exactly those of the model.
     """
     places: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

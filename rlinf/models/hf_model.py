@@ -294,11 +294,7 @@ def _deferred(
     trust_remote_code: bool,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files.
-
-    Raises:
-        NotDeferredError: Loading makes other tensors of those in the files, or there are no safetensors.
-    """
+    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:

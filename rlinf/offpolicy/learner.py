@@ -84,14 +84,11 @@ class OffPolicyLearner(ABC):
         return self.critics(features, base[:, 0], actions).mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
-        """Train critics and head on a batch; return metrics.
+        """Train critics and head on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
 
         Args:
             batch: Transitions.
             num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
-
-        Raises:
-            NonFiniteError: A loss is NaN or infinite; the step was not taken.
         """
         batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
@@ -128,8 +125,7 @@ class OffPolicyLearner(ABC):
     def check_finite(self) -> None:
         """Check the weights of head and critics, which a finite loss with other gradients spoils unseen.
 
-        Raises:
-            NonFiniteError: One is NaN or infinite.
+        Raise NonFiniteError if one is NaN or infinite.
         """
         for name, module in (("head", self.head), ("critics", self.critics)):
             bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]

@@ -26,11 +26,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights of a running policy.
-
-    Raises:
-        NonFiniteError: A number is NaN or infinite; names the tensor.
-    """
+    """Refuse weights of a running policy. Raise NonFiniteError, with the name of the tensor, if a number is NaN or infinite."""
     found = not_finite(tensors)
     if found:
         name, number = next(iter(found.items()))
@@ -41,11 +37,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_loaded(tensors: Mapping[str, Tensor], source: object) -> None:
-    """Refuse weights that were read from ``source``.
-
-    Raises:
-        CheckpointError: A number is NaN or infinite; names the tensor.
-    """
+    """Refuse weights that were read from ``source``. Raise CheckpointError, with the name of the tensor, if a number is NaN or infinite."""
     found = not_finite(tensors)
     if found:
         name, number = next(iter(found.items()))

@@ -268,9 +268,7 @@ class PackedRows(Generic[Packed]):
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows in the order of the dataset until the time is over, and return their number.
 
-        Raises:
-            BadRowError: A row cannot be used, and ``skip_bad_rows`` is False.
-            ConfigError: No row can be used.
+        Raise BadRowError if a row cannot be used, and ``skip_bad_rows`` is False; ConfigError if no row can be used.
         """
         end, number = time.monotonic() + seconds, 0
         for number in range(len(self)):

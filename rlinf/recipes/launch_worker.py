@@ -97,14 +97,11 @@ def _made(dataset: Any, config: RecipeConfig) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """Return the file of a dataset script.
+    """Return the file of a dataset script. Raise ConfigError if there is no such file.
 
     Args:
         name: A path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then among the packaged
             scripts (``tools.dataset.dummy_sft`` with or without the name of a package before it), then among installed modules.
-
-    Raises:
-        ConfigError: There is no such file.
     """
     folder, given = packaged_recipes(), Path(name).expanduser()
     stem = name.removesuffix(".py")
@@ -141,6 +138,8 @@ def _module_file(name: str) -> Path | None:
 def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
 
+    Raise ConfigError if the script does not call ``launch_worker``.
+
     Args:
         config: Checked.
         script: Dataset script.
@@ -148,9 +147,6 @@ def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces
 
     Returns:
         The folder of the run.
-
-    Raises:
-        ConfigError: The script does not call ``launch_worker``.
     """
     with _launched(config, places) as launched:
         if script is None:

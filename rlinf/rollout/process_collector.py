@@ -128,9 +128,7 @@ class ProcessCollector:
     def wait_until_ready(self) -> None:
         """Wait until all processes can play, or raise why one cannot. ``take`` does this, too.
 
-        Raises:
-            RLinfError: An error of the user in a process.
-            RankError: A process died or hit a bug.
+        Raise a user error of a process unchanged, RankError if one died or hit a bug.
         """
         self._answers(READY)
 
@@ -191,9 +189,7 @@ class ProcessCollector:
     def take(self, issued: tuple[int, int]) -> RolloutBatch:
         """Wait for a rollout that was asked for, and return it.
 
-        Raises:
-            RLinfError: An error of the user in a process; or the processes have ended.
-            RankError: A process died or hit a bug.
+        Raise a user error of a process unchanged, RLinfError if they have ended, RankError if one died or hit a bug.
         """
         self._check_running()
         answers, slot = self._answers(issued), issued[0] % len(self.players)
@@ -231,11 +227,7 @@ class ProcessCollector:
         return {worker: worker.answered.pop(wanted) for worker in asked}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
-        """Return an answer if there is one; log or warn what the worker has logged or warned.
-
-        Raises:
-            RLinfError, RankError: The worker failed.
-        """
+        """Return an answer if there is one; log or warn what the worker has logged or warned."""
         try:
             if not worker.connection.poll():
                 return None

@@ -171,7 +171,7 @@ class TrainWorker:
         """Take one optimiser step on the rows of a minibatch that this rank holds (a collective call).
 
         The loss is divided by counts of the whole minibatch, so neither the micro-batch size nor the number of ranks
-        changes the gradient.
+        changes the gradient. Raise NonFiniteError, before anything changes, if loss or gradient is not finite.
 
         Args:
             batch: Flattened rollout of this rank.
@@ -181,9 +181,6 @@ class TrainWorker:
 
         Returns:
             Metrics of the minibatch, equal on all ranks.
-
-        Raises:
-            NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
         """
         self.model.train()
         rows = minibatch.rows

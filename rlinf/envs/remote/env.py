@@ -362,10 +362,6 @@ class RemoteVectorEnv(VectorEnv):
             calls: Name of a method of ``EnvHost``, and its arguments.
             limit_s: Seconds in which an actor may neither answer nor get on.
             key: The setting that is ``limit_s``.
-
-        Raises:
-            RLinfError: An error of the user in an actor.
-            RankError: A bug in an actor.
         """
         ray = self._ray
         answers: dict[_Actor, Any] = {}
@@ -424,11 +420,7 @@ class RemoteVectorEnv(VectorEnv):
         self._lost[actor.ids] = True
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors and let them build their envs; return what they tell, and why others did not start.
-
-        Raises:
-            ConfigError: One has other software than this process.
-        """
+        """Start actors and let them build their envs; return what they tell, and why others did not start."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]

@@ -220,11 +220,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @classmethod
     def on(cls, base: ActionModel, folder: str | Path) -> HeadedPolicy:
-        """Put the head of a folder on the policy of the same folder.
-
-        Raises:
-            CheckpointError: It does not fit.
-        """
+        """Put the head of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
             settings = head_settings(folder)
@@ -322,8 +318,7 @@ def kept_place(run: str | Path, digest: str) -> Path:
 def base_folder(folder: str | Path) -> Path:
     """Return the folder of the frozen policy below the head in ``folder``: the same one, or one that its run keeps.
 
-    Raises:
-        CheckpointError: It is not there, or its weights are others.
+    Raise CheckpointError if it is missing or has other weights.
     """
     folder = Path(folder)
     digest = head_settings(folder).get("kept_base")

@@ -39,10 +39,7 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
 
     Episodes are driven by seeded uniform actions. Properties that need the end of an episode (truncation, frozen
     rows, auto-reset) are checked up to ``max_steps`` env steps, so build the env with a short ``max_episode_steps``. Raise ConfigError if
-    ``max_episode_steps`` of the environment is larger than ``max_steps``.
-
-    Returns:
-        One sentence per violation; empty if the contract holds.
+    ``max_episode_steps`` of the environment is larger than ``max_steps``. Return one sentence per violation; empty if the contract holds.
     """
     return [sentence for _, found in check_properties(env_factory, max_steps) for sentence in found]
 

@@ -49,12 +49,11 @@ Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
     """Check ``GenerationOutputSpec``, that greedy generation repeats, and that the other kind samples.
 
+    Return one sentence per violation; empty if the contract holds.
+
     Args:
         backend: Ready to generate, with ``do_sample`` on.
         prompts: A few right-padded prompts of different lengths, of two tokens or more.
-
-    Returns:
-        One sentence per violation; empty if the contract holds.
     """
     greedy = backend.generate(prompts, greedy=True)
     many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)

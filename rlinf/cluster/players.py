@@ -375,12 +375,7 @@ def _first_line(error: Exception) -> str:
 
 
 class RemoteCollector:
-    """Collects rollouts by players; the same calls as ``RolloutCollector``, and ``collect`` in two parts.
-
-    Attributes:
-        players: Those of this rank.
-        blocks: Those of this rank.
-    """
+    """Collects rollouts by players; the same calls as ``RolloutCollector``, and ``collect`` in two parts."""
 
     def __init__(self, players: Players) -> None:
         self.players, self.blocks = players, players.blocks

@@ -46,11 +46,7 @@ LOCAL_SUMS = GIB // 2
 
 
 class Parallel(ABC):
-    """A trained model on all ranks.
-
-    Attributes:
-        model: The model; its parameters are what an optimiser of this rank steps.
-    """
+    """A trained model on all ranks; an optimiser of this rank steps the parameters of ``model``."""
 
     model: nn.Module
 

@@ -97,13 +97,10 @@ def connect(needed_by: str) -> ModuleType:
     """Connect to the Ray cluster of ``RAY_ADDRESS``, or start one on this machine; a collective call.
 
     All ranks use the cluster that rank 0 has found or started. Raise MissingDependencyError if Ray is not installed; ConfigError if the
-    cluster cannot be reached.
+    cluster cannot be reached. Return the module ``ray``.
 
     Args:
         needed_by: The setting that needs it, such as ``cluster.env_nodes=2``, for errors.
-
-    Returns:
-        The module ``ray``.
     """
     ray = import_ray(needed_by)
     address = None

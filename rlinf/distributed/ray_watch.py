@@ -24,11 +24,7 @@ WAY_ON = "Start the cluster again, then continue with rlinf train resume=<run fo
 
 
 class ClusterWatch:
-    """Asks the head of a cluster whether it is there, and ends this process with an error before Ray would end it.
-
-    Args:
-        ray: The module, connected to the cluster.
-    """
+    """Asks the head of a cluster whether it is there, and ends this process with an error before Ray would end it."""
 
     def __init__(self, ray: ModuleType) -> None:
         context = ray.get_runtime_context()

@@ -256,11 +256,10 @@ class VllmEngine:
     def sleep(self, keep_weights: bool = True) -> bool:
         """Release the GPU memory of cache and weights until the next request or push.
 
+        Return whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
+
         Args:
             keep_weights: Keep them in main memory. Otherwise they must be sent again, which a push of all weights does anyway.
-
-        Returns:
-            Whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
         """
         with self._lock:
             if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):

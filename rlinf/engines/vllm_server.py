@@ -22,14 +22,7 @@ from rlinf.engines.vllm_engine import (
     check_temperature,
     kv_cache_bytes,
 )
-from rlinf.engines.vllm_weights import (
-    LanguageModelNames,
-    TensorNames,
-    begin_load,
-    finish_load,
-    keep_names,
-    load_bucket,
-)
+from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, begin_load, finish_load, keep_names, load_bucket
 from rlinf.engines.vllm_worker import MODEL_CLASS, WorkerExtension, register
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
 from rlinf.engines.weight_transfer import WeightReceiver

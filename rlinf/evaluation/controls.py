@@ -80,11 +80,7 @@ def plane_offsets(action_dim: int, lengths: Sequence[float], num_directions: int
 
 
 def best_offset(
-    base: ActionModel,
-    env: VectorEnv,
-    specs: Sequence[EpisodeSpec],
-    offsets: Sequence[Sequence[float]],
-    **options: Any,
+    base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], offsets: Sequence[Sequence[float]], **options: Any
 ) -> tuple[Sequence[float], list[EvaluationResult]]:
     """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
 

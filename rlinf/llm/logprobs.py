@@ -43,11 +43,7 @@ class TokenScores(NamedTuple):
 
 
 def batch_logprobs(
-    model: Any,
-    data: Mapping[str, Any],
-    temperature: float = 1.0,
-    packed: bool = False,
-    chosen: Tensor | None = None,
+    model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False, chosen: Tensor | None = None
 ) -> Tensor:
     """Return the log-probabilities of ``batch_scores``."""
     return batch_scores(model, data, temperature, packed, chosen=chosen).logprobs

@@ -38,9 +38,6 @@ class HFModel(nn.Module):
     unchanged. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format when the weights are
     converted, because 16-bit frequencies give wrong positions.
 
-    Args:
-        model: The model to wrap; ``from_pretrained`` and ``from_config`` make one.
-
     Attributes:
         model: The wrapped model.
         trained_in_full: Modules that are trained alongside LoRA adapters: none.

@@ -30,9 +30,6 @@ class OffPolicyLearner(ABC):
         config: Settings.
         head: What is trained.
         seed: Of its random numbers.
-
-    Attributes:
-        num_updates: Updates taken.
     """
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig

@@ -19,9 +19,6 @@ class Reference:
     """A copy of a model's trained weights, of this rank's shards of them, to compute with in their place.
 
     What is frozen exists once: with LoRA the copy holds the adapters only.
-
-    Args:
-        model: The model, sharded or not.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -207,9 +207,5 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean()) * len(rewards) / others
 
 
-ADVANTAGES = {
-    "scaled": scaled_advantages,
-    "unscaled": unscaled_advantages,
-    "leave_one_out": leave_one_out_advantages,
-}
+ADVANTAGES = {"scaled": scaled_advantages, "unscaled": unscaled_advantages, "leave_one_out": leave_one_out_advantages}
 """How the rewards of a group ``[G]`` are compared."""

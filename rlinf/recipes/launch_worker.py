@@ -46,7 +46,7 @@ def launch_worker(
     val_dataset: Callable[[RecipeConfig], Any] | Any = None,
     val_data_packer: Packer | None = None,
 ) -> Path:
-    """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it.
+    """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it. Return the folder of the run.
 
     Args:
         dataset: Rows, or a function of the recipe that returns them: a list of dicts, ``Rows``, a ``datasets.Dataset`` or
@@ -55,9 +55,6 @@ def launch_worker(
         reward_fns: Rewards, instead of those of ``train.train_policy.reward_function``: see ``make_rewards``.
         val_dataset, val_data_packer: The same for validation. None: those of ``validation.dataset`` if it has a name, else the first
             rows of ``dataset``; and ``data_packer``.
-
-    Returns:
-        The folder of the run.
 
     Raises:
         ConfigError: The script was not started by ``rlinf launch``, or the run's settings and data do not fit.
@@ -138,15 +135,12 @@ def _module_file(name: str) -> Path | None:
 def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
 
-    Raise ConfigError if the script does not call ``launch_worker``.
+    Raise ConfigError if the script does not call ``launch_worker``. Return the folder of the run.
 
     Args:
         config: Checked.
         script: Dataset script.
         places: Where players may be; None: the ranks generate.
-
-    Returns:
-        The folder of the run.
     """
     with _launched(config, places) as launched:
         if script is None:

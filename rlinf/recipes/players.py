@@ -121,12 +121,7 @@ class TokenPlayer(PolicyCopy):
 
 
 class RemoteGenerator:
-    """Players generate, with the trained weights (a ``Generator``).
-
-    Args:
-        policy: Trained.
-        players: Those of this rank.
-    """
+    """Players generate, with the trained weights (a ``Generator``)."""
 
     def __init__(self, policy: HuggingFacePolicy, players: Players) -> None:
         self.policy, self.players = policy, players

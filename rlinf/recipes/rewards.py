@@ -68,13 +68,12 @@ class Rewards:
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
         """Score a completion. Raise ConfigError if a reward is not a finite number, or needs a reference that the row does not have.
 
+        Return the sum, and each reward by name without its weight.
+
         Args:
             completion: What the model wrote.
             prompt: What it continued, with the right answer and the row.
             **facts: ``num_tokens`` and ``max_tokens`` of the completion.
-
-        Returns:
-            The sum, and each reward by name without its weight.
         """
         given = {
             key: value

@@ -151,10 +151,7 @@ class ProcessCollector:
         """Ask for a rollout; see ``RolloutCollector.collect`` for the arguments. ``model`` is the one that is shared.
 
         With copies, the weights are those of the moment unless the copy of ``step`` has those of ``policy_version`` already. The copy
-        is that of ``step - max_ahead``, whose rollout has been taken.
-
-        Returns:
-            ``step`` and ``attempt``, for ``take``.
+        is that of ``step - max_ahead``, whose rollout has been taken. Return ``step`` and ``attempt``, for ``take``.
 
         Raises:
             RLinfError: ``model`` is not what the processes compute with, the processes have ended, or the copy of ``step`` has a rollout

@@ -38,11 +38,7 @@ class Batcher:
     """
 
     def __init__(
-        self,
-        act: Callable[[list[Any]], Sequence[Any]],
-        max_rows: int,
-        wait_s: float,
-        num_clients: Callable[[], int],
+        self, act: Callable[[list[Any]], Sequence[Any]], max_rows: int, wait_s: float, num_clients: Callable[[], int]
     ) -> None:
         self.act, self.max_rows, self.wait_s, self.num_clients = act, max_rows, wait_s, num_clients
         self._waiting: deque[_Ask] = deque()

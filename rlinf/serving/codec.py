@@ -94,12 +94,7 @@ class _Budget:
 def _openpi(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         _check_kind(value.dtype)
-        return {
-            b"__ndarray__": True,
-            b"data": value.tobytes(),
-            b"dtype": value.dtype.str,
-            b"shape": value.shape,
-        }
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
     if isinstance(value, np.generic):
         _check_kind(value.dtype)
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}

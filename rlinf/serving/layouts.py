@@ -172,12 +172,7 @@ def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
 
 
 def check_layout(
-    keys: str | Mapping[str, Any],
-    layout: Layout,
-    cameras: Sequence[str],
-    state_dim: int | None,
-    owner: str,
-    fix: str,
+    keys: str | Mapping[str, Any], layout: Layout, cameras: Sequence[str], state_dim: int | None, owner: str, fix: str
 ) -> None:
     """Refuse a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
 

@@ -112,13 +112,11 @@ METRICS: dict[str, Metric] = {
     "train/target_mean": Metric("Mean target of the critics.", "reward"),
     "train/alpha": Metric("Weight of the entropy (SAC).", "reward/nat"),
     "train/at_bound": Metric(
-        "Share of the numbers of a head at their bound: above about 0.5, algorithm.head.scale is too small.",
-        "1",
+        "Share of the numbers of a head at their bound: above about 0.5, algorithm.head.scale is too small.", "1"
     ),
     "train/correction": Metric("Mean size of the numbers of a head, in shares of its scale.", "1"),
     "train/q_first": Metric(
-        "What the critics expect of the first action of the episodes above, at the time.",
-        "reward",
+        "What the critics expect of the first action of the episodes above, at the time.", "reward"
     ),
     "train/return_first": Metric(
         "Discounted return that these episodes reached; far below train/q_first, the critics dream. An episode that a time limit "

@@ -107,9 +107,7 @@ class LiberoConfig(ProcessEnvConfig):
         choices=("full", "fast"),
     )
     max_scenes: int = option(
-        10,
-        "Tasks that a worker process keeps in memory, about 0.5 GB each; building one takes 2 to 7 s.",
-        minimum=1,
+        10, "Tasks that a worker process keeps in memory, about 0.5 GB each; building one takes 2 to 7 s.", minimum=1
     )
     assets_dir: str | None = option(
         None, "LIBERO's folder of meshes and textures; null: RLINF_LIBERO_ASSETS, or where LIBERO itself keeps it."

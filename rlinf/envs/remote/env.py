@@ -461,13 +461,7 @@ class RemoteVectorEnv(VectorEnv):
 
 
 class _Wait:
-    """A call that an actor has not answered yet.
-
-    Attributes:
-        reference: Of the answer.
-        name: Of the call.
-        silent_s: Seconds since the actor last got on.
-    """
+    """A call that an actor has not answered yet; ``silent_s``: seconds since the actor last got on."""
 
     def __init__(self, reference: Any, name: str) -> None:
         self.reference, self.name, self.silent_s = reference, name, 0.0

@@ -118,14 +118,11 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        """Ask the frozen policy once.
+        """Ask the frozen policy once. Return its chunks in env units and the features, float32; with ``sample`` for a head that steers.
 
         Args:
             inputs: What ``preprocess`` returned.
             uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
-
-        Returns:
-            Its chunks in env units and the features, float32; with ``sample`` for a head that steers.
         """
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)

@@ -45,15 +45,13 @@ def public_fields(cls: type) -> dict[str, dataclasses.Field]:
 def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     """Build a configuration dataclass from a mapping, strictly.
 
-    Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted.
+    Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted. Raise
+    ConfigError if a key is unknown, or a value has the wrong type, is not among the choices or is out of bounds.
 
     Args:
         cls: Dataclass whose fields were declared with ``option``.
         mapping: Plain mapping or OmegaConf ``DictConfig``.
         path: Dotted path of ``mapping`` in the whole configuration, for messages.
-
-    Raises:
-        ConfigError: A key is unknown, or a value has the wrong type, is not among the choices or is out of bounds.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
@@ -149,8 +147,7 @@ def cured_by_settings(section: str, **renamed: str) -> Iterator[None]:
 def plain_container(mapping: Any) -> Any:
     """Resolve an OmegaConf container to plain Python; return anything else unchanged.
 
-    Raises:
-        ConfigError: An interpolation (``${...}``) has no target, or a value is missing (``???``).
+    Raise ConfigError if an interpolation (``${...}``) has no target, or a value is missing (``???``).
     """
     if not type(mapping).__module__.startswith("omegaconf"):
         return mapping

@@ -65,6 +65,8 @@ class Policy:
     ) -> np.ndarray:
         """Return actions for an observation, without gradients: float32 ``[B, C, D]`` in the units of the env.
 
+        Raise ConfigError if a camera, the state or the instruction is missing, or has another shape or type.
+
         Args:
             observation: The ``B`` rows of an env, or a mapping with the keys ``images`` (camera name to uint8
                 ``[B, H, W, 3]``), ``state`` (``[B, S]``, may be absent or None) and ``instruction`` (``B`` sentences).
@@ -72,9 +74,6 @@ class Policy:
                 are ignored.
             greedy: Take the most likely actions; False samples at the temperature of the configuration.
             seed: Equal seeds give equal samples; None continues one random stream from call to call.
-
-        Raises:
-            ConfigError: A camera, the state or the instruction is missing, or has another shape or type.
         """
         rows, is_single = self.rows(observation)
         model, uniforms = self.model, None

@@ -98,8 +98,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Import and return the target of ``name``.
 
-        Raises:
-            ConfigError: ``name`` is not registered, or its module has no such attribute.
+        Raise ConfigError if ``name`` is not registered, or its module has no such attribute.
         """
         entries = self.entries()
         if name not in entries:

@@ -23,7 +23,8 @@ def gae(
     ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within an episode, where
     ``V(s_{t+1})`` is 0 after a termination, ``bootstrap_values[t]`` (the value of the true final observation) after a
     truncation and in the last row, and ``values[t + 1]`` elsewhere. Unlike implementations that treat a time limit as a
-    termination, this one bootstraps there; unlike those that add the bootstrap to the reward, it leaves rewards alone.
+    termination, this one bootstraps there; unlike those that add the bootstrap to the reward, it leaves rewards alone. Raise ValueError if
+    a reward or a value is NaN or infinite.
 
     Args:
         rewards, values, bootstrap_values: ``[T, B]``.
@@ -34,9 +35,6 @@ def gae(
 
     Returns:
         Advantages ``[T, B]`` and returns ``advantages + values [T, B]``.
-
-    Raises:
-        ValueError: A reward or a value is NaN or infinite.
     """
     refuse_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
     num_steps = rewards.shape[0]

@@ -14,13 +14,12 @@ from torch import Tensor
 def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
     """Sum token log-probabilities over the unit whose probability ratio is clipped.
 
+    Return log-probabilities and a bool mask of the valid ones, both in the shape above.
+
     Args:
         logprobs: ``[N, A]`` with ``A = C * D``.
         action_mask: bool ``[N, C]``, executed actions.
         level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
-
-    Returns:
-        Log-probabilities and a bool mask of the valid ones, both in the shape above.
     """
     num_rows, num_actions = action_mask.shape
     tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)  # not -1: there may be no rows

@@ -125,14 +125,13 @@ def write_snapshot(
 ) -> None:
     """Write a checkpoint, which replaces one of that name, and delete others; a collective call of ``group``, or of all ranks.
 
+    Raise CheckpointError if a file cannot be written; nothing is left behind.
+
     Args:
         folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
         snapshot: Of this rank.
         max_keep: Number of newest checkpoints of the same phase to keep beside the best; -1 keeps all.
         group: Of all ranks, for a thread beside the one that trains.
-
-    Raises:
-        CheckpointError: A file cannot be written; nothing is left behind.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -175,10 +174,8 @@ def load_checkpoint(
     """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
 
     Base weights that the checkpoint leaves out (``take_snapshot``) stay as they are. ``model`` may be sharded in another way and over other ranks than at saving; ranks without a saved random state keep
-    their present one. Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
+    their present one. Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration. Raise
+    CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     verify_checkpoint(folder)

@@ -159,8 +159,7 @@ class CheckpointManager:
     def finish(self, checkpoint: Path) -> None:
         """Export and upload the last checkpoint of a run that was interrupted before that.
 
-        Raises:
-            CheckpointError: The export cannot be written.
+        Raise CheckpointError if the export cannot be written.
         """
         self.wait()
 
@@ -182,15 +181,13 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Restore a checkpoint, written by any number of ranks, and return its ``loop_state``.
 
+        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition differs.
+
         Args:
             checkpoint: Its folder (``newest_checkpoint``).
             model, optimizer, generators: Filled in place.
             present: Present conditions, which must be those of the checkpoint: adapters on another base are refused; None: not compared.
             allow_mismatch: Conditions that may differ.
-
-        Raises:
-            CheckpointError: It is damaged or does not fit the model.
-            ManifestMismatchError: A condition differs.
         """
         if present is not None:
             check(Manifest.load(checkpoint), present, allow_mismatch)

@@ -17,13 +17,12 @@ from rlinf.models.embodiment.headed import HeadedPolicy, head_settings, kept_pla
 def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
     """Write the frozen policy into a run folder, from where checkpoints of ``policy`` take it from now on; a collective call.
 
+    Raise CheckpointError if it cannot be written.
+
     Args:
         policy: Base and head.
         run: The run folder.
         resumed: Checkpoint from which ``policy`` was read. If the run folder has the frozen policy below it, nothing is written.
-
-    Raises:
-        CheckpointError: It cannot be written.
     """
 
     def keep() -> str:

@@ -82,15 +82,12 @@ def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
 
 
 def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
-    """Return what is saved, by name, not copied.
+    """Return what is saved, by name, not copied. Raise CheckpointError if the optimiser keeps anything but tensors.
 
     Args:
         model: Sharded or not.
         optimizer: Its optimiser; None: weights only.
         with_base: Include parameters that are not trained; False for adapters and heads whose base weights lie elsewhere.
-
-    Raises:
-        CheckpointError: The optimiser keeps something else than tensors.
     """
     left_out = set() if with_base else frozen_names(model)
     weights = weights_to_save(model, optimizer)
@@ -144,13 +141,12 @@ def read_tensors(folder: str | Path, targets: dict[str, Tensor], no_dist: bool =
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Load into ``model`` and ``optimizer`` in place; a collective call. State of other parameters is ignored.
 
+    Raise CheckpointError if the folder cannot be read, or names or shapes are not those of the model.
+
     Args:
         folder: Written by ``save_trainer_state``, on any number of ranks.
         model: Sharded in any way. 16-bit weights are rounded from the file's.
         optimizer: Receives state and masters; None ignores them.
-
-    Raises:
-        CheckpointError: The folder cannot be read, or names or shapes are not those of the model.
     """
     entries = read_entries(folder)
     weights = model.state_dict()

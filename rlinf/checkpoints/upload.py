@@ -101,16 +101,13 @@ class S3Upload:
     """Uploads checkpoints and exported policies to ``<bucket>/<prefix>/<name of output_dir>/<time of the run>/...``.
 
     Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole,
-    and one that has the same is not sent again.
+    and one that has the same is not sent again. Raises ConfigError if the bucket cannot be used, or a variable of the environment is
+    missing; MissingDependencyError if boto3 is not installed.
 
     Args:
         bucket: Name of the bucket, which exists.
         prefix: First part of all keys.
         every: Upload every checkpoint, not only the last one.
-
-    Raises:
-        ConfigError: The bucket cannot be used, or a variable of the environment is missing.
-        MissingDependencyError: boto3 is not installed.
     """
 
     def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:

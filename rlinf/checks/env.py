@@ -38,13 +38,8 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
     """Check the contract of ``rlinf.envs.base.VectorEnv`` on a real environment.
 
     Episodes are driven by seeded uniform actions. Properties that need the end of an episode (truncation, frozen
-    rows, auto-reset) are checked up to ``max_steps`` env steps, so build the env with a short ``max_episode_steps``.
-
-    Returns:
-        One sentence per violation; empty if the contract holds.
-
-    Raises:
-        ConfigError: ``max_episode_steps`` of the environment is larger than ``max_steps``.
+    rows, auto-reset) are checked up to ``max_steps`` env steps, so build the env with a short ``max_episode_steps``. Raise ConfigError if
+    ``max_episode_steps`` of the environment is larger than ``max_steps``. Return one sentence per violation; empty if the contract holds.
     """
     return [sentence for _, found in check_properties(env_factory, max_steps) for sentence in found]
 

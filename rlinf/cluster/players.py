@@ -156,9 +156,7 @@ class Players:
     def as_answered(self, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
         """Yield each call with its answer as soon as it is there. The caller may append further calls meanwhile.
 
-        Raises:
-            RLinfError: An error of the user in a player.
-            RankError: A bug of a player, or more players were lost than ``cluster.max_restarts`` allows.
+        Raise a user error of a player unchanged, RankError for a bug or after more losses than ``cluster.max_restarts``.
         """
         import ray
 
@@ -280,11 +278,7 @@ class Players:
         return wanted
 
     def _watch(self, number: int, waited_s: float) -> None:
-        """Replace a player that is too late with what it does at present; its stacks go to the log.
-
-        Raises:
-            RankError: There is no room for the player, or its successor was too late with the same call.
-        """
+        """Replace a player that is too late with what it does at present; its stacks go to the log."""
         call = next((call for call in self._open[number] if _pending([call.ref])), None)
         if call is None:
             return
@@ -381,12 +375,7 @@ def _first_line(error: Exception) -> str:
 
 
 class RemoteCollector:
-    """Collects rollouts by players; the same calls as ``RolloutCollector``, and ``collect`` in two parts.
-
-    Attributes:
-        players: Those of this rank.
-        blocks: Those of this rank.
-    """
+    """Collects rollouts by players; the same calls as ``RolloutCollector``, and ``collect`` in two parts."""
 
     def __init__(self, players: Players) -> None:
         self.players, self.blocks = players, players.blocks

@@ -109,8 +109,7 @@ def _send_signal(pid: int, number: int) -> None:
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
     """Reserve a place for each rank and player that Ray starts, and free all places at the end; None where it starts none.
 
-    Raises:
-        ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
+    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
     if not has_players(config) and not ranks_by_ray(config):
         yield None
@@ -141,14 +140,13 @@ def reserved_places(
 ) -> Iterator[Reservation]:
     """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
+    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
+
     Args:
         placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
         start_s: Seconds in which there must be room, and in which the machines must tell what they are.
         plugins: Of the run.
         room: In the store of objects of each machine with players; None: not known.
-
-    Raises:
-        ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:

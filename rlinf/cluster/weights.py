@@ -56,8 +56,7 @@ class WeightStore:
     def put(self, version: int) -> StoredWeights:
         """Store the present weights, of which the frozen ones are stored once (a collective call of all ranks).
 
-        Raises:
-            ConfigError: The store is full.
+        Raise ConfigError if the store is full.
         """
         import ray
 

@@ -26,13 +26,12 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
     """Refuse what would make Python import or trust code, unless the user has replaced it.
 
+    Raise CheckpointError with everything that has to be typed.
+
     Args:
         saved: Configuration stored in a checkpoint or an export.
         typed: Keys and groups whose values the user has replaced, e.g. ``{"plugins", "env"}``.
         folder: Of the configuration, for the message.
-
-    Raises:
-        CheckpointError: With everything that has to be typed.
     """
     names = tuple(f"{name}." for name in typed)
     found = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]

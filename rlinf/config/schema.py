@@ -172,9 +172,6 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
     Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
     ``validate`` says what is wrong with an env that cannot tell.
-
-    Args:
-        mapping: See ``typed_config``.
     """
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:

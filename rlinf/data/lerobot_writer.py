@@ -27,6 +27,9 @@ EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool
 class LeRobotWriter:
     """Writes episodes one by one into a hidden folder, which ``close`` renames; a failed ``with`` block removes it.
 
+    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if pyarrow, or PyAV
+    with ``video``, is not installed.
+
     Args:
         folder: The dataset; must not exist.
         fps: Env steps per second of simulated (or real) time.
@@ -40,10 +43,6 @@ class LeRobotWriter:
 
     Attributes:
         about: Names of more JSON files in ``meta`` to their content, written by ``close``.
-
-    Raises:
-        ConfigError: The folder exists, or an image has an odd side and ``video`` is set.
-        MissingDependencyError: pyarrow, or PyAV with ``video``, is not installed.
     """
 
     def __init__(

@@ -76,6 +76,8 @@ class Outcomes:
 class StoredDemonstrations:
     """Rows of (observation, next ``C`` actions) of a dataset; frames are read only for requested rows.
 
+    Raises ConfigError if there are no rows, a number is not finite, or the rows of an episode are not consecutive.
+
     Attributes:
         info: Description of the dataset.
         frames: Camera of the env to the frames of its column, in the env's order.
@@ -87,9 +89,6 @@ class StoredDemonstrations:
         chunk_len: ``C``.
         last_rows: int64 ``[N]``, the last row of the episode of each row.
         outcomes: What came of the actions; None: it was not read.
-
-    Raises:
-        ConfigError: There are no rows, a number is not finite, or the rows of an episode are not consecutive.
     """
 
     info: DatasetInfo

@@ -36,8 +36,7 @@ class FileTensor:
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Read rows ``start:stop``, or the number if the tensor has no dimensions; the file's other bytes are not touched.
 
-        Raises:
-            CheckpointError: The file cannot be read.
+        Raise CheckpointError if the file cannot be read.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -80,11 +79,7 @@ def in_memory(weight: Weight) -> Tensor:
 
 
 def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
-    """Return the tensors of safetensors files by name; only the headers are read.
-
-    Raises:
-        CheckpointError: A file cannot be read.
-    """
+    """Return the tensors of safetensors files by name; only the headers are read. Raise CheckpointError if a file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     found = {}
@@ -112,8 +107,7 @@ def is_deferred(model: nn.Module) -> bool:
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
     """Return where the deferred parameters are, to be rounded to their present format; one of several modules appears once.
 
-    Raises:
-        ValueError: A parameter or buffer is on the meta device and nothing says where its numbers are.
+    Raise ValueError if a parameter or buffer is on the meta device and nothing says where its numbers are.
     """
     sources, lost = {}, []
     for name, tensor in _tensors(model):

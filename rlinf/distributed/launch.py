@@ -194,15 +194,12 @@ def _signal(process: Any, number: int) -> None:
 def run_with_ranks(place: Place, words: Sequence[str], command: Callable[[], int]) -> int:
     """Run a command on rank 0 of the processes that a launcher has started; the others take part in what it launches.
 
-    An error of the user, or of a rank, is printed by every rank.
+    An error of the user, or of a rank, is printed by every rank. Return the exit status.
 
     Args:
         place: Of this process.
         words: The command with its arguments, which must be the same on all ranks.
         command: Called on rank 0 only.
-
-    Returns:
-        The exit status.
     """
     faulthandler.enable()
     try:

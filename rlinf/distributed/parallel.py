@@ -46,11 +46,7 @@ LOCAL_SUMS = GIB // 2
 
 
 class Parallel(ABC):
-    """A trained model on all ranks.
-
-    Attributes:
-        model: The model; its parameters are what an optimiser of this rank steps.
-    """
+    """A trained model on all ranks; an optimiser of this rank steps the parameters of ``model``."""
 
     model: nn.Module
 
@@ -234,13 +230,12 @@ def make_parallel(
 def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: str) -> None:
     """Put deferred parameters on ``device`` and read them, one after the other; of a sharded one, this rank's rows only.
 
+    Raise CheckpointError if a file cannot be read.
+
     Args:
         model: With its final parameters, sharded or not; those that are not deferred stay as they are.
         sources: What ``deferred_parameters`` returned before the model was sharded.
         device: Where the parameters, or this rank's shards of them, are to be.
-
-    Raises:
-        CheckpointError: A file cannot be read.
     """
     if not sources:
         return
@@ -370,6 +365,8 @@ def choose_sharding(
 ) -> Choice:
     """Choose how ranks hold a model.
 
+    Raise ConfigError for shards of a model without units, and for offloading or a shard size without shards.
+
     Args:
         sharding: One of ``rlinf.distributed.config.SHARDINGS``.
         model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
@@ -377,9 +374,6 @@ def choose_sharding(
         memory_bytes: Memory of one rank.
         cpu_offload: Asks for shards.
         shard_size: Ranks that divide the weights, if they are divided; the reason says so where they are not.
-
-    Raises:
-        ConfigError: Shards are asked for of a model that declares no units; offloading or a size of shards without shards.
     """
     if sharding == "replicate" and cpu_offload:
         raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")

@@ -35,8 +35,7 @@ def import_ray(needed_by: str) -> ModuleType:
 def check_address(needed_by: str) -> str | None:
     """Return ``RAY_ADDRESS``, or None where it is not set or asks for a cluster of this machine's own.
 
-    Raises:
-        ConfigError: It is not ``host:port``, nothing listens there, or the cluster asks for another token.
+    Raise ConfigError if it is not ``host:port``, nothing listens there, or the cluster asks for another token.
     """
     address = os.environ.get("RAY_ADDRESS", "").strip()
     if address in ("", "local"):
@@ -97,17 +96,11 @@ def _token() -> str:
 def connect(needed_by: str) -> ModuleType:
     """Connect to the Ray cluster of ``RAY_ADDRESS``, or start one on this machine; a collective call.
 
-    All ranks use the cluster that rank 0 has found or started.
+    All ranks use the cluster that rank 0 has found or started. Raise MissingDependencyError if Ray is not installed; ConfigError if the
+    cluster cannot be reached. Return the module ``ray``.
 
     Args:
         needed_by: The setting that needs it, such as ``cluster.env_nodes=2``, for errors.
-
-    Returns:
-        The module ``ray``.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        ConfigError: The cluster cannot be reached.
     """
     ray = import_ray(needed_by)
     address = None
@@ -121,16 +114,13 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, and return its address.
+    """Connect to a cluster, and return its address. Raise ConfigError if Ray cannot connect or start.
 
     Args:
         ray: The module.
         address: Of the cluster; None: start one on this machine.
         log_to_driver: Whether what actors print appears here.
         of_new: Arguments of ``ray.init`` for a cluster that is started.
-
-    Raises:
-        ConfigError: Ray cannot connect or start.
     """
     how: dict[str, Any] = {"address": address}
     if address is None:

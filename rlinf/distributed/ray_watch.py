@@ -24,11 +24,7 @@ WAY_ON = "Start the cluster again, then continue with rlinf train resume=<run fo
 
 
 class ClusterWatch:
-    """Asks the head of a cluster whether it is there, and ends this process with an error before Ray would end it.
-
-    Args:
-        ray: The module, connected to the cluster.
-    """
+    """Asks the head of a cluster whether it is there, and ends this process with an error before Ray would end it."""
 
     def __init__(self, ray: ModuleType) -> None:
         context = ray.get_runtime_context()
@@ -87,8 +83,7 @@ class ClusterWatch:
 def watched(ray: ModuleType) -> Iterator[None]:
     """Watch the cluster during the block. An error that follows from its loss is raised as what it is.
 
-    Raises:
-        RankError: The head of the cluster or Ray's daemon on this machine has ended.
+    Raise RankError if the head of the cluster or Ray's daemon on this machine has ended.
     """
     watch = ClusterWatch(ray)
     watch.start()

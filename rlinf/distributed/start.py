@@ -64,8 +64,7 @@ class Place:
 def place_of(environment: Mapping[str, str]) -> Place | None:
     """Return the place of a process with this environment; None: it is the only one of its command.
 
-    Raises:
-        ConfigError: A variable is missing or no number, or mpirun has started several processes.
+    Raise ConfigError if a variable is missing or not a number, or mpirun has started several processes.
     """
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", MPIRUN)):
         size = environment.get(names["size"], "").strip()
@@ -211,8 +210,7 @@ class Ranks:
     def compare(self, arguments: Sequence[str]) -> None:
         """Compare what ranks must have in common, and learn how many share this machine (``LOCAL_WORLD_SIZE``).
 
-        Raises:
-            ConfigError: On all ranks, if one differs.
+        Raise ConfigError on all ranks if one differs.
         """
         global _connected
         hosts = self._agree("machine", what_ranks_share(arguments), refuse_differences)
@@ -248,8 +246,7 @@ class Ranks:
     def take(self) -> tuple | int:
         """Return the next work of rank 0, or the exit status with which its command has ended.
 
-        Raises:
-            RLinfError: That with which it has ended.
+        Raise the RLinfError with which it has ended.
         """
         key = f"work/{self.num_launches}"
         while not self.store.check([key]):

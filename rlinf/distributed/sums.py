@@ -16,8 +16,7 @@ from rlinf.distributed.process_group import world_size
 def own_blocks(num_blocks: int, rank: int, num_ranks: int) -> range:
     """Return the blocks of a rank: block ``b`` belongs to rank ``b * num_ranks // num_blocks``.
 
-    Raises:
-        ValueError: The ranks do not divide the blocks.
+    Raise ValueError if the ranks do not divide the blocks.
     """
     if num_blocks % num_ranks:
         raise ValueError(f"{num_blocks} blocks of envs on {num_ranks} ranks; required: a multiple of the ranks")

@@ -172,11 +172,7 @@ class VllmEngine:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can generate. Idempotent.
-
-        Raises:
-            ConfigError: vLLM refuses the settings.
-        """
+        """Start the process and wait until it can generate. Idempotent. Raise ConfigError if vLLM refuses the settings."""
         with self._lock:
             if self._process is not None:
                 return
@@ -210,8 +206,7 @@ class VllmEngine:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
-        Raises:
-            EngineError: The engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
+        Raise EngineError if the engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
         """
         with self._lock:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
@@ -261,11 +256,10 @@ class VllmEngine:
     def sleep(self, keep_weights: bool = True) -> bool:
         """Release the GPU memory of cache and weights until the next request or push.
 
+        Return whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
+
         Args:
             keep_weights: Keep them in main memory. Otherwise they must be sent again, which a push of all weights does anyway.
-
-        Returns:
-            Whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
         """
         with self._lock:
             if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):

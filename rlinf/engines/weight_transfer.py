@@ -159,9 +159,8 @@ class WeightReceiver(ABC):
     def begin(self, header: PushHeader) -> None:
         """Prepare for the weights of a version.
 
-        Raises:
-            WeightsRefusedError: Tensors are missing, unknown or of another shape, or the weights that these ones build on are not here;
-                nothing was changed.
+        Raise WeightsRefusedError if tensors are missing, unknown or of another shape, or the weights that these ones build on are not here;
+        nothing was changed.
         """
         self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):

@@ -39,8 +39,7 @@ class EpisodeStats:
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Add one chunk of the rows ``ids`` (int64 ``[K]``).
 
-        Returns:
-            Rewards float32 ``[K, C]``, terminated bool ``[K]`` and truncated bool ``[K]``, never both.
+        Return rewards float32 ``[K, C]``, terminated bool ``[K]`` and truncated bool ``[K]``, never both.
         """
         rewards = np.zeros(chunk.executed.shape, dtype=np.float32)
         for position in range(rewards.shape[1]):

@@ -248,12 +248,11 @@ def _make_sequential(
 def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by question; they may answer it in any order.
 
+    Raise ConfigError if the lists differ and that is not allowed, or they have no question in common.
+
     Args:
         result_a, result_b: Results of two models on the same questions.
         allow_mismatch: ``"questions"`` compares the common ones of two lists.
-
-    Raises:
-        ConfigError: The lists differ and that is not allowed, or they have no question in common.
     """
     first, second = (
         {(one.id, one.prompt, one.expected): (one.category, one.is_correct) for one in result.answers}

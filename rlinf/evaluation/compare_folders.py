@@ -94,16 +94,13 @@ def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, pl
 
     Its threshold spends the whole 5 % on one list. Whoever reads a second one gets a second chance to find a difference that is none.
     Another list has other episodes of the same suite, or as many episodes and other draws of the actions. Folders that cannot be read
-    are left out with a warning.
+    are left out with a warning. Raise ConfigError if there is one with another list.
 
     Args:
         output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
         settings: Its configuration, as ``config.yaml`` holds it.
         baseline: Folder of the evaluation to compare with.
         planned: One row for each episode of its list; what the rows say of success is not read.
-
-    Raises:
-        ConfigError: There is one with another list.
     """
     for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
         folder = path.parent

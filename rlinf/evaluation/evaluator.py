@@ -202,8 +202,7 @@ def _calls(lengths: Sequence[Hashable], num_rows: int) -> list[list[int]]:
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
     """Return the first episodes of a split, which are spread evenly over the tasks; None: all of them.
 
-    Raises:
-        ConfigError: The split has fewer.
+    Raise ConfigError if the split has fewer.
     """
     available = env.episode_specs(split)
     if num_episodes is None:
@@ -247,7 +246,8 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
-    With several ranks, each plays its share, and all return the result of a single process (except ``wall_s``).
+    With several ranks, each plays its share, and all return the result of a single process (except ``wall_s``). Raise ConfigError if
+    ``specs`` is empty, an episode does not end, or a policy with ``reset`` would play several at once.
 
     Args:
         model: The policy; or any object with ``act``, or a function, which is called with all running episodes at once. One with
@@ -268,9 +268,6 @@ def evaluate_policy(
         stop: Says after which number of first episodes the list ends. What was played beyond does not count, so the result depends
             neither on ``look_every`` nor on who played what; each task is played at least once. None: the whole list.
         look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
-
-    Raises:
-        ConfigError: ``specs`` is empty, an episode does not end, or a policy with ``reset`` would play several at once.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")

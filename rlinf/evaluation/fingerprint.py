@@ -73,12 +73,11 @@ def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarra
 def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
     """Describe the differences between two fingerprints.
 
+    Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
+
     Args:
         saved, present: What ``take_fingerprint`` returned; None: not taken. Episodes and cameras that only one of them has
             are not compared. If the number of actions differs, what follows the actions is not compared either.
-
-    Returns:
-        One line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
     """
     if saved is None or present is None:
         return []

@@ -13,10 +13,7 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
 
     ``(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`` with ``p = successes / n`` and ``n = trials``.
     Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes. Without trials it is
-    (0, 1).
-
-    Raises:
-        ValueError: ``successes`` is not in 0..``trials``.
+    (0, 1). Raise ValueError if ``successes`` is not in 0..``trials``.
     """
     if not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials: successes must lie in 0..{trials}.")

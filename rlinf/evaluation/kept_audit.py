@@ -66,8 +66,7 @@ class KeptAudit:
     def result(self, key: str, specs: Sequence[EpisodeSpec]) -> EvaluationResult | None:
         """Return the result of a condition that an earlier process has finished; None: play it.
 
-        Raises:
-            CheckpointError: The file is damaged, or holds other episodes.
+        Raise CheckpointError if the file is damaged, or holds other episodes.
         """
         path = self._file(key)
         if not path.exists():
@@ -102,11 +101,7 @@ class KeptAudit:
         write_bytes(self.folder / RECORDS_FILE, content.getvalue())
 
     def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, Record]:
-        """Return what ``add_records`` kept.
-
-        Raises:
-            CheckpointError: The file is missing or damaged.
-        """
+        """Return what ``add_records`` kept. Raise CheckpointError if the file is missing or damaged."""
         path = self.folder / RECORDS_FILE
         try:
             with np.load(path, allow_pickle=False) as file:

@@ -45,7 +45,7 @@ def record_episodes(
     """Play the first ``num_per_task`` episodes of each task again, and write a recording of each into ``folder``.
 
     The evaluation stays as it is. Earlier recordings in ``folder`` stay whole until all new ones are written; with
-    ``num_per_task=0`` nothing is touched.
+    ``num_per_task=0`` nothing is touched. Raise CheckpointError if ``folder`` holds anything but recordings.
 
     Args:
         model, env, rank, num_ranks, together: As of ``evaluate_policy``.
@@ -53,9 +53,6 @@ def record_episodes(
         folder: Where to write.
         num_per_task: Episodes of each task.
         size: Pixels of a picture's side.
-
-    Raises:
-        CheckpointError: ``folder`` holds something else than recordings.
     """
     if not num_per_task:
         return

@@ -41,10 +41,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     """Write ``report.html`` into the folder of a run or an evaluation, and return its path.
 
     The page shows what the folder holds: ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``,
-    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``; of both ``episodes/``.
-
-    Raises:
-        CheckpointError: The folder has neither metrics nor an evaluation.
+    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``; of both ``episodes/``. Raise
+    CheckpointError if the folder has neither metrics nor an evaluation.
     """
     if is_token_folder(run_folder):
         return write_token_report(run_folder)

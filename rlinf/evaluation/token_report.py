@@ -80,8 +80,7 @@ CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
 def write_token_report(folder: str | os.PathLike) -> Path:
     """Write ``report.html`` into the folder of a recipe's run or an evaluation on questions, and return its path.
 
-    Raises:
-        CheckpointError: The folder has neither metrics nor a result.
+    Raise CheckpointError if the folder has neither metrics nor a result.
     """
     run = read_token_run(folder)
     title = _title(run)

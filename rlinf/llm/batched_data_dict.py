@@ -179,7 +179,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
         """Split the rows over ranks so that every rank gets a share of each global batch of ``batch_size`` rows.
 
-        With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``.
+        With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if the rows do not
+        divide, a row does not fit, or the arguments exclude each other.
 
         Args:
             shards: Number of parts.
@@ -191,9 +192,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         Returns:
             The parts. With one of the last two arguments also ``order``, the row numbers of all parts concatenated; pass it to
             ``reorder_data`` of the concatenated results.
-
-        Raises:
-            ConfigError: The rows do not divide, a row does not fit, or the arguments exclude each other.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)

@@ -165,8 +165,7 @@ class HuggingFacePolicy(TokenPolicy):
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return ``get_logprobs`` of the model without adapters, or with the trained weights that the first call keeps.
 
-        Raises:
-            CheckpointError: The first call comes after a step, and ``model_name`` no longer holds the initial weights.
+        Raise CheckpointError if the first call comes after a step, and ``model_name`` no longer holds the initial weights.
         """
         if self.config.lora is not None:
             with self.parallel.whole(), _without_adapters(self.model):

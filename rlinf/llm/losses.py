@@ -109,13 +109,12 @@ class TokenLoss(ABC):
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         """Return the loss and metrics of a part of a batch; both add up over the parts.
 
+        Raise ConfigError if a key is missing, or the whole batch has no trained token.
+
         Args:
             logprobs: float32 ``[B, S]`` with gradients.
             data: The same rows.
             counts: Counts of the whole batch.
-
-        Raises:
-            ConfigError: A key is missing, or the whole batch has no trained token.
         """
 
 

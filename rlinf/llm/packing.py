@@ -28,13 +28,12 @@ SDPA_BY_SEQUENCE = "sdpa_by_sequence"
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
     """Pack items into few bins: the longest first, each into the first bin with room (Johnson 1973).
 
+    Return ascending item indices of each bin.
+
     Args:
         lengths: Tokens of each item.
         capacity: Maximum sum of a bin.
         num_bins_multiple: Halve the bins with most items until the number of bins is a multiple of this.
-
-    Returns:
-        Ascending item indices of each bin.
     """
     check_fits(lengths, capacity)
     bins: list[list[int]] = []
@@ -131,8 +130,7 @@ def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
 def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Lay right-padded rows ``[B, S]`` with ``lengths [B]`` end to end.
 
-    Returns:
-        Token ids and position ids, both ``[1, sum(lengths)]``; the positions restart at 0 with each sequence.
+    Return token ids and position ids, both ``[1, sum(lengths)]``; the positions restart at 0 with each sequence.
     """
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.to(input_ids.device).unsqueeze(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)

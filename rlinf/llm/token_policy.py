@@ -63,14 +63,7 @@ class TokenPolicy(PolicyInterface):
     temperature: float
 
     def _begin(self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any) -> None:
-        """Create the optimiser of ``model`` and the random generator.
-
-        Args:
-            text_config: Configuration of the language model in transformers.
-            rank: Data-parallel rank; rank 0 samples with ``seed`` itself.
-            reference: The reference policy; None: load it when it is first needed.
-            **train_step: Arguments of ``TrainStep``.
-        """
+        """Create the optimiser of ``model`` and the random generator; rank 0 samples with ``seed`` itself."""
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = MasterAdamW(
@@ -114,8 +107,7 @@ class TokenPolicy(PolicyInterface):
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return ``get_logprobs`` of the policy before its first step.
 
-        Raises:
-            CheckpointError: ``model_name`` is read for it, and no longer holds the initial weights.
+        Raise CheckpointError if ``model_name`` is read for it, and no longer holds the initial weights.
         """
         if self._reference is None:
             self._reference = self._initial_model().requires_grad_(False).eval()

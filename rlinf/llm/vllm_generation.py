@@ -34,15 +34,14 @@ TIMEOUT_S = 600.0
 class VllmGenerationWorker:
     """One engine with one model. A plain class that can be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
 
+    Raises MissingDependencyError if vLLM is not installed; ConfigError if a setting is out of bounds, or an engine argument is given twice
+    with different values.
+
     Args:
         model_name: Folder or hub id of a causal language model.
         **kwargs: Keys of ``VllmConfig``. All other keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the
             deadline of each answer of the engine. ``seed`` (default 0) and the rank of this process determine the random numbers
             across engine restarts; give each actor its own seed.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-        ConfigError: A setting is out of bounds, or an engine argument is given twice with different values.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -76,6 +75,9 @@ class VllmGenerationWorker:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row.
 
+        Raise ConfigError if vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
+        EngineError if the engine failed or did not answer in time.
+
         Args:
             input_ids: Prompts int64 ``[B, S]``, padded on the right.
             attention_mask: ``[B, S]``; None means no padding.
@@ -86,10 +88,6 @@ class VllmGenerationWorker:
         Returns:
             ``GenerationOutputSpec``. ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if
             sampled) top-k and top-p.
-
-        Raises:
-            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary.
-            EngineError: The engine failed or did not answer in time.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
         if unknown:
@@ -151,15 +149,12 @@ class VllmGeneration(GenerationInterface):
     """A generation backend with one vLLM engine.
 
     After ``finish_generation`` an engine on the CPU has lost the weights of ``update_weights``; call it again. On a GPU it sleeps
-    with them.
+    with them. Raises MissingDependencyError if vLLM is not installed; ConfigError if ``model_name`` is missing, ``backend`` is not vllm, or
+    the cluster is too small.
 
     Args:
         cluster: ``RayVirtualCluster`` that limits the GPUs of the engine; None: no limit.
         config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-        ConfigError: ``model_name`` is missing, ``backend`` is not vllm, or the cluster is too small.
     """
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
@@ -184,8 +179,7 @@ class VllmGeneration(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
 
-        Raises:
-            ConfigError: The batch has images or positions.
+        Raise ConfigError if the batch has images or positions.
         """
         verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)

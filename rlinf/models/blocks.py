@@ -36,15 +36,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) -> None:
     """Say how the blocks of a model run where gradients are needed, in place.
 
-    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it.
+    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it. Raise ConfigError if
+    ``recomputed`` is set and the model has no repeated blocks.
 
     Args:
         model: Model; one without repeated blocks has its direct submodules compiled.
         recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016).
         compiled: Run each block through ``torch.compile``.
-
-    Raises:
-        ConfigError: ``recomputed``, and the model has no repeated blocks.
     """
     if not (recomputed or compiled):
         return

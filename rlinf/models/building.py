@@ -48,13 +48,11 @@ def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     """Load the model's configuration and its input processor.
 
     The folder is ``tokenizer.tokenizer_model``, else ``model.model_path``. Without both, the configuration is built from
-    ``model.init_config``, and the processor from what the package brings.
+    ``model.init_config``, and the processor from what the package brings. Return ``(model_config, input_processor)``; the tokenizer of the
+    processor pads on the left.
 
     Args:
         cfg: Run configuration with ``model.model_type`` and ``tokenizer.tokenizer_model``, as dataclass or mapping.
-
-    Returns:
-        ``(model_config, input_processor)``; the tokenizer of the processor pads on the left.
     """
     section = _model_section(_section(cfg, "model"))
     return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))

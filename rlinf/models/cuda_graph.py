@@ -46,7 +46,7 @@ class CudaGraphs:
         *settings: Hashable,
         weights: Callable[[], Iterable[Tensor]],
     ) -> tuple[Tensor, ...]:
-        """Return ``function(*tensors, *settings)``, computed by its graph.
+        """Return ``function(*tensors, *settings)``, computed by its graph. Raise ConfigError if the weights are not on a GPU.
 
         Args:
             function: What it launches depends on the shapes of its tensors only: it reads no value of a tensor in Python, and
@@ -55,9 +55,6 @@ class CudaGraphs:
             *settings: Further arguments.
             weights: Return the weights that the function reads. The graph goes on reading them where they lie, so an update in
                 place needs no new recording; weights that have moved do.
-
-        Raises:
-            ConfigError: The weights are not on a GPU.
         """
         key = (tuple(None if t is None else (t.shape, t.dtype) for t in tensors), settings, _autocast_dtype())
         with self._lock:

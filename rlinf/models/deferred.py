@@ -50,13 +50,12 @@ def without_weights(model_class: type[PreTrainedModel], config: Any, **arguments
 def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
     """Say of each parameter of a model on the meta device where its numbers are; read small ones and buffers now.
 
+    Raise NotDeferredError if names or shapes are not exactly those of the model.
+
     Args:
         model: What ``without_weights`` returned.
         tensors: All weights by name, in files or in memory; of tied weights only one.
         whole: First parts of the names of modules that are read now, because other code writes into them.
-
-    Raises:
-        NotDeferredError: Names or shapes are not exactly those of the model.
     """
     places: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

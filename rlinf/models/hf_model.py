@@ -38,9 +38,6 @@ class HFModel(nn.Module):
     unchanged. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format when the weights are
     converted, because 16-bit frequencies give wrong positions.
 
-    Args:
-        model: The model to wrap; ``from_pretrained`` and ``from_config`` make one.
-
     Attributes:
         model: The wrapped model.
         trained_in_full: Modules that are trained alongside LoRA adapters: none.
@@ -294,11 +291,7 @@ def _deferred(
     trust_remote_code: bool,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files.
-
-    Raises:
-        NotDeferredError: Loading makes other tensors of those in the files, or there are no safetensors.
-    """
+    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:

@@ -34,14 +34,13 @@ _PEFT_PREFIX = "base_model.model."
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
     """Put adapters on ``model.lora_target_modules`` and freeze everything else but ``model.trained_in_full``.
 
+    Raise ConfigError if the model has adapters already, or no layer matches; CheckpointError if the folder is not an adapter of this model,
+    or was merged into these weights before.
+
     Args:
         model: Policy; changed in place and returned.
         lora: Settings; ``target_modules`` replaces what the model declares.
         lora_path: Adapter folder to continue from; its rank, scale and targets must be those of ``lora``.
-
-    Raises:
-        ConfigError: The model has adapters already, or no layer matches.
-        CheckpointError: The folder is not an adapter of this model, or was merged into these weights before.
     """
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")

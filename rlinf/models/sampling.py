@@ -35,14 +35,13 @@ def token_logprobs(
 def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
     """Choose tokens: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
 
+    Return int64 indices into the last axis.
+
     Args:
         logits: ``[B, ..., n_bins]``.
         do_sample: False takes the argmax.
         temperature: Positive.
         uniforms: float32 in (0, 1), shape of ``logits`` without its last axis; None: torch's global generator.
-
-    Returns:
-        int64 indices into the last axis.
     """
     if not do_sample:
         return logits.argmax(-1)

@@ -155,7 +155,7 @@ def offline_data(
     seed: int,
     ask: Callable[[np.ndarray], Answers],
 ) -> OfflineData:
-    """Fill a buffer with demonstrations.
+    """Fill a buffer with demonstrations. Raise ConfigError if no transition is left.
 
     Args:
         dataset: Opened with ``outcomes``.
@@ -164,9 +164,6 @@ def offline_data(
         which: ``algorithm.offline_episodes``.
         seed: Of the draws from the buffer.
         ask: Returns what the frozen policy says of rows, int64 ``[K]``.
-
-    Raises:
-        ConfigError: No transition is left.
     """
     chunk_len, head = policy.action_chunks_len, policy.head
     episodes = episodes_of(dataset, env, which)

@@ -30,9 +30,6 @@ class OffPolicyLearner(ABC):
         config: Settings.
         head: What is trained.
         seed: Of its random numbers.
-
-    Attributes:
-        num_updates: Updates taken.
     """
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
@@ -84,14 +81,11 @@ class OffPolicyLearner(ABC):
         return self.critics(features, base[:, 0], actions).mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
-        """Train critics and head on a batch; return metrics.
+        """Train critics and head on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
 
         Args:
             batch: Transitions.
             num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
-
-        Raises:
-            NonFiniteError: A loss is NaN or infinite; the step was not taken.
         """
         batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))
         target = self.target(batch)

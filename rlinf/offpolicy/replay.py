@@ -136,11 +136,7 @@ class ReplayBuffer:
         return newest
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
-        """Draw transitions uniformly, with replacement.
-
-        Raises:
-            ConfigError: There is none yet.
-        """
+        """Draw transitions uniformly, with replacement. Raise ConfigError if there is none yet."""
         known = self.transitions()
         if not len(known):
             raise ConfigError("The replay buffer holds no transition yet. Set algorithm.warmup_env_steps=1024")
@@ -187,10 +183,8 @@ class ReplayBuffer:
     def take_over(self, state: dict[str, Tensor]) -> None:
         """Append the observations of another buffer's ``state_dict``, whatever its size: of each env those that fit, the newest.
 
-        The ring of env ``e`` there goes into that of env ``e % num_envs`` here.
-
-        Raises:
-            CheckpointError: It is of other features or actions.
+        The ring of env ``e`` there goes into that of env ``e % num_envs`` here. Raise CheckpointError if it is of other features or
+        actions.
         """
         self._check_shapes(state)
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
@@ -216,11 +210,7 @@ class ReplayBuffer:
         return own[: shape[0]] if fits else torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            CheckpointError: The buffer is of another size, or of other features or actions.
-        """
+        """Restore what ``state_dict`` returned. Raise CheckpointError if the buffer is of another size, or of other features or actions."""
         num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
         if (num_slots, num_envs) != (self.num_slots, self.num_envs):
             raise CheckpointError(

@@ -19,9 +19,6 @@ class Reference:
     """A copy of a model's trained weights, of this rank's shards of them, to compute with in their place.
 
     What is frozen exists once: with LoRA the copy holds the adapters only.
-
-    Args:
-        model: The model, sharded or not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,8 +43,7 @@ class Reference:
     def load(self, tensors: Mapping[str, Weight]) -> None:
         """Keep these whole weights instead; names that are not trained are ignored. Of those in files, only what is kept is read.
 
-        Raises:
-            CheckpointError: The weight of a trained parameter is missing, or has another shape.
+        Raise CheckpointError if the weight of a trained parameter is missing, or has another shape.
         """
         misfits = [
             name for name, kept in self._kept.items() if name not in tensors or tensors[name].shape != kept.shape

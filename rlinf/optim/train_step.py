@@ -93,8 +93,7 @@ class TrainStep:
     def apply(self, loss: float) -> float:
         """Clip the gradients and take the step; return ``grad_norm``.
 
-        Raises:
-            NonFiniteError: ``loss`` or a gradient is NaN or infinite. Weights and optimiser stay as they were.
+        Raise NonFiniteError, before anything changes, if ``loss`` or a gradient is NaN or infinite.
         """
         parts = [[p for p in part if p.grad is not None] for part in self.parts]
         norms = [self.norm_of(part) for part in parts]

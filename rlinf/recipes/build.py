@@ -170,11 +170,7 @@ def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> 
 
 
 def make_uploads(config: RecipeConfig) -> list[Upload]:
-    """Return what takes a run's folders elsewhere, with credentials that work; made on one rank.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Return what takes a run's folders elsewhere, with credentials that work; made on one rank. Raise ConfigError if they do not work."""
     ckpt = config.train.ckpt
     uploads: list[Upload] = []
     if ckpt.upload_hf:
@@ -189,8 +185,7 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of ``train.train_policy.type``.
 
-    Raises:
-        ConfigError: The data are too few, a row cannot be used, or settings do not fit.
+    Raise ConfigError if the data are too few, a row cannot be used, or settings do not fit.
     """
     longest = longest_row(config)
     if longest < config.policy.model_max_length:

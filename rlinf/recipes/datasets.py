@@ -102,6 +102,8 @@ def load_rows(
 ) -> Any:
     """Load rows with the ``datasets`` library.
 
+    Return ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
+
     Args:
         name: A file (json, jsonl, parquet); a folder that ``save_to_disk`` wrote; a folder of such files or of images; or
             ``owner/name`` on the hub. A mirror of the latter in ``$COSMOS_CACHE/datasets/<owner>/<name>`` is preferred.
@@ -110,9 +112,6 @@ def load_rows(
         revision: Branch or commit on the hub.
         streaming: Read row by row, without a copy on disk.
         section: Keys of the recipe that name the dataset, for messages.
-
-    Returns:
-        ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
     """
     library = _import_datasets()
     splits = [split] if isinstance(split, str) else list(split)
@@ -268,9 +267,7 @@ class PackedRows(Generic[Packed]):
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows in the order of the dataset until the time is over, and return their number.
 
-        Raises:
-            BadRowError: A row cannot be used, and ``skip_bad_rows`` is False.
-            ConfigError: No row can be used.
+        Raise BadRowError if a row cannot be used, and ``skip_bad_rows`` is False; ConfigError if no row can be used.
         """
         end, number = time.monotonic() + seconds, 0
         for number in range(len(self)):

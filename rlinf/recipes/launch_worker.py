@@ -46,7 +46,7 @@ def launch_worker(
     val_dataset: Callable[[RecipeConfig], Any] | Any = None,
     val_data_packer: Packer | None = None,
 ) -> Path:
-    """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it.
+    """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it. Return the folder of the run.
 
     Args:
         dataset: Rows, or a function of the recipe that returns them: a list of dicts, ``Rows``, a ``datasets.Dataset`` or
@@ -55,9 +55,6 @@ def launch_worker(
         reward_fns: Rewards, instead of those of ``train.train_policy.reward_function``: see ``make_rewards``.
         val_dataset, val_data_packer: The same for validation. None: those of ``validation.dataset`` if it has a name, else the first
             rows of ``dataset``; and ``data_packer``.
-
-    Returns:
-        The folder of the run.
 
     Raises:
         ConfigError: The script was not started by ``rlinf launch``, or the run's settings and data do not fit.
@@ -97,14 +94,11 @@ def _made(dataset: Any, config: RecipeConfig) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """Return the file of a dataset script.
+    """Return the file of a dataset script. Raise ConfigError if there is no such file.
 
     Args:
         name: A path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then among the packaged
             scripts (``tools.dataset.dummy_sft`` with or without the name of a package before it), then among installed modules.
-
-    Raises:
-        ConfigError: There is no such file.
     """
     folder, given = packaged_recipes(), Path(name).expanduser()
     stem = name.removesuffix(".py")
@@ -141,16 +135,12 @@ def _module_file(name: str) -> Path | None:
 def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
 
+    Raise ConfigError if the script does not call ``launch_worker``. Return the folder of the run.
+
     Args:
         config: Checked.
         script: Dataset script.
         places: Where players may be; None: the ranks generate.
-
-    Returns:
-        The folder of the run.
-
-    Raises:
-        ConfigError: The script does not call ``launch_worker``.
     """
     with _launched(config, places) as launched:
         if script is None:

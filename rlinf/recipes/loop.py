@@ -164,10 +164,8 @@ class Loop:
     def fit(self) -> None:
         """Take the remaining steps, save, and export the policy.
 
-        A run that was interrupted after its last checkpoint, which is whole before it is exported, is exported and uploaded now.
-
-        Raises:
-            StopRequested: A signal came; what was trained is saved, if the run writes checkpoints.
+        A run that was interrupted after its last checkpoint, which is whole before it is exported, is exported and uploaded now. Raise
+        StopRequested after a signal; what was trained is saved, if the run writes checkpoints.
         """
         trainer, state, train = self.trainer, self.state, self.config.train
         validation = self.config.validation

@@ -134,11 +134,7 @@ class ChatPacker:
     """
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``.
-
-        Raises:
-            ConfigError: There is no chat template, or the tokenizer gives no offsets.
-        """
+        """See ``Packer``. Raise ConfigError if there is no chat template, or the tokenizer gives no offsets."""
         self.config, self.processor = config, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.takes_images = hasattr(processor, "image_processor")

@@ -81,12 +81,11 @@ class Plan:
 def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     """Return the plan of a checked recipe.
 
+    Raise ConfigError if the recipe names other ranks than there are, or the batch does not divide over them.
+
     Args:
         config: Checked.
         num_ranks: Ranks that a launcher has started, for ``dp_shard_size=-1``; None: those that the recipe names, -1 being 1.
-
-    Raises:
-        ConfigError: The recipe names other ranks than there are, or the batch does not divide over them.
     """
     train, sizes, rollout = config.train, config.policy.parallelism, config.rollout
     is_grpo = train.train_policy.type == "grpo"
@@ -152,13 +151,12 @@ def without_players(config: RecipeConfig) -> str:
 def count_players(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
     """Return the players of a recipe that has some.
 
+    Raise ConfigError if they can be divided neither among the ranks nor the ranks among them.
+
     Args:
         config: Checked.
         num_ranks: Ranks of the policy.
         per_engine: Players in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
-
-    Raises:
-        ConfigError: They can be divided neither among the ranks nor the ranks among them.
     """
     given = config.cluster.num_players
     engines = config.rollout.parallelism.n_init_replicas
@@ -310,15 +308,12 @@ def is_local(name: str) -> bool:
 
 
 def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
-    """Return ``cuda`` or ``cpu`` for the policy's ranks.
+    """Return ``cuda`` or ``cpu`` for the policy's ranks. Raise ConfigError if torch sees fewer GPUs than the recipe needs.
 
     Args:
         config: Checked.
         plan: Of the recipe.
         is_plan: Nothing will run: where torch sees no GPU, the recipe is planned for another machine that has as many as it needs.
-
-    Raises:
-        ConfigError: torch sees fewer GPUs than the recipe needs.
     """
     wanted = config.policy.device
     # Those of players may be on other machines; Ray looks for them.

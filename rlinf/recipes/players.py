@@ -56,16 +56,13 @@ class PlayerPlaces:
 
 
 def place_players(config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None) -> Placement:
-    """Return the placement of a recipe with players.
+    """Return the placement of a recipe with players. Raise ConfigError if the machines have no room for the players.
 
     Args:
         config: Of the run.
         plan: Of the recipe.
         device: Of ranks and players: ``cuda`` or ``cpu``.
         nodes: The machines of the cluster; None: they are not known yet.
-
-    Raises:
-        ConfigError: The machines have no room for the players.
     """
     gpus = plan.gpus_per_player if device == "cuda" else 0
     placement = Placement(plan.policy_gpus, plan.players, 0, gpus)
@@ -124,12 +121,7 @@ class TokenPlayer(PolicyCopy):
 
 
 class RemoteGenerator:
-    """Players generate, with the trained weights (a ``Generator``).
-
-    Args:
-        policy: Trained.
-        players: Those of this rank.
-    """
+    """Players generate, with the trained weights (a ``Generator``)."""
 
     def __init__(self, policy: HuggingFacePolicy, players: Players) -> None:
         self.policy, self.players = policy, players

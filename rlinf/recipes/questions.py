@@ -126,8 +126,7 @@ class Question:
 def read_questions(config: QuestionsConfig) -> list[Question]:
     """Read and check a file of questions.
 
-    Raises:
-        ConfigError: The file is missing, not of a known kind or empty, or a row lacks a question or an answer.
+    Raise ConfigError if the file is missing, not of a known kind or empty, or a row lacks a question or an answer.
     """
     path = Path(config.questions).expanduser()
     rows = _read_rows(path)[: config.num_questions]
@@ -357,7 +356,7 @@ def tagged_letter(completion: str) -> str | None:
 
 
 def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Callable[[str], str | None]]:
-    """Return how answers are judged.
+    """Return how answers are judged. Raise ConfigError if ``answer_type`` is missing, unknown, or needs options.
 
     Args:
         answer_type: See ``QuestionsConfig``.
@@ -365,9 +364,6 @@ def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Ca
 
     Returns:
         The name, a reward that is 1 for a right completion, and what finds the answer in a completion.
-
-    Raises:
-        ConfigError: ``answer_type`` is missing, unknown, or needs options.
     """
     finders = {LETTER: first_letter, REASONING: tagged_letter}
     answer_type = answer_type or (REASONING if has_options else None)

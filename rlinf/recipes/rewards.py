@@ -66,18 +66,14 @@ class Rewards:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
-        """Score a completion.
+        """Score a completion. Raise ConfigError if a reward is not a finite number, or needs a reference that the row does not have.
+
+        Return the sum, and each reward by name without its weight.
 
         Args:
             completion: What the model wrote.
             prompt: What it continued, with the right answer and the row.
             **facts: ``num_tokens`` and ``max_tokens`` of the completion.
-
-        Returns:
-            The sum, and each reward by name without its weight.
-
-        Raises:
-            ConfigError: A reward is not a finite number, or needs a reference that the row does not have.
         """
         given = {
             key: value
@@ -106,14 +102,11 @@ class Rewards:
 def make_rewards(
     rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float], overlong: OverlongRewardConfig | None = None
 ) -> Rewards:
-    """Return rewards and their weights.
+    """Return rewards and their weights. Raise ConfigError if a name is unknown, a weight is not a finite number, or there is no reward.
 
     Args:
         rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
         overlong: If enabled, ``overlong`` is added with this buffer and weight.
-
-    Raises:
-        ConfigError: A name is unknown, a weight is not a finite number, or there is no reward.
     """
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]

@@ -21,11 +21,7 @@ class Engine(Protocol):
 
 
 class LocalGenerator:
-    """An engine of this process generates, with the weights that it has.
-
-    Args:
-        engine: Generates.
-    """
+    """An engine of this process generates, with the weights that it has."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -45,11 +41,7 @@ class LocalGenerator:
 
 
 class TorchGenerator(LocalGenerator):
-    """The trained policy generates; there is nothing to push.
-
-    Args:
-        policy: Trained.
-    """
+    """The trained policy generates; there is nothing to push."""
 
     def __init__(self, policy: HuggingFacePolicy) -> None:
         super().__init__(policy)
@@ -63,12 +55,7 @@ class TorchGenerator(LocalGenerator):
 
 
 class VllmGenerator(LocalGenerator):
-    """A vLLM engine of this rank generates with the trained weights, adapters merged.
-
-    Args:
-        policy: Trained.
-        settings: ``VllmConfig``.
-    """
+    """A vLLM engine of this rank generates with the trained weights, adapters merged."""
 
     def __init__(self, policy: HuggingFacePolicy, settings: Mapping[str, Any]) -> None:
         self.policy = policy

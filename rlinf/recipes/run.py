@@ -69,14 +69,12 @@ def run(
 ) -> Path:
     """Train a model, and return the folder of the run. Every rank calls it.
 
+    Raise ConfigError before the first step if settings, data and model do not fit, SystemExit after a signal.
+
     Args:
         config: Checked.
         dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
         places: Where players may be; None: the ranks generate.
-
-    Raises:
-        ConfigError: Settings, data and model do not fit; raised before the first step.
-        SystemExit: A signal ended the run in an orderly way.
     """
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
@@ -229,11 +227,7 @@ def summary(loop: Loop) -> dict[str, Any]:
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
-    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks.
-
-    Raises:
-        ConfigError: The run would begin in the folder of another one.
-    """
+    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks."""
     output, resume, name = Path(config.train.output_dir), config.train.resume, config.train.timestamp
     checkpoint = None
     if isinstance(resume, str) and resume not in ("", "auto", "true"):

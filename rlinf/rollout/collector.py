@@ -35,11 +35,7 @@ ATTEMPT_STRIDE = 1 << 32
 
 
 class Collector(Protocol):
-    """Plays the rollouts of a rank. ``RolloutCollector.collect`` explains the arguments.
-
-    Attributes:
-        blocks: Those of this rank.
-    """
+    """Plays the rollouts of a rank. ``RolloutCollector.collect`` explains the arguments."""
 
     blocks: range
 
@@ -175,7 +171,7 @@ class RolloutCollector:
         """Play one rollout.
 
         Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
-        have ``loss_mask`` false.
+        have ``loss_mask`` false. Return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
 
         Args:
             model: Policy in evaluation mode.
@@ -184,9 +180,6 @@ class RolloutCollector:
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
             blocks: Those of this rank that play (fewer than all require ``auto_reset=False``); None: all.
-
-        Returns:
-            Time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
         """
         env_ids = self._envs_of(self.blocks if blocks is None else blocks)
         recorder = _Recorder(self.num_chunks, len(env_ids))

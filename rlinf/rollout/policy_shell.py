@@ -43,8 +43,7 @@ class PolicyShell:
     def of(cls, model: nn.Module) -> PolicyShell:
         """Return the shell of a plain model on the CPU, or of one whose weights are still in their files.
 
-        Raises:
-            ConfigError: It cannot be sent to another process.
+        Raise ConfigError if it cannot be sent to another process.
         """
         data = io.BytesIO()
         try:

@@ -128,9 +128,7 @@ class ProcessCollector:
     def wait_until_ready(self) -> None:
         """Wait until all processes can play, or raise why one cannot. ``take`` does this, too.
 
-        Raises:
-            RLinfError: An error of the user in a process.
-            RankError: A process died or hit a bug.
+        Raise a user error of a process unchanged, RankError if one died or hit a bug.
         """
         self._answers(READY)
 
@@ -153,10 +151,7 @@ class ProcessCollector:
         """Ask for a rollout; see ``RolloutCollector.collect`` for the arguments. ``model`` is the one that is shared.
 
         With copies, the weights are those of the moment unless the copy of ``step`` has those of ``policy_version`` already. The copy
-        is that of ``step - max_ahead``, whose rollout has been taken.
-
-        Returns:
-            ``step`` and ``attempt``, for ``take``.
+        is that of ``step - max_ahead``, whose rollout has been taken. Return ``step`` and ``attempt``, for ``take``.
 
         Raises:
             RLinfError: ``model`` is not what the processes compute with, the processes have ended, or the copy of ``step`` has a rollout
@@ -191,9 +186,7 @@ class ProcessCollector:
     def take(self, issued: tuple[int, int]) -> RolloutBatch:
         """Wait for a rollout that was asked for, and return it.
 
-        Raises:
-            RLinfError: An error of the user in a process; or the processes have ended.
-            RankError: A process died or hit a bug.
+        Raise a user error of a process unchanged, RLinfError if they have ended, RankError if one died or hit a bug.
         """
         self._check_running()
         answers, slot = self._answers(issued), issued[0] % len(self.players)

@@ -41,8 +41,7 @@ class WeightPush:
     def rollout_policy(self) -> Any:
         """The policy that collects rollouts.
 
-        Raises:
-            RLinfError: The last push was refused or broke off, so the policy may hold parts of two versions.
+        Raise RLinfError if the last push was refused or broke off, because it may hold parts of two versions.
         """
         if self.version is None:
             raise RLinfError(

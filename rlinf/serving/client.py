@@ -38,6 +38,8 @@ class _BusyError(Exception):
 class PolicyClient:
     """One connection to a policy. A request holds everything that its reply depends on, so it may be asked again.
 
+    Raises ConfigError for an invalid URL or a refused key, PolicyServerError without a server of this protocol.
+
     Args:
         url: ``ws://host:port``, perhaps with a path.
         timeout_s: Longest wait for a reply, for what the server says first, for a server that reads nothing, and for one that is busy.
@@ -47,10 +49,6 @@ class PolicyClient:
     Attributes:
         metadata: What the server has said first.
         digest: SHA-256 of it, which tells one server from another.
-
-    Raises:
-        ConfigError: The URL is none, or the server refuses the key.
-        PolicyServerError: There is no server, or it speaks another protocol.
     """
 
     def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:

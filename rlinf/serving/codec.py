@@ -47,13 +47,12 @@ def encode_named(value: Any) -> bytes:
 def decode(data: Any, max_text: int | None = None) -> Any:
     """Read a message of either layout; arrays are copies, which can be written.
 
+    Raise MessageError if it is text, is cut off, holds something else than maps, lists, plain values and arrays of numbers, or a longer
+    text.
+
     Args:
         data: The message.
         max_text: Bytes that a text in it may have, checked before the text is built; None: any number.
-
-    Raises:
-        MessageError: It is text, is cut off, holds something else than maps, lists, plain values and arrays of numbers, or
-            a longer text.
     """
     if not isinstance(data, bytes | bytearray):
         raise MessageError("The message is text; required: a binary frame of msgpack")

@@ -48,7 +48,7 @@ class Layout:
         image_size: int | None = None,
         max_prompt: int | None = None,
     ) -> dict[str, Any]:
-        """Return ``images``, ``state`` and ``instruction`` of a request.
+        """Return ``images``, ``state`` and ``instruction`` of a request. Raise MessageError if a part is missing or malformed.
 
         Args:
             request: The decoded message.
@@ -56,9 +56,6 @@ class Layout:
             reads_state: The policy has a state.
             image_size: Pictures must have so many rows and columns; None: any.
             max_prompt: Bytes that the prompt may have; None: any number.
-
-        Raises:
-            MessageError: A part is missing, or is none.
         """
         prompt = _at(request, self.prompt)
         if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
@@ -163,8 +160,7 @@ class Names:
 def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
     """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map.
 
-    Raises:
-        ConfigError: There is no such layout.
+    Raise ConfigError if there is no such layout.
     """
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")

@@ -66,8 +66,7 @@ class Session:
     def read(self, message: Any) -> tuple[int, dict[str, Any] | None]:
         """Take a message; return its number, and the request to the policy if a new chunk is needed.
 
-        Raises:
-            MessageError: The message is none of the protocol.
+        Raise MessageError if the message is none of the protocol.
         """
         self._answer, self._acts, self._seq = None, False, 0
         if not isinstance(message, dict) or any(name not in message for name in FIELDS):

@@ -37,10 +37,8 @@ class RolledBack(Exception):
 def ends_by_collapse(session: Session) -> bool:
     """Return whether the run is to end, because its last evaluations have collapsed (a collective call).
 
-    It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same.
-
-    Raises:
-        RolledBack: It goes on from its best checkpoint instead.
+    It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same. Raise RolledBack if it goes on from its best
+    checkpoint instead.
     """
     mode, state = session.config.trainer.on_collapse, session.state
     if mode == "continue":
@@ -66,8 +64,7 @@ def ends_by_collapse(session: Session) -> bool:
 def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate: float) -> int:
     """Return how often a run that resumes ``checkpoint`` has gone back, 0 if ``learning_rate`` is another one than was halved then.
 
-    Raises:
-        CheckpointError: A file of the checkpoint cannot be read.
+    Raise CheckpointError if a file of the checkpoint cannot be read.
     """
     path = checkpoint / ROLLBACKS_FILE
     try:

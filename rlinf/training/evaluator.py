@@ -74,8 +74,7 @@ class Evaluator:
     def record(self, model: ActionModel, tag: str, result: EvaluationResult) -> None:
         """Record episodes of an evaluation whose result is written (a collective call); a signal gives that up.
 
-        Raises:
-            RLinfError: They cannot be recorded.
+        Raise RLinfError if they cannot be recorded.
         """
         settings, folder = self.config.evaluation, evaluation_folder(self.config, tag)
         if tag not in SUMMARY_TAGS.values() or not settings.record_episodes:

@@ -30,7 +30,7 @@ from rlinf.training.session import Session
 
 
 class Offline:
-    """Demonstrations of which a share of each batch is drawn.
+    """Demonstrations of which a share of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
 
     Args:
         session: The run.
@@ -40,9 +40,6 @@ class Offline:
 
     Attributes:
         num_calls: Observations of them about which the frozen policy was asked, in the whole run.
-
-    Raises:
-        StopRequested: A signal asked for the end while the policy was asked.
     """
 
     def __init__(
@@ -96,11 +93,7 @@ class Offline:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        """Restore what ``state_dict`` returned, which ``folder`` holds.
-
-        Raises:
-            CheckpointError: It is of other demonstrations.
-        """
+        """Restore what ``state_dict`` returned, which ``folder`` holds. Raise CheckpointError if it is of other demonstrations."""
         if not state or bytes(state["digest"].tolist()).hex() != self.data.digest:
             found = f"algorithm.offline_dataset={override_text(self.config.offline_dataset)}"
             raise CheckpointError(
@@ -117,6 +110,8 @@ def take_over_replay(
 ) -> dict[str, Tensor]:
     """Fill an empty buffer with that of another run.
 
+    Raise CheckpointError if it was filled by another frozen policy, or under other conditions.
+
     Args:
         folder: Checkpoint of the other run.
         replay: The buffer.
@@ -124,9 +119,6 @@ def take_over_replay(
         manifest: Says under which conditions the buffer must have asked it.
         prefix: Of the names of the buffer's tensors.
         more: Names of other tensors of the checkpoint, which are returned.
-
-    Raises:
-        CheckpointError: It was filled by another frozen policy, or by this one under other conditions.
     """
     settings = head_settings(policy_folder(folder))
     if settings.get("base_sha256") != policy.base_sha256:

@@ -108,11 +108,7 @@ class RLTrainer:
         session.evaluate_once("after_rl")
 
     def _make_reference(self) -> Reference | None:
-        """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call).
-
-        Raises:
-            CheckpointError: The run that is resumed did not keep them.
-        """
+        """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call)."""
         session = self.session
         if self.algorithm.config.kl_coef == 0:
             return None

@@ -85,8 +85,7 @@ class Session:
     def close(self) -> None:
         """Write the open profile, then close the env of the evaluations, an engine, and what is written to.
 
-        Raises:
-            CheckpointError: The last checkpoint could not be written.
+        Raise CheckpointError if the last checkpoint could not be written.
         """
         with ExitStack() as stack:  # calls the last one first, and all even if some fail
             stack.callback(waiting("save")(self.checkpoints.close))
@@ -176,11 +175,7 @@ class Session:
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """End the run if a signal has asked for it. What is not in a checkpoint yet is saved first.
-
-        Raises:
-            StopRequested: On all ranks.
-        """
+        """End the run if a signal has asked for it. What is not in a checkpoint yet is saved first. Raise StopRequested on all ranks."""
         state = self.state
         if not any_rank(self.stop_signal.number is not None):
             return

@@ -61,8 +61,7 @@ class StopSignal:
     def together(self, part: Callable[[], Any]) -> list[Any]:
         """Run ``part()``, which a signal may stop, on every rank (a collective call); returns what all have returned.
 
-        Raises:
-            StopRequested: On all ranks, where one of them was stopped: none is left waiting for it.
+        Raise StopRequested on all ranks if one of them was stopped.
         """
         mine = None
         with suppress(StopRequested), self.at_once():

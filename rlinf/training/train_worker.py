@@ -145,8 +145,7 @@ class TrainWorker:
     def evaluate(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Score the valid rows of a time-major rollout of this rank (a collective call).
 
-        Returns:
-            Log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``; 0 where ``loss_mask`` is false.
+        Return log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``; 0 where ``loss_mask`` is false.
         """
         model = self.model.eval()
         tokens, size = batch.action_tokens.flatten(0, 1), self.val_micro_batch_size
@@ -171,19 +170,14 @@ class TrainWorker:
         """Take one optimiser step on the rows of a minibatch that this rank holds (a collective call).
 
         The loss is divided by counts of the whole minibatch, so neither the micro-batch size nor the number of ranks
-        changes the gradient.
+        changes the gradient. Raise NonFiniteError, before anything changes, if loss or gradient is not finite. Return metrics of the
+        minibatch, equal on all ranks.
 
         Args:
             batch: Flattened rollout of this rank.
             minibatch: Rows of it.
             algorithm: Gives the loss.
             step: Iteration of the run.
-
-        Returns:
-            Metrics of the minibatch, equal on all ranks.
-
-        Raises:
-            NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
         """
         self.model.train()
         rows = minibatch.rows

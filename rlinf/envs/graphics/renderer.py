@@ -82,15 +82,12 @@ class StateRenderer:
         _close_at_exit()
 
     def render(self, states: list[Any], camera_ids: list[int], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Draw each state from each camera.
+        """Draw each state from each camera. Return pictures, uint8 ``[len(camera_ids), len(states), size, size, 3]``.
 
         Args:
             states: ``mujoco.MjData`` with up-to-date kinematics, ``K`` of them.
             camera_ids: Ids of fixed cameras of the model.
             geom_groups: uint8 ``[K, 6]``, 1 where a state shows a geom group; None: MuJoCo's default groups.
-
-        Returns:
-            uint8 ``[len(camera_ids), len(states), size, size, 3]``.
         """
         mujoco = self._mujoco
         pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)

@@ -342,9 +342,7 @@ class GymnasiumSimulator(Simulator):
     def render(self, size: int) -> np.ndarray:
         """Return the picture of the env; of one without render_mode=rgb_array, that of its first camera.
 
-        Raises:
-            ConfigError: It has none.
-            MissingDependencyError: A package that it draws with, or a GL, is missing.
+        Raise ConfigError if it has none; MissingDependencyError if a package that it draws with, or a GL, is missing.
         """
         cameras = list(self._spaces.parts.cameras)
         if cameras and not self._spaces.can_draw:

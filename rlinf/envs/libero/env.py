@@ -121,10 +121,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
     and the gripper.
 
     Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
-    settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script.
-
-    Raises:
-        MissingDependencyError: LIBERO, a package of the right version, the assets or a GL for pictures is missing.
+    settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script. Raises MissingDependencyError
+    without LIBERO, a package of the right version, the assets or a GL for pictures.
     """
 
     config_class = LiberoConfig

@@ -36,8 +36,7 @@ class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
 class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
     """ManiSkill's tabletop tasks of one Panda arm, by instruction.
 
-    Raises:
-        MissingDependencyError: ManiSkill or a working Vulkan is missing; ManiSkill needs Vulkan even without cameras.
+    Raises MissingDependencyError without ManiSkill or a working Vulkan, which it needs even without cameras.
     """
 
     config_class = ManiSkillConfig

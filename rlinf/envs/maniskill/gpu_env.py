@@ -29,11 +29,8 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
 
     Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX
     on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose episode ends
-    inside a chunk is put back after each step of the others.
-
-    Raises:
-        ConfigError: More than one task.
-        MissingDependencyError: ManiSkill, a GPU or its Vulkan driver is missing.
+    inside a chunk is put back after each step of the others. Raises ConfigError for more than one task, MissingDependencyError without
+    ManiSkill, a GPU or its Vulkan driver.
     """
 
     config_class = ManiSkillGpuConfig

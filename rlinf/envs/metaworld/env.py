@@ -129,10 +129,8 @@ class MetaWorldConfig(ProcessEnvConfig):
 class MetaWorldVectorEnv(ProcessVectorEnv):
     """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
 
-    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1.
-
-    Raises:
-        MissingDependencyError: Meta-World, MuJoCo or a GL for its pictures is missing.
+    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises MissingDependencyError
+    without Meta-World, MuJoCo or a GL for its pictures.
     """
 
     config_class = MetaWorldConfig

@@ -362,10 +362,6 @@ class RemoteVectorEnv(VectorEnv):
             calls: Name of a method of ``EnvHost``, and its arguments.
             limit_s: Seconds in which an actor may neither answer nor get on.
             key: The setting that is ``limit_s``.
-
-        Raises:
-            RLinfError: An error of the user in an actor.
-            RankError: A bug in an actor.
         """
         ray = self._ray
         answers: dict[_Actor, Any] = {}
@@ -465,13 +461,7 @@ class RemoteVectorEnv(VectorEnv):
 
 
 class _Wait:
-    """A call that an actor has not answered yet.
-
-    Attributes:
-        reference: Of the answer.
-        name: Of the call.
-        silent_s: Seconds since the actor last got on.
-    """
+    """A call that an actor has not answered yet; ``silent_s``: seconds since the actor last got on."""
 
     def __init__(self, reference: Any, name: str) -> None:
         self.reference, self.name, self.silent_s = reference, name, 0.0

@@ -30,10 +30,7 @@ class TabletopVectorEnv(VectorEnv):
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
     ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL context.
-    Calls may come from any thread, one at a time.
-
-    Raises:
-        MissingDependencyError: MuJoCo or a GL for its pictures is missing.
+    Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its pictures.
     """
 
     config_class = TabletopConfig

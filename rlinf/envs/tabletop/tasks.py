@@ -137,10 +137,8 @@ class Family(ABC):
     def moved(self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float) -> Layout:
         """Move each object by ``distance_m`` in a direction of its own, until a layout is accepted.
 
-        None is then so close to another one, or to the pusher, that they touch or that an episode succeeds (``tolerance_m``) at once.
-
-        Raises:
-            ConfigError: ``MOST_MOVES`` draws have found no such layout.
+        None is then so close to another one, or to the pusher, that they touch or that an episode succeeds (``tolerance_m``) at once. Raise
+        ConfigError if ``MOST_MOVES`` draws have found no such layout.
         """
         least = max(MIN_MOVED_DISTANCE_M, tolerance_m)
         objects = np.concatenate([layout.blocks, layout.zones])

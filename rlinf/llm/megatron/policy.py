@@ -63,15 +63,12 @@ class MegatronPolicy(TokenPolicy):
     ``train`` with their own rows; gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 
     ``generate`` recomputes the whole row for each token, so it suits checks. To generate at speed, load ``public_state_dict()``
-    into a generation backend.
+    into a generation backend. Raises ConfigError if a keyword is unknown, or contradicts another, the ranks, the device or the checkpoint;
+    MissingDependencyError if megatron-core is not installed.
 
     Args:
         model_name: Folder or hub id of a checkpoint of transformers (``rlinf.llm.megatron.weights.FAMILIES``).
         **kwargs: Fields of ``MegatronPolicyConfig``.
-
-    Raises:
-        ConfigError: A keyword is unknown, or contradicts another, the ranks, the device or the checkpoint.
-        MissingDependencyError: megatron-core is not installed.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:

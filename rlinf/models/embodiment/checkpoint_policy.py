@@ -136,8 +136,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
     ) -> Any:
         """Build the policy with its heads read and everything else in files.
 
-        Raises:
-            NotDeferredError: The class turns its files into other numbers, or they do not fit; reading them whole says how.
+        Raise NotDeferredError if the class turns its files into other numbers, or they do not fit.
         """
         if not any(isinstance(each, FileTensor) for each in weights.values()):
             raise NotDeferredError(f"{cls.__name__} reads its files itself")

@@ -118,14 +118,11 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        """Ask the frozen policy once.
+        """Ask the frozen policy once. Return its chunks in env units and the features, float32; with ``sample`` for a head that steers.
 
         Args:
             inputs: What ``preprocess`` returned.
             uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
-
-        Returns:
-            Its chunks in env units and the features, float32; with ``sample`` for a head that steers.
         """
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
@@ -220,11 +217,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @classmethod
     def on(cls, base: ActionModel, folder: str | Path) -> HeadedPolicy:
-        """Put the head of a folder on the policy of the same folder.
-
-        Raises:
-            CheckpointError: It does not fit.
-        """
+        """Put the head of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
             settings = head_settings(folder)
@@ -322,8 +315,7 @@ def kept_place(run: str | Path, digest: str) -> Path:
 def base_folder(folder: str | Path) -> Path:
     """Return the folder of the frozen policy below the head in ``folder``: the same one, or one that its run keeps.
 
-    Raises:
-        CheckpointError: It is not there, or its weights are others.
+    Raise CheckpointError if it is missing or has other weights.
     """
     folder = Path(folder)
     digest = head_settings(folder).get("kept_base")

@@ -219,8 +219,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode behind prompts, given the first token's logits and state ``[B, H]``.
 
-        Returns:
-            Sequences ``[B, L + A]``, logits ``[B, A, n_bins]``, and the states ``[B, A, H]`` that the tokens were read from.
+        Return sequences ``[B, L + A]``, logits ``[B, A, n_bins]``, and the states ``[B, A, H]`` that the tokens were read from.
         """
         all_logits, states, rest = [first[0]], [first[1]], dict(rest)  # a copy, which the hook below changes in place
         kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}

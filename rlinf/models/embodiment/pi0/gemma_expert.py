@@ -68,7 +68,7 @@ class GemmaActionLayer(GemmaDecoderLayer):
         condition: Tensor | None = None,
         keys_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Transform ``[B, S, W]``.
+        """Transform ``[B, S, W]``. Return hidden states ``[B, S, W]``, and the own keys and values ``[2, B, kv_heads, S, head_dim]``.
 
         Args:
             hidden_states: Input.
@@ -77,9 +77,6 @@ class GemmaActionLayer(GemmaDecoderLayer):
             prefix: Keys and values ``[2, B, kv_heads, P, head_dim]`` in front of the own ones.
             condition: ``[B, W]`` of the adaptive norms.
             keys_only: Compute the keys and values alone; the hidden states come back as they were.
-
-        Returns:
-            Hidden states ``[B, S, W]``, and the own keys and values ``[2, B, kv_heads, S, head_dim]``.
         """
         attention = self.self_attn
 

@@ -364,9 +364,7 @@ class ClusterConfig:
         choices=("colocated", "split"),
     )
     num_players: int | None = option(
-        None,
-        "Players, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.",
-        minimum=1,
+        None, "Players, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.", minimum=1
     )
     max_restarts: int = option(
         20,

@@ -535,8 +535,8 @@ class _Episodes:
             rows = [(one.success, one.episode_return, one.num_env_steps) for one in self.results]
             names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
             metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
-            names = ("rollout/actions_clipped_fraction", "rollout/actions_max_abs")
-            of_actions = zip(names, actions_clipped(self.results), strict=True)
+            of_bounds = ("rollout/actions_clipped_fraction", "rollout/actions_max_abs")
+            of_actions = zip(of_bounds, actions_clipped(self.results), strict=True)
             metrics |= {name: value for name, value in of_actions if value is not None}
             expected, reached = np.mean(self.calibration, axis=0).tolist()
             metrics |= {"train/q_first": expected, "train/return_first": reached}

@@ -48,19 +48,15 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         return write_token_report(run_folder)
     data = read_run(run_folder)
     title = _title(data)
-    parts = (
-        headline, warnings, _findings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, player, _gallery,
-        _training_curves,
-        _profile, _texts,
-    )  # fmt: skip
-    sections = [_header(title, data), *(part(data) for part in parts)]
+    profile_steps = _get(data.settings, "trainer", "profile_steps")
+    sections = [
+        _header(title, data), headline(data), warnings(data), findings_section(record_of(data)), _success_curves(data), tasks(data),
+        _success_by_step(data), head_section(data), comparisons(data.comparison), all_evaluations(data), player(data), _gallery(data),
+        _training_curves(data), profile(data.traces, profile_steps), texts(data.config, data.manifest),
+    ]  # fmt: skip
     newest = data.after or next(reversed(data.evaluations), None)
     tab = f"{title}: {newest.result.total}" if newest else title
     return write_text(data.folder / REPORT_FILE, page(tab, sections))
-
-
-def _findings(data: RunData) -> str:
-    return findings_section(record_of(data))
 
 
 def _title(data: RunData) -> str:
@@ -209,18 +205,6 @@ def _gallery(data: RunData) -> str:
         return ""
     note = '<p class="note">The first successes and the first failures of each task, played again for the camera.</p>'
     return f"<h2>Videos</h2>{note}{''.join(parts)}"
-
-
-def _profile(data: RunData) -> str:
-    return profile(data.traces, _get(data.settings, "trainer", "profile_steps"))
-
-
-def _comparison(data: RunData) -> str:
-    return comparisons(data.comparison)
-
-
-def _texts(data: RunData) -> str:
-    return texts(data.config, data.manifest)
 
 
 def _get(config: dict[str, Any], section: str, key: str) -> Any:

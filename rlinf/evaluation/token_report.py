@@ -84,11 +84,11 @@ def write_token_report(folder: str | os.PathLike) -> Path:
     """
     run = read_token_run(folder)
     title = _title(run)
-    parts = (
-        _headline, _warnings, _findings, _rewards, _categories, _comparison, _before_and_after, _answers, _training_curves, _profile, _checkpoints,
-        _versions, _texts,
-    )  # fmt: skip
-    sections = [_header(title, run), *(part(run) for part in parts)]
+    sections = [
+        _header(title, run), _headline(run), _warnings(run), findings_section(record_of(run)), _rewards(run), _categories(run),
+        comparisons(run.comparison), _before_and_after(run), _answers(run), _training_curves(run), profile(run.traces, None),
+        _checkpoints(run), _versions(run), texts(run.config, run.manifest),
+    ]  # fmt: skip
     newest = next(reversed(run.results.values()), None)
     return write_text(run.folder / REPORT_FILE, page(f"{title}: {newest.total}" if newest else title, sections))
 
@@ -149,10 +149,6 @@ def _warnings(run: TokenRun) -> str:
     return warning_card([warning for result in run.results.values() for warning in result.warnings])
 
 
-def _findings(run: TokenRun) -> str:
-    return findings_section(record_of(run))
-
-
 def _rewards(run: TokenRun) -> str:
     """Return a chart for the sum of rewards, and one for each part: of training, and of validations with intervals."""
     names = dict.fromkeys(
@@ -197,10 +193,6 @@ def _categories(run: TokenRun) -> str:
     return "".join(parts)
 
 
-def _comparison(run: TokenRun) -> str:
-    return comparisons(run.comparison)
-
-
 def _before_and_after(run: TokenRun) -> str:
     """Return the completions of the first and the last validation side by side, or the last ones alone."""
     if run.before_and_after is None:
@@ -216,7 +208,7 @@ def _before_and_after(run: TokenRun) -> str:
     has_images = any("images" in sample for sample in shown[0].rows)
     columns = ("prompt", *(["images"] if has_images else []), "expected", *(samples.name for samples in shown))
     rows = [
-        row(_prompt(shown[0].rows[number]), [
+        row(str(shown[0].rows[number]["prompt"]), [
             *_image_cells(run.folder / SAMPLES_FOLDER, shown[0].rows[number].get("images", ()), has_images),
             f'<td class="text">{escape(str(shown[0].rows[number].get("reference") or ""))}</td>',
             *(_completion_cell(samples.rows[number]) for samples in shown),
@@ -231,10 +223,6 @@ def _before_and_after(run: TokenRun) -> str:
         f"<h2>Completions with their rewards</h2>{table(columns, rows, 'card scroll')}"
         f'<p class="note">{escape(f"{note}. All of them: {files}.")}</p>'
     )
-
-
-def _prompt(sample: dict[str, Any]) -> str:
-    return str(sample["prompt"])
 
 
 def _image_cells(folder: Path, names: Sequence[str], has_images: bool) -> list[str]:
@@ -308,11 +296,3 @@ def _versions(run: TokenRun) -> str:
     versions = json.loads(run.manifest).get("versions", {}) if run.manifest else {}
     chips = "".join(f"<span>{escape(name)} <b>{escape(str(value))}</b></span>" for name, value in versions.items())
     return f'<h2>Versions</h2><div class="facts">{chips}</div>' if chips else ""
-
-
-def _profile(run: TokenRun) -> str:
-    return profile(run.traces, None)
-
-
-def _texts(run: TokenRun) -> str:
-    return texts(run.config, run.manifest)

@@ -172,7 +172,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         images = resize_bicubic(images, target)
         if target == crop:
             return images
-        top, left = _centre(target, crop)
+        top, left = (round((whole - part) / 2.0) for whole, part in zip(target, crop, strict=True))
         # negative numbers cut; a crop that is larger than the image is filled up with black
         return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
 
@@ -213,10 +213,6 @@ def _square_padding(height: int, width: int) -> tuple[int, int]:
     """Return the padding left and right, and above and below, of a centred square (one pixel short of it, if odd)."""
     side = max(height, width)
     return (side - width) // 2, (side - height) // 2
-
-
-def _centre(size: tuple[int, int], crop: tuple[int, int]) -> tuple[int, int]:
-    return round((size[0] - crop[0]) / 2.0), round((size[1] - crop[1]) / 2.0)
 
 
 class PrismaticProcessor:

@@ -66,9 +66,9 @@ def _cloning(*policies: str) -> list[str]:
         "test_a_policy_clones_along_the_derivative_of_its_loss",
         "test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives",
     )
-    of_token = {"openvla", "openvla_oft"}.intersection(policies)
     found = [f"tests/numerics/test_cloning_losses.py::{test}[{policy}]" for policy in policies for test in tests]
-    return found + [f"{TOKEN_TEST}[{policy}]" for policy in sorted(of_token)]
+    with_token = {"openvla": ["openvla"], "openvla_oft": ["openvla_oft", "openvla_oft, l1"]}
+    return found + [f"{TOKEN_TEST}[{case}]" for policy in policies for case in with_token.get(policy, ())]
 
 
 TESTS = {
@@ -94,7 +94,11 @@ TESTS = {
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/distributed/sums.py": ["tests/unit/test_sums.py"],
     "rlinf/distributed/process_group.py": ["tests/unit/test_process_group.py", *TWO_RANKS],
-    "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
+    "rlinf/algorithms/statistics.py": [
+        "tests/numerics/test_statistics.py",
+        "tests/numerics/test_advantages.py",
+        "tests/integration/test_blocks.py",
+    ],
     "rlinf/llm/losses.py": ["tests/numerics/test_loss_gradients.py", "tests/numerics/test_token_losses.py"],
     "rlinf/llm/token_policy.py": [
         "tests/unit/test_train_worker.py",

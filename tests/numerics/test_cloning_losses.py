@@ -98,10 +98,14 @@ def test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives
     assert_gradient_is_derivative(model, scored("entropy"))
 
 
-@pytest.mark.parametrize("name", ["openvla", "openvla_oft"])
-def test_the_token_and_the_policy_learn_side_by_side(name):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("openvla", []), ("openvla_oft", []), ("openvla_oft", ["model.init_config.action_head=l1"])],
+    ids=["openvla", "openvla_oft", "openvla_oft, l1"],
+)
+def test_the_token_and_the_policy_learn_side_by_side(name, more):
     """Each from its own loss: no gradient of the token's reaches the states that it reads."""
-    model, inputs, actions = policy_of(*POLICIES[name], "model.features=token")
+    model, inputs, actions = policy_of(*POLICIES[name], "model.features=token", *more)
     token, read = model.readout_token, []
     model.readout_token.register_forward_pre_hook(lambda _, given: read.append(given))
     losses = model.sft_loss(inputs, actions)

@@ -23,6 +23,8 @@ import copy
 import gc
 import importlib.util
 import json
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import random
 import signal
@@ -30,7 +32,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -52,13 +55,20 @@ SLOW_PACKAGES = (
 )
 
 
+TOKEN_TEST = "tests/numerics/test_cloning_losses.py::test_the_token_and_the_policy_learn_side_by_side"
+TWO_RANKS = ["tests/integration/test_recipe_ranks.py::test_two_ranks_are_one"]
+CLIPPED = "tests/integration/test_parallel.py::test_gradients_are_cut_by_the_norm_of_all_shards[shards on 2]"
+
+
 def _cloning(*policies: str) -> list[str]:
     """Return the tests of the gradients of some policies."""
     tests = (
         "test_a_policy_clones_along_the_derivative_of_its_loss",
         "test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives",
     )
-    return [f"tests/numerics/test_cloning_losses.py::{test}[{policy}]" for policy in policies for test in tests]
+    found = [f"tests/numerics/test_cloning_losses.py::{test}[{policy}]" for policy in policies for test in tests]
+    with_token = {"openvla": ["openvla"], "openvla_oft": ["openvla_oft", "openvla_oft, l1"]}
+    return found + [f"{TOKEN_TEST}[{case}]" for policy in policies for case in with_token.get(policy, ())]
 
 
 TESTS = {
@@ -82,9 +92,20 @@ TESTS = {
     "rlinf/algorithms/groups.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/rloo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
-    "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
+    "rlinf/distributed/sums.py": ["tests/unit/test_sums.py"],
+    "rlinf/distributed/process_group.py": ["tests/unit/test_process_group.py", *TWO_RANKS],
+    "rlinf/algorithms/statistics.py": [
+        "tests/numerics/test_statistics.py",
+        "tests/numerics/test_advantages.py",
+        "tests/integration/test_blocks.py",
+    ],
     "rlinf/llm/losses.py": ["tests/numerics/test_loss_gradients.py", "tests/numerics/test_token_losses.py"],
-    "rlinf/llm/token_policy.py": ["tests/unit/test_hf_policy.py", "tests/integration/test_recipe_ranks.py"],
+    "rlinf/llm/token_policy.py": [
+        "tests/unit/test_train_worker.py",
+        "tests/integration/test_policy_ranks.py",
+        *TWO_RANKS,
+    ],
+    "rlinf/llm/hf_policy.py": ["tests/integration/test_policy_ranks.py", *TWO_RANKS],
     "rlinf/offpolicy/learner.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/sac.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/td3.py": ["tests/numerics/test_offpolicy_losses.py"],
@@ -92,22 +113,29 @@ TESTS = {
     "rlinf/models/heads/critic.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/models/heads/kinds.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/optim/master_adamw.py": ["tests/unit/test_train_step.py"],
-    "rlinf/optim/train_step.py": ["tests/unit/test_train_step.py", "tests/integration/test_parallel.py"],
-    "rlinf/distributed/parallel.py": ["tests/integration/test_parallel.py"],
-    "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_parallel.py"],
+    "rlinf/optim/train_step.py": ["tests/unit/test_train_step.py", CLIPPED],
+    "rlinf/distributed/parallel.py": [
+        CLIPPED,
+        "tests/integration/test_uneven_ranks.py::test_all_ranks_begin_with_the_weights_of_rank_0",
+    ],
+    "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_uneven_ranks.py"],
+    "rlinf/training/rl_trainer.py": ["tests/unit/test_rl_trainer.py", "tests/integration/test_uneven_ranks.py"],
     "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
     "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
+    "rlinf/models/embodiment/cnn_action_model.py": _cloning("cnn"),
+    "rlinf/models/embodiment/hf_vla/policy.py": _cloning("hf_vla"),
     "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
     "rlinf/models/embodiment/pi0/flow.py": ["tests/unit/test_flow.py", *_cloning("pi0", "pi0, learned noise")],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],
     "rlinf/recipes/packers.py": ["tests/unit/test_packers.py"],
-    "rlinf/recipes/sft.py": ["tests/unit/test_recipe_sft.py"],
-    "rlinf/recipes/grpo.py": ["tests/unit/test_recipe_grpo.py"],
-    "rlinf/recipes/dpo.py": ["tests/unit/test_recipe_dpo.py"],
+    "rlinf/recipes/sft.py": ["tests/unit/test_recipe_sft.py", *TWO_RANKS],
+    "rlinf/recipes/grpo.py": ["tests/unit/test_recipe_grpo.py", *TWO_RANKS],
+    "rlinf/recipes/dpo.py": ["tests/unit/test_recipe_dpo.py", *TWO_RANKS],
+    "rlinf/recipes/completions.py": TWO_RANKS,
     "rlinf/recipes/loop.py": ["tests/unit/test_recipe_loop.py"],
     "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
@@ -141,6 +169,8 @@ NAMES = {
 MERGED = (
     "sum_over_ranks",
     "sum_counts",
+    "sum_blocks",
+    "gather_blocks",
     "maximum",
     "any_rank",
     "gather_objects",
@@ -197,13 +227,20 @@ def _local(tensor: ast.expr) -> ast.expr:
 
 
 def _of_one_rank(call: ast.Call, name: str) -> ast.expr:
-    """Return what a call would return on a single rank."""
+    """Return what a call would return on a single rank. The ranks still meet in it, so none waits for another."""
+    own = copy.deepcopy(_on_a_single_rank(call, name))
+    return ast.Subscript(ast.Tuple([call, own], ast.Load()), ast.Constant(1), ast.Load())
+
+
+def _on_a_single_rank(call: ast.Call, name: str) -> ast.expr:
     if name in ("sum_counts", "maximum"):
         return ast.Tuple(call.args, ast.Load())
     if name == "gather_objects":
         return ast.List(call.args[:1], ast.Load())
     if name == "full_tensor":
         return _local(call.args[0])
+    if name == "sum_blocks":
+        return _parsed("(%s).sum(0)", call.args[0])
     return call.func.value if name == "over_ranks" else call.args[0]
 
 
@@ -389,6 +426,17 @@ class _Finder:
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
 
+def fork_server(_path: str, arguments: Sequence[Any], _files: Sequence[int]) -> int:
+    """Fork the server from which the ranks of tests are forked, instead of starting an interpreter, so they run the mutant too."""
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+    return child
+
+
 def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
     """Run tests in a fork with the mutant in the place of its module; return ``passed``, ``failed`` or ``timeout``."""
     child = os.fork()
@@ -401,6 +449,10 @@ def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
             if mutant is not None:
                 name = mutant.path.removesuffix(".py").replace("/", ".")
                 sys.meta_path.insert(0, _Finder(name, ROOT / mutant.path, mutant.tree))
+            # At once: what has used autograd cannot be forked.
+            multiprocessing.util.spawnv_passfds, spawn = fork_server, multiprocessing.util.spawnv_passfds
+            multiprocessing.forkserver.ensure_running()
+            multiprocessing.util.spawnv_passfds = spawn
             import pytest
 
             status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
@@ -410,6 +462,8 @@ def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
+            with suppress(ProcessLookupError):  # the fork server
+                os.killpg(child, signal.SIGKILL)
             return "passed" if status == 0 else "failed"
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)

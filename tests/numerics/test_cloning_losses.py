@@ -19,6 +19,8 @@ POLICIES = {
     "mlp": ["model=mlp", "model.init_config.state_dim=4"],
     "openvla": ["model=openvla_tiny", *TEXT],
     "openvla_oft": ["model=openvla_oft_tiny", *TEXT, "model.init_config.mlp_stem_dim=16"],
+    "cnn": ["model=cnn", "env.image_size=64"],
+    "hf_vla": ["model=hf_vla_tiny"],
     "pi0": ["model=pi0_tiny", "model.init_config.num_steps=2"],
     "pi0, learned noise": [
         "model=pi0_tiny",
@@ -28,12 +30,9 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=POLICIES)
-def policy(request):
-    """A policy whose weights are moved away from zeros, what it reads, and actions."""
-    config = build_config(
-        compose_config(["env=tabletop", "env.state=proprio", "env.image_size=32", *POLICIES[request.param]])
-    )
+def policy_of(*overrides):
+    """Return a policy whose weights are moved away from zeros, what it reads, and actions."""
+    config = build_config(compose_config(["env=tabletop", "env.state=proprio", "env.image_size=32", *overrides]))
     torch.manual_seed(0)
     model = build_policy(config, {"norm_stats": unit_range_stats(2, 4)}).train()
     with torch.no_grad():
@@ -41,6 +40,11 @@ def policy(request):
             parameter += 0.05 * torch.randn_like(parameter)
     inputs = model.preprocess(random_observation(config, model, ROWS, seed=0))
     return model, inputs, torch.rand(ROWS, model.sft_chunk_len, 2) * 2 - 1
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def policy(request):
+    return policy_of(*POLICIES[request.param])
 
 
 def assert_gradient_is_derivative(model, loss) -> None:
@@ -92,6 +96,30 @@ def test_log_probabilities_and_entropies_have_the_gradients_of_their_derivatives
 
     assert_gradient_is_derivative(model, scored("logprobs"))
     assert_gradient_is_derivative(model, scored("entropy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("openvla", []), ("openvla_oft", []), ("openvla_oft", ["model.init_config.action_head=l1"])],
+    ids=["openvla", "openvla_oft", "openvla_oft, l1"],
+)
+def test_the_token_and_the_policy_learn_side_by_side(name, more):
+    """Each from its own loss: no gradient of the token's reaches the states that it reads."""
+    model, inputs, actions = policy_of(*POLICIES[name], "model.features=token", *more)
+    token, read = model.readout_token, []
+    model.readout_token.register_forward_pre_hook(lambda _, given: read.append(given))
+    losses = model.sft_loss(inputs, actions)
+    own = token.loss(*read[0])
+    model.readout_token = None
+    others = model.sft_loss(inputs, actions)
+    assert others.min() > 0 and own.min() > 0
+    torch.testing.assert_close(losses, others + own)
+    for module, expected in ((token, own), (model, others)):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(losses.sum(), trained, retain_graph=True, allow_unused=True, materialize_grads=True)
+        wanted = torch.autograd.grad(expected.sum(), trained, allow_unused=True, materialize_grads=True)
+        assert any(gradient.any() for gradient in wanted)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_a_control_whose_target_is_not_held_is_noticed():

@@ -20,7 +20,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.evaluation.charts import Series, legend, line_chart
 from rlinf.evaluation.intervals import wilson_interval
-from rlinf.evaluation.report_style import CSS
+from rlinf.evaluation.report_page import STYLE
 from rlinf.files import write_text
 from rlinf.preflight.validation import validate
 
@@ -83,7 +83,7 @@ def main() -> None:
                 Series(label if first else "", curve(arguments.output / f"{arm}_seed{seed}"), number, markers=True)
             )
     chart = line_chart(series, x_label="training time (minutes)", y_label="success rate", percent=True)
-    body = f"<style>{CSS}</style><h1>RL beats imitation</h1>{legend([one for one in series if one.label])}{chart}"
+    body = f"<style>{STYLE.read_text(encoding='utf-8')}</style><h1>RL beats imitation</h1>{legend([one for one in series if one.label])}{chart}"
     figure = write_text(
         arguments.output / "figure.html", f"<!doctype html><meta charset=utf-8><title>RL beats imitation</title>{body}"
     )

@@ -71,7 +71,7 @@ def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
             "seed=9223372036854775808",
             "seed is 9223372036854775808; required: at least 0 and at most 9223372036854775807",
         ),
-        ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 0 and at most 1"),
+        ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 1e-12 and at most 1"),
         ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; required: a finite number"),
         ("rollout.temperature=inf", "rollout.temperature is inf; required: a finite number"),
         (f"resume={'x' * 316}", "is longer than a path may be"),
@@ -143,7 +143,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("evaluate env=libero_spatial env.task=some", "Set 'env.tasks=[some]'"),
         ("train experiment quickstart", "Set experiment=quickstart"),
         ("train model openvla_tiny seed=3", "Set model=openvla_tiny"),
-        ("evaluate .", "Set checkpoint=. to evaluate"),
+        ("audit .", "Set checkpoint=. to evaluate"),
         (
             "train experiment=quikstart",
             "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart",

@@ -150,11 +150,7 @@ def _refuse_flags(words: Sequence[str]) -> None:
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the rows to train on, those of validation left out; or None, and why they are unknown.
-
-    Raises:
-        ConfigError: A file or folder of the dataset cannot be read.
-    """
+    """Return the rows to train on, without those of validation; or None, and why they are unknown. Raise ConfigError for unreadable data."""
     dataset = config.train.train_policy.dataset
     if script is not None:
         return None, f"{script.name} may read other rows"

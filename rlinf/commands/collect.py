@@ -120,11 +120,7 @@ def collect(config: RunConfig) -> Path:
 
 
 def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -> list[EpisodeSpec]:
-    """Draw different episodes of a split, tasks in turn.
-
-    Raises:
-        ConfigError: The split has fewer.
-    """
+    """Draw different episodes of a split, tasks in turn; raise ConfigError if the split has fewer."""
     available, num_tasks = env.episode_specs(split), len(env.task_names)
     rounds, needed = len(available) // num_tasks, -(-num_episodes // num_tasks)
     if needed > rounds:

@@ -46,11 +46,7 @@ OFF_AT_0 = ("train.optm_grad_norm_clip", "sft.num_demonstrations")
 
 
 def explain(folder: str | os.PathLike) -> Diagnosis:
-    """Return the outcome of the run in ``folder``, and what all rules say of it.
-
-    Raises:
-        CheckpointError: It is not the folder of a run.
-    """
+    """Return the outcome of the run in ``folder``, and what all rules say of it; raise CheckpointError if it is not the folder of a run."""
     return diagnose(read_record(folder), RULES)
 
 

@@ -137,11 +137,7 @@ class Record:
         return found
 
     def series(self, name: str) -> Series:
-        """Return the values of a metric.
-
-        Raises:
-            NotMeasured: There are fewer than ``MIN_POINTS``.
-        """
+        """Return the values of a metric; raise NotMeasured if there are fewer than ``MIN_POINTS``."""
         lines = self.lines_with(name)
         if len(lines) < MIN_POINTS:
             raise NotMeasured(f"{name} of {len(lines)} steps only; required: {MIN_POINTS}")
@@ -152,11 +148,7 @@ class Record:
         return sum(line.get(name) or 0 for line in self.lines)
 
     def evaluations(self, phase: str) -> list[tuple[int, Success]]:
-        """Return step and counts of the evaluations of a phase, in their order.
-
-        Raises:
-            NotMeasured: There are none.
-        """
+        """Return step and counts of the evaluations of a phase, in their order; raise NotMeasured if there are none."""
         lines = [line for line in self.lines_with("eval/successes", "eval/episodes") if line["phase"] == phase]
         if not lines:
             raise NotMeasured(f"no evaluation of phase {phase}")
@@ -333,11 +325,7 @@ def diagnose(record: Record, rules: Mapping[str, Sequence[Rule]]) -> Diagnosis:
 
 
 def read_record(folder: str | os.PathLike) -> Record:
-    """Read the folder of a run of `rlinf train`, `rlinf sft` or `rlinf launch`.
-
-    Raises:
-        CheckpointError: It is not the folder of a run.
-    """
+    """Read the folder of a run of `rlinf train`, `rlinf sft` or `rlinf launch`; raise CheckpointError for another folder."""
     return record_of(read_token_run(folder) if is_token_folder(folder) else read_run(folder))
 
 

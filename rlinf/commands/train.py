@@ -423,7 +423,7 @@ def _passed_over(config: RunConfig) -> dict[Path, int]:
 def _own_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint that is resumed if it is one of this run's folder."""
     folder = None if config.resume is None else folders.resolve_checkpoint(config.resume)
-    own = (Path(config.output_dir) / checkpoints.CHECKPOINTS_FOLDER).resolve()
+    own = (Path(config.output_dir) / folders.CHECKPOINTS_FOLDER).resolve()
     return folder if folder is not None and folder.parent.resolve() == own else None
 
 

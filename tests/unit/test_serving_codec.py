@@ -234,11 +234,11 @@ def test_an_observation_comes_back_from_each_robots_keys(keys):
 
 def test_the_keys_are_those_of_openpis_examples():
     observation = Observation({"a": np.zeros((1, 8, 8, 3), np.uint8)}, np.arange(8, dtype=np.float32)[None], ["go"])
-    droid = ROBOTS["droid"].request(observation, 0)
+    droid = layout_of("droid", ["a"]).request(observation, 0)
     assert droid["observation/joint_position"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert droid["observation/gripper_position"].tolist() == [7] and droid["prompt"] == "go"
-    assert ROBOTS["libero"].request(observation, 0)["observation/image"].shape == (8, 8, 3)
-    assert ROBOTS["aloha"].request(observation, 0)["images"]["cam_high"].shape == (3, 8, 8)
+    assert layout_of("libero", ["a"]).request(observation, 0)["observation/image"].shape == (8, 8, 3)
+    assert layout_of("aloha", ["a"]).request(observation, 0)["images"]["cam_high"].shape == (3, 8, 8)
 
 
 def test_pictures_of_floats_are_those_of_bytes():
@@ -275,9 +275,9 @@ def test_widths_are_those_of_each_part_and_sizes_are_compared_before_anything_is
     request = {"observation/exterior_image_1_left": picture, "prompt": "x"}
     request |= {"observation/joint_position": np.zeros(6), "observation/gripper_position": np.zeros(2)}
     with pytest.raises(MessageError, match="observation/joint_position has 6 numbers; required: 7"):
-        ROBOTS["droid"].read(request, ["front"], reads_state=True)
+        layout_of("droid", ["front"]).read(request, ["front"], reads_state=True)
     request |= {"observation/joint_position": np.zeros(7), "observation/gripper_position": 1.0}
-    assert ROBOTS["droid"].read(request, ["front"], reads_state=True)["state"].shape == (8,)
+    assert layout_of("droid", ["front"]).read(request, ["front"], reads_state=True)["state"].shape == (8,)
     nan = {"images": {"front": np.full((4, 4, 3), np.nan)}, "prompt": "x"}
     with pytest.raises(MessageError, match=r"has the shape \[4, 4, 3\]; required: \[8, 8, 3\]"):
         layout_of("rlinf", ["front"]).read(nan, ["front"], False, image_size=8)

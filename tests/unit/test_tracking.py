@@ -27,7 +27,7 @@ time/sync_s time/data_wait_s time/eval_s time/cpu_s time/total_s throughput/env_
 memory/cuda_gib
 rollout/reward_mean rollout/reward_std rollout/completion_length_mean rollout/completion_length_max rollout/truncated_fraction
 rollout/replaced_groups train/preference_accuracy train/preference_chosen train/preference_rejected train/preference_margin
-eval/loss eval/reward_mean eval/reward_std eval/completion_length_mean eval/completion_length_max
+eval/loss eval/reward_mean eval/reward_std eval/num_answers eval/completion_length_mean eval/completion_length_max
 eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/preference_rejected eval/preference_margin
 throughput/tokens_per_s throughput/mfu
 rollout/base_calls_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline

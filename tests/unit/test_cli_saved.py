@@ -233,7 +233,7 @@ def test_a_saved_configuration_with_aliases_is_refused_before_it_grows(tmp_path)
 
 
 def test_a_run_without_a_checkpoint_names_the_newest_one_beside_it(tmp_path):
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
+    from rlinf.checkpoints.folders import resolve_checkpoint
 
     for run in ("2026-01-01", "2026-01-02"):
         (tmp_path / run / "checkpoints" / "rl_000001").mkdir(parents=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import TOKEN_KEYS
-from rlinf.commands.hydra_app import configure, hide_progress_bars, names_policy, parse, run_training
+from rlinf.commands.hydra_app import configure, given_value, hide_progress_bars, names_policy, parse, run_training
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
@@ -124,6 +124,7 @@ def audit(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
         )
+    _check_checkpoint(arguments)
     from rlinf.commands import audit as command
 
     config = command.configured(args)
@@ -140,6 +141,7 @@ def serve(arguments: Sequence[str]) -> int:
     others change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
     """
     require_packages("`rlinf serve`")
+    _check_checkpoint(arguments)
     from rlinf.commands.serve import ServeConfig, serve
 
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(ServeConfig)}
@@ -152,6 +154,13 @@ def serve(arguments: Sequence[str]) -> int:
     if config is not None:
         serve(config, settings)
     return 0
+
+
+def _check_checkpoint(arguments: Sequence[str]) -> None:
+    """Refuse a folder without a checkpoint before the imports of the command, which take seconds."""
+    folder = given_value([word for word in arguments if word.startswith("checkpoint=")], "checkpoint")
+    if folder is not None:
+        resolve_checkpoint(Path(folder).expanduser())
 
 
 def collect(arguments: Sequence[str]) -> int:

@@ -45,6 +45,8 @@ def run(*words):
         (["train", "experiment=quickstart", "trainer.max_step=3"], 2, ["hydra"]),
         (["train", "experiment=tabletop_ppo_mlp", "--cfg", "job"], 0, ["hydra"]),
         (["evaluate", "checkpoint=no_such_folder"], 2, ["hydra"]),
+        (["audit", "checkpoint=no_such_folder"], 2, ["hydra"]),
+        (["serve", "checkpoint=no_such_folder"], 2, ["hydra"]),
         (["export", "checkpoint=no_such_folder", "output=no_such_output"], 2, ["hydra"]),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -91,7 +92,7 @@ class HubUpload:
 
     def by_hand(self, run_folder: Path, folder: Path) -> str:
         """Return the command of the hub's own tool that uploads a folder."""
-        return f"hf upload {self._repo_id(run_folder)} {folder}{' --private' if self.private else ''}"
+        return shlex.join(["hf", "upload", self._repo_id(run_folder), str(folder), *["--private"][: self.private]])
 
     def _repo_id(self, run_folder: Path) -> str:
         return f"{self.repo_name}-{run_folder.name}"
@@ -164,7 +165,9 @@ class S3Upload:
 
     def by_hand(self, run_folder: Path, folder: Path) -> str:
         """Return the command of AWS's own tool that uploads a folder."""
-        return f"aws s3 cp --recursive {folder} s3://{self.bucket}/{self.key_of(run_folder, folder)}"
+        return shlex.join(
+            ["aws", "s3", "cp", "--recursive", str(folder), f"s3://{self.bucket}/{self.key_of(run_folder, folder)}"]
+        )
 
     def _is_there(self, run_folder: Path, manifest: Path) -> bool:
         """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""

@@ -40,16 +40,26 @@ def install(words: list[str]) -> int:
         script = loads = config / "fish" / "completions" / "rlinf.fish"
     elif shell == "bash":
         loads = Path("~/.bashrc").expanduser()
-    script.parent.mkdir(parents=True, exist_ok=True)
-    write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
     line = f'[ -f "{script}" ] && . "{script}"  # completion of rlinf'
-    if script != loads and line not in (loads.read_text().splitlines() if loads.is_file() else []):
-        with loads.open("a") as file:
-            file.write(f"\n{line}\n")
+    try:
+        _write(shell, script, loads, line)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be written ({error.strerror}). Add the line {line} to {loads} by hand"
+        ) from error
     print(
         f"{script}, which {'fish' if script == loads else loads} loads. Open a new shell, and press Tab after `rlinf `"
     )
     return 0
+
+
+def _write(shell: str, script: Path, loads: Path, line: str) -> None:
+    """Write the script, and the line that loads it unless it is there."""
+    script.parent.mkdir(parents=True, exist_ok=True)
+    write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
+    if script != loads and line not in (loads.read_text().splitlines() if loads.is_file() else []):
+        with loads.open("a") as file:
+            file.write(f"\n{line}\n")
 
 
 def complete(words: list[str]) -> int:

@@ -83,13 +83,13 @@ def outcome_of_counts(
 def outcome_of_intervals(means: Sequence[tuple[int, float, float, float]], cure: str) -> Outcome:
     """Compare the first with the last mean return of evaluations: step, mean and ends of its 95 % interval.
 
-    Half-widths of independent means add in squares. A rise by a fifth of the first mean matters.
+    Half-widths of independent means add in squares. A change counts from 3 % of the first mean on. A rise by a fifth of it matters.
     """
     (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
     low, high, matters = change - half, change + half, 0.2 * abs(first)
     verdict, then = UNKNOWN, f". To tell, set {cure}"
-    if low > 0 or high < 0:
+    if (low > 0 or high < 0) and abs(change) >= 0.03 * abs(first):
         verdict, then = ROSE if low > 0 else FELL, ""
     elif high <= matters:
         verdict, then = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"

@@ -130,9 +130,11 @@ def test_success_has_three_names_and_counts_are_none():
     from rlinf.envs.gymnasium.reading import SUCCESS_KEYS, success_of
 
     assert [success_of({key: 1.0}, "x") for key in SUCCESS_KEYS] == [True] * 3
-    assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "reward": 1}, "x") is None
+    assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "success_reward": 0.0}, "x") is None
     with pytest.raises(ConfigError, match="goal_reached"):
         success_of({"goal_reached": np.bool_(False)}, "x")
+    with pytest.warns(UserWarning, match="goal_reached"):  # a run that has begun goes on
+        assert success_of({"goal_reached": True}, "x", refuses=False) is None
     build("Renamed-v0", success_return=1.0)  # a return counts instead
 
 

@@ -298,6 +298,7 @@ class GymnasiumSimulator(Simulator):
         self._observation: Any = None
         self.sentence: str | None = None
         self.told_success = False  # since the simulator was made
+        self.is_trial = False  # nothing has begun that an error would end
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -317,7 +318,7 @@ class GymnasiumSimulator(Simulator):
         self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
         over = bool(terminated or (truncated and self._num_steps < self._horizon))
         if self.config.success_return is None:
-            success = success_of(info, self.config.id)
+            success = success_of(info, self.config.id, refuses=self.is_trial)
             self.told_success |= success is not None
         else:
             success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
@@ -375,6 +376,7 @@ def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple
     """Play one step of an episode; return whether the env says something about success, and whether it has sentences."""
     options = {"kwargs": json.loads(kwargs), "state": state, "success_return": None if reads_success else 0.0}
     simulator = GymnasiumSimulator(GymnasiumConfig(id=env_id, max_episode_steps=2, **options), [env_id])
+    simulator.is_trial = True
     try:
         simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
         spaces = spaces_of(simulator.config)

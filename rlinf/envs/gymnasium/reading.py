@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -100,19 +101,25 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     )
 
 
-def success_of(info: Mapping[str, Any], env_id: str) -> bool | None:
-    """Return what ``info`` of a step says about success (None: nothing); raise ConfigError if it seems to say so under another key."""
+def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
+    """Return what ``info`` of a step says about success (None: nothing); raise ConfigError if it seems to say so under another key.
+
+    Without ``refuses``, such a key is a warning: a run that has begun is not ended by it.
+    """
     for key in SUCCESS_KEYS:
         if key in info:
             return bool(info[key])
     for key, value in info.items():
-        is_flag = isinstance(value, (bool, int, float, np.generic)) and value in (0, 1)
-        if is_flag and OTHER_SUCCESS.search(key) and not NO_FLAG.search(key):
+        # Numbers may be terms of the reward, such as ``success_reward``.
+        if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(key) and not NO_FLAG.search(key):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
-            raise ConfigError(
+            text = (
                 f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "
                 "with a gymnasium.Wrapper that renames it, or set env.success_return=<sum of rewards that counts as a success>"
             )
+            if refuses:
+                raise ConfigError(text)
+            warnings.warn(text, stacklevel=2)  # once for each line of code
     return None
 
 

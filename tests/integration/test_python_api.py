@@ -264,7 +264,7 @@ def test_a_folder_of_ones_own_groups_names_an_env_to_train_in(here, tmp_path):
     (tmp_path / "my_configs" / "env" / "my_dot.yaml").write_text("name: my_dot\ntasks: [reach]\n")
     words, plugin = [*TINY, "env=my_dot", "output_dir=outputs/my_dot"], str(tmp_path / "my_dot.py")
     with pytest.raises(ConfigError, match="There is no env 'my_dot'"):
-        rlinf.train(words, plugins=[plugin])
+        rlinf.train(words)
     run = rlinf.train(words, plugins=[plugin], config_dir=tmp_path / "my_configs")
     assert rlinf.load_policy(run, plugins=[plugin]).config.env.tasks == ["reach"]
 

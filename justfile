@@ -4,6 +4,11 @@
 install *options:
     bash scripts/setup.sh {{options}}
 
+# Lint, and the tests that tests/slow.txt does not list as slow; all of them until a full run has recorded it.
+check *arguments:
+    .venv/bin/ruff check . && .venv/bin/ruff format --check -q .
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" {{arguments}}
+
 # All tests, or those that are named.
 test *arguments:
     bash scripts/test.sh {{arguments}}

@@ -21,8 +21,8 @@ from pathlib import Path
 from rlinf.commands.train import build
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.offpolicy.trainer import OffPolicyTrainer
 from rlinf.preflight.validation import validate
-from rlinf.training.offpolicy_trainer import OffPolicyTrainer
 
 PLUGIN = Path(__file__).parents[1] / "tests" / "fixtures" / "slow_tabletop.py"
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from rlinf.cluster.actor import PlayerActor
 from rlinf.cluster.weights import BUCKET_BYTES, WeightStore, stored_buckets
-from rlinf.distributed.ray_cluster import import_ray, initialise
+from rlinf.distributed.ray.cluster import import_ray, initialise
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 
 SHARE_OF_STORE = 4

@@ -46,10 +46,10 @@ from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.errors import ConfigError
-from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import locked_folder, write_text
+from rlinf.offpolicy.control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.options import to_mapping
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate

@@ -18,11 +18,11 @@ from pathlib import Path
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.evaluation.charts import Series, legend, line_chart
 from rlinf.evaluation.intervals import wilson_interval
-from rlinf.evaluation.report_page import STYLE
 from rlinf.files import write_text
 from rlinf.preflight.validation import validate
+from rlinf.report.charts import Series, legend, line_chart
+from rlinf.report.page import STYLE
 
 SFT_EVAL_EVERY = 500
 

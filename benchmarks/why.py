@@ -22,9 +22,9 @@ from pathlib import Path
 
 import rlinf.cli
 from rlinf.errors import RLinfError
-from rlinf.evaluation.finding_rules import RULES
-from rlinf.evaluation.findings import Diagnosis, Record, diagnose, read_record
 from rlinf.evaluation.intervals import difference_interval
+from rlinf.report.why.findings import Diagnosis, Record, diagnose, read_record
+from rlinf.report.why.rules import RULES
 
 HELD_OUT = Path(__file__).parents[1] / "tests" / "fixtures" / "why_heldout.jsonl"
 

@@ -34,7 +34,6 @@ from rlinf.errors import CheckpointError, ConfigError, closest
 from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
-from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
@@ -44,6 +43,8 @@ from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
+from rlinf.report.compare_folders import compare_folders
+from rlinf.run_folder import POLICY_FILE
 from rlinf.types import Acts, Observation
 
 if (other := other_project()) is not None:
@@ -374,8 +375,6 @@ def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) ->
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
     """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export."""
-    from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE  # imports transformers
-
     path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or another of `rlinf models`"
     if is_checkpoint(path) or is_export(path) or is_run(path):
         return None

@@ -9,20 +9,18 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from rlinf.errors import ConfigError
+from rlinf.run_folder import LATEST, LOCK_FILE
 
 logger = logging.getLogger("rlinf")
 
-LOCK_FILE = ".lock"
 FULL_BELOW = 2**20
 """A write that fails without a reason is blamed on a full disk if fewer bytes than these are free."""
-LATEST = "latest"
-"""Name of the link, next to the run folders of an experiment, to the one started last."""
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
@@ -100,15 +98,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # an empty folder that stays is no reason to hide the error of the block
                 if made and os.listdir(folder) == [LOCK_FILE]:
                     (folder / LOCK_FILE).unlink()
-                    _remove_empty(made)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders, inner ones first, until one holds something."""
-    for folder in folders:
-        if any(folder.iterdir()):
-            return
-        folder.rmdir()
+                    for place in made:  # inner ones first, until one holds something and cannot be removed
+                        place.rmdir()
 
 
 def lock(file: IO[str], busy: str) -> None:

@@ -21,8 +21,8 @@ import rlinf
 from rlinf import __version__
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
 from rlinf.files import sha256_of, write_text
+from rlinf.run_folder import MANIFEST_FILE
 
-MANIFEST_FILE = "manifest.json"
 FORMAT = 2
 
 LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")

@@ -12,6 +12,12 @@ def format_bytes(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 1024**2:.1f} MiB"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Format a count: ``1 env``, ``2 envs``, ``1,024 micro-batches``."""
+    plural = f"{noun}es" if noun.endswith(("batch", "s")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds: ``45s``, ``3m20s`` or ``2h05m``."""
     seconds = max(0, round(seconds))

@@ -163,6 +163,7 @@ class EpisodeResult:
     Attributes:
         actions_clipped_fraction: Share of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
         actions_max_abs: Largest magnitude of these numbers before the cut; None: not recorded.
+        success_told: The env said at some step whether the goal is reached.
     """
 
     spec: EpisodeSpec
@@ -172,6 +173,7 @@ class EpisodeResult:
     num_env_steps: int
     actions_clipped_fraction: float | None = None
     actions_max_abs: float | None = None
+    success_told: bool = False
 
 
 @dataclass

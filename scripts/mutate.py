@@ -57,6 +57,14 @@ SLOW_PACKAGES = (
 
 TOKEN_TEST = "tests/numerics/test_cloning_losses.py::test_the_token_and_the_policy_learn_side_by_side"
 TWO_RANKS = ["tests/integration/test_recipe_ranks.py::test_two_ranks_are_one"]
+BLOCKS = [
+    "tests/integration/test_blocks.py::test_advantages_and_minibatches_of_one_rollout_have_the_same_bits_on_any_number_of_ranks",
+    "tests/integration/test_blocks.py::test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own",
+]
+TWO_PLAY = [
+    "tests/integration/test_offpolicy_loops.py::test_two_ranks_learn_what_one_process_does_bit_for_bit_and_either_goes_on",
+    "tests/integration/test_offpolicy_loops.py::test_ranks_whose_heads_differ_end_the_run",
+]
 CLIPPED = "tests/integration/test_parallel.py::test_gradients_are_cut_by_the_norm_of_all_shards[shards on 2]"
 
 
@@ -82,6 +90,7 @@ TESTS = {
         "tests/numerics/test_loss_gradients.py",
         "tests/numerics/test_loss_of_algorithms.py",
         "tests/numerics/test_losses.py",
+        *BLOCKS,
     ],
     "rlinf/algorithms/ppo.py": [
         "tests/numerics/test_loss_gradients.py",
@@ -93,19 +102,19 @@ TESTS = {
     "rlinf/algorithms/rloo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/distributed/sums.py": ["tests/unit/test_sums.py"],
-    "rlinf/distributed/process_group.py": ["tests/unit/test_process_group.py", *TWO_RANKS],
+    "rlinf/distributed/process_group.py": ["tests/unit/test_sums.py", "tests/unit/test_process_group.py"],
     "rlinf/algorithms/statistics.py": [
         "tests/numerics/test_statistics.py",
         "tests/numerics/test_advantages.py",
-        "tests/integration/test_blocks.py",
+        *BLOCKS,
     ],
     "rlinf/llm/losses.py": ["tests/numerics/test_loss_gradients.py", "tests/numerics/test_token_losses.py"],
     "rlinf/llm/token_policy.py": [
         "tests/unit/test_train_worker.py",
-        "tests/integration/test_policy_ranks.py",
         *TWO_RANKS,
+        "tests/integration/test_policy_ranks.py",
     ],
-    "rlinf/llm/hf_policy.py": ["tests/integration/test_policy_ranks.py", *TWO_RANKS],
+    "rlinf/llm/hf_policy.py": [*TWO_RANKS, "tests/integration/test_policy_ranks.py"],
     "rlinf/offpolicy/learner.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/sac.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/td3.py": ["tests/numerics/test_offpolicy_losses.py"],
@@ -119,10 +128,22 @@ TESTS = {
         "tests/integration/test_uneven_ranks.py::test_all_ranks_begin_with_the_weights_of_rank_0",
     ],
     "rlinf/training/train_worker.py": ["tests/unit/test_train_worker.py", "tests/integration/test_uneven_ranks.py"],
-    "rlinf/training/rl_trainer.py": ["tests/unit/test_rl_trainer.py", "tests/integration/test_uneven_ranks.py"],
+    "rlinf/training/rl_trainer.py": [
+        "tests/unit/test_rl_trainer.py",
+        "tests/integration/test_uneven_ranks.py::test_a_group_of_one_rank_is_played_again_and_counted_on_all",
+        *BLOCKS,
+    ],
+    "rlinf/training/sft_trainer.py": [
+        "tests/integration/test_uneven_ranks.py::test_ranks_clone_until_the_time_of_all_is_over",
+        "tests/integration/test_training.py::test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal",
+    ],
+    "rlinf/offpolicy/trainer.py": TWO_PLAY,
+    "rlinf/offpolicy/corrections.py": TWO_PLAY,
     "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
     "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
     "rlinf/models/embodiment/openvla/policy.py": _cloning("openvla"),
+    "rlinf/models/embodiment/openvla/vision_tower.py": ["tests/numerics/test_vision_tower_gradients.py"],
+    "rlinf/models/embodiment/openvla/llama_layer.py": ["tests/unit/test_llama_layer.py"],
     "rlinf/models/embodiment/openvla_oft/policy.py": _cloning("openvla_oft"),
     "rlinf/models/embodiment/cnn_action_model.py": _cloning("cnn"),
     "rlinf/models/embodiment/hf_vla/policy.py": _cloning("hf_vla"),
@@ -138,9 +159,13 @@ TESTS = {
     "rlinf/recipes/completions.py": TWO_RANKS,
     "rlinf/recipes/loop.py": ["tests/unit/test_recipe_loop.py"],
     "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
-    "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
-    "rlinf/training/minibatches.py": ["tests/unit/test_minibatches.py"],
-    "rlinf/rollout/weight_push.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
+    "rlinf/rollout/parity.py": ["tests/unit/test_parity.py", *BLOCKS],
+    "rlinf/training/minibatches.py": ["tests/unit/test_minibatches.py", *BLOCKS],
+    "rlinf/rollout/weight_push.py": [
+        "tests/unit/test_weight_copy.py",
+        "tests/integration/test_weight_push_ranks.py",
+        "tests/integration/test_weight_sync.py",
+    ],
     "rlinf/engines/weight_handle.py": ["tests/unit/test_weight_handle.py", "tests/unit/test_weight_transfer.py"],
     "rlinf/engines/weight_transfer.py": ["tests/unit/test_weight_transfer.py", "tests/unit/test_weight_copy.py"],
     "rlinf/models/embodiment/modules/normalizer.py": [
@@ -177,8 +202,10 @@ MERGED = (
     "full_tensor",
     "over_ranks",
     "_sum_values",
+    "sum_values",
 )
 """Functions of numbers of a rank that return those of all ranks, and of a shard that return the whole."""
+FUSED_SUMS = ("addcmul", "baddbmm")
 OPTIMIZERS = ("MasterAdamW", "AdamW", "Adam", "_adam")
 KINDS = {"gradient": "detached", "parameters": "without its", "ranks": "of one rank"}
 """Words in the descriptions of the kinds that leave a value as it is."""
@@ -244,6 +271,11 @@ def _on_a_single_rank(call: ast.Call, name: str) -> ast.expr:
     return call.func.value if name == "over_ranks" else call.args[0]
 
 
+def _with_detached_argument(call: ast.Call, number: int) -> ast.Call:
+    call.args[number] = _detached(call.args[number])
+    return call
+
+
 def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
     """Yield the changes of ``KINDS``, as ``changes_of`` does: a loss keeps its value, and something else is learnt."""
     match node:
@@ -254,6 +286,9 @@ def hidden_changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
                         f"{side} term detached",
                         lambda one, side=side: setattr(one, side, _detached(getattr(one, side))) or one,
                     )
+        case ast.Call(func=ast.Attribute(attr=name), args=[*terms]) if name in FUSED_SUMS:
+            for number in range(len(terms)):
+                yield f"argument {number} detached", lambda one, number=number: _with_detached_argument(one, number)
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=[given, *_]) if name in OPTIMIZERS:
             for word, which in (("first", "1:"), ("last", ":-1")):
                 yield (
@@ -354,8 +389,12 @@ def mutants_of(path: str) -> list[Mutant]:
                 else:
                     getattr(parent, name)[index] = new
                 ast.fix_missing_locations(whole)
-                term = getattr(child, change.partition(" ")[0]) if change.endswith("term detached") else None
-                place = None if term is None else _place(term)
+                place = None
+                match change.split():
+                    case [side, "term", "detached"]:
+                        place = _place(getattr(child, side))
+                    case ["argument", number, "detached"]:
+                        place = _place(child.args[int(number)])
                 found.append(Mutant(path, child.lineno, lines[child.lineno - 1].strip(), change, whole, place))
             visit(child, here)
 

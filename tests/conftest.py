@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+import slow_tests
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.envs import ENVS
@@ -27,6 +28,15 @@ hypothesis.settings.register_profile(
     "rlinf", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("rlinf")
+
+
+def pytest_configure(config):
+    if os.environ.get("RLINF_RECORD_SLOW") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(slow_tests.Recorder())
+
+
+def pytest_collection_modifyitems(items):
+    slow_tests.mark(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

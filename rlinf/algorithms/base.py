@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from rlinf.algorithms.advantages import action_advantages
-from rlinf.algorithms.config import AlgorithmConfig
+from rlinf.algorithms.config import AlgorithmConfig, AnyAlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.distributed.sums import sum_counts
+from rlinf.imports import import_string
+from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
@@ -43,11 +46,74 @@ class LossCounts:
         return LossCounts(*sum_counts(self.units, self.entropies, self.calls))
 
 
-class Algorithm(ABC):
-    """A policy-gradient algorithm: two methods, no I/O. Only ``compute_advantages`` may ask the other ranks.
+class Trainer(Protocol):
+    """Improves a policy on every rank, after cloning."""
+
+    def wait_until_ready(self) -> None:
+        """Wait for what plays."""
+
+    def played_by(self) -> str:
+        """Return in words what plays the rollouts of a rank."""
+
+    def fit(self) -> None:
+        """Train from ``state.step`` to ``trainer.max_steps``."""
+
+    def close(self) -> None:
+        """End what plays."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Counts of the updates of an iteration, and rows for the table of a dry run.
+
+    Attributes:
+        rows_per_rank: Of an update.
+        minibatches_per_epoch: 0: no epochs.
+        per_iteration: Updates, of all epochs.
+        table: Label to text.
+    """
+
+    rows_per_rank: int
+    minibatches_per_epoch: int
+    per_iteration: int
+    table: dict[str, str]
+
+
+class AnyAlgorithm:
+    """What a run asks the class of its algorithm. ``config`` is its ``RunConfig``.
 
     Attributes:
         config_class: Its configuration dataclass.
+        freezes_policy: Only a head on the policy is trained. The policy stays whole on every rank and has no optimiser.
+    """
+
+    config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
+    freezes_policy: ClassVar[bool] = False
+
+    @classmethod
+    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
+        """Make what trains the policy of ``session``; ``env`` evaluates it, and ``players`` play if they are not None."""
+        raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
+
+    @classmethod
+    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+        """Raise ConfigError for a run that cannot be trained; ``policy`` is class and own configuration, None: unknown."""
+
+    @classmethod
+    def updates(cls, config: Any) -> Updates:
+        """Return the counts of an iteration, as far as they are known before it."""
+        return Updates(0, 0, 0, {})
+
+    @classmethod
+    def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
+        """Return the bytes of the experience that a rank holds: one rollout, whose policy calls take ``call_bytes`` each."""
+        return config.rollout.num_envs * config.rollout.num_chunks // config.cluster.num_processes * call_bytes
+
+
+class Algorithm(AnyAlgorithm, ABC):
+    """A policy-gradient algorithm: two methods, no I/O. Only ``compute_advantages`` may ask the other ranks.
+
+    Attributes:
         needs_values: The model must have a value head.
         needs_whole_episodes: Returns are those of whole episodes (one episode per env and iteration).
         needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
@@ -62,6 +128,26 @@ class Algorithm(ABC):
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
+
+    @classmethod
+    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
+        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, session, env, players)
+
+    @classmethod
+    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+        import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
+
+    @classmethod
+    def updates(cls, config: Any) -> Updates:
+        rollout, trainer, ranks = config.rollout, config.trainer, config.cluster.num_processes
+        epochs, rows = config.algorithm.update_epochs, trainer.minibatch_size // ranks
+        minibatches = rollout.num_envs * rollout.num_chunks // trainer.minibatch_size
+        passes = format_count(math.ceil(rows / config.model.micro_batch_size), "micro-batch")
+        table = {
+            "minibatches": f"{minibatches} of {trainer.minibatch_size} x {format_count(epochs, 'epoch')}",
+            f"each of {format_count(ranks, 'rank')}": f"{format_count(rollout.num_envs // ranks, 'env')}, {rows} rows a minibatch in {passes}",
+        }
+        return Updates(rows, minibatches, minibatches * epochs, table)
 
     @property
     def needs_reference(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from rlinf.algorithms.advantages import gae
 from rlinf.algorithms.base import Algorithm
@@ -39,7 +38,10 @@ class ReinforcePP(Algorithm):
         batch.loss_mask = batch.loss_mask & known_episodes(batch)
         rewards = torch.where(batch.loss_mask.unsqueeze(-1), batch.action_rewards.double(), 0.0)
         if self.needs_reference:
-            rewards = rewards - config.kl_coef * self._kl(batch)
+            tokens = batch.old_logprobs.unflatten(-1, (batch.action_mask.shape[-1], -1))
+            scored = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1).expand_as(tokens)
+            kl = kl_estimates(tokens, batch.ref_logprobs.view_as(tokens), scored, config.kl_estimator)
+            rewards = rewards - config.kl_coef * kl.sum(-1)  # 0 for actions that were not executed
         sums = rewards.sum(-1)
         zeros = torch.zeros_like(sums)
         # With values of 0 and lambda 1, GAE is the discounted return-to-go within the episode.
@@ -53,10 +55,3 @@ class ReinforcePP(Algorithm):
         if config.normalize_advantages:
             batch.advantages = masked_normalize(batch.advantages, mask)
         return metrics
-
-    def _kl(self, batch: RolloutBatch) -> Tensor:
-        """Return the sum of the tokens' KL estimates over each action, ``[T, B, C]``; 0 if it was not executed."""
-        tokens = batch.old_logprobs.unflatten(-1, (batch.action_mask.shape[-1], -1))
-        mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1).expand_as(tokens)
-        reference = batch.ref_logprobs.view_as(tokens)
-        return kl_estimates(tokens, reference, mask, self.config.kl_estimator).sum(-1)

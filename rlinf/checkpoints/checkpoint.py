@@ -49,6 +49,7 @@ from rlinf.errors import CheckpointError
 from rlinf.files import naming, replace_folder, write_text
 from rlinf.manifest import Manifest, hash_files
 from rlinf.optim.finite import check_loaded
+from rlinf.run_folder import CONFIG_FILE, RANDOM_FOLDER, SAFETENSORS_FOLDER, STATE_FILE, TRAINER_FOLDER
 
 logger = logging.getLogger("rlinf")
 
@@ -136,8 +137,8 @@ def write_snapshot(
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
         on_rank_zero(lambda: _start_folder(partial), f"create {partial}", group)
-        write_tensors(partial / folders.TRAINER_FOLDER, snapshot.tensors, group)
-        path = partial / "rng" / f"rank_{rank()}.pt"
+        write_tensors(partial / TRAINER_FOLDER, snapshot.tensors, group)
+        path = partial / RANDOM_FOLDER / f"rank_{rank()}.pt"
         on_every_rank(lambda: save_rng_state(path, snapshot.rng), "write random states", group)
 
         def finish() -> None:
@@ -145,8 +146,8 @@ def write_snapshot(
                 with naming(partial):
                     save_model_files(partial, snapshot.model, snapshot.weights)
             state = snapshot.state | {"saved_at": time.time()}
-            write_text(partial / folders.STATE_FILE, json.dumps(state, indent=1))
-            write_text(partial / folders.CONFIG_FILE, snapshot.config)
+            write_text(partial / STATE_FILE, json.dumps(state, indent=1))
+            write_text(partial / CONFIG_FILE, snapshot.config)
             replace(snapshot.manifest, files=hash_files(partial)).save(partial)
             replace_folder(partial, folder)
             _prune(folder, max_keep, state["best_checkpoint"])
@@ -186,7 +187,7 @@ def load_checkpoint(
             "%s was saved by %d ranks and is loaded by %d: training continues, but not bit for bit.",
             folder, state["world_size"], world_size(),
         )  # fmt: skip
-    random_file = folder / "rng" / f"rank_{rank()}.pt"
+    random_file = folder / RANDOM_FOLDER / f"rank_{rank()}.pt"
     if random_file.exists():
         load_rng_state(random_file, generators)
     return state["loop_state"]
@@ -200,7 +201,7 @@ def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
 
 
 def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    load_trainer_state(folder / folders.TRAINER_FOLDER, model, optimizer)
+    load_trainer_state(folder / TRAINER_FOLDER, model, optimizer)
     check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
 
 
@@ -245,7 +246,7 @@ def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGr
 def _start_folder(partial: Path) -> None:
     for leftover in partial.parent.glob(".*.tmp"):  # of a process that was killed while writing
         shutil.rmtree(leftover, ignore_errors=True)
-    (partial / "rng").mkdir(parents=True)
+    (partial / RANDOM_FOLDER).mkdir(parents=True)
 
 
 def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -278,7 +279,7 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
     for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
         if path.name != best:
             _remove(path)
-            _remove(newest.parent.parent / folders.SAFETENSORS_FOLDER / path.name)
+            _remove(newest.parent.parent / SAFETENSORS_FOLDER / path.name)
 
 
 def _remove(folder: Path) -> None:

@@ -18,23 +18,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from rlinf.checkpoints.checkpoint import Snapshot, load_checkpoint, on_rank_zero, take_snapshot, write_snapshot
-from rlinf.checkpoints.folders import (
-    CHECKPOINTS_FOLDER,
-    SAFETENSORS_FOLDER,
-    STATE_FILE,
-    is_checkpoint,
-    resolve_checkpoint,
-    saved_at,
-)
+from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.distributed.launch import GROUP_TIMEOUT
 from rlinf.distributed.process_group import new_cpu_group, world_size
 from rlinf.errors import CheckpointError, ConfigError, UploadError
 from rlinf.manifest import Manifest, check
+from rlinf.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER, SAFETENSORS_FOLDER, STATE_FILE
 
 logger = logging.getLogger("rlinf")
 
 SAVE_MODES = ("sync", "async")
-FINAL = "final"
 
 
 class Export(Protocol):
@@ -56,8 +49,8 @@ class Upload(Protocol):
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
         """Take ``folders`` of ``run_folder`` there; raise CheckpointError if that fails."""
 
-    def by_hand(self, run_folder: Path, folder: Path) -> str:
-        """Return a command that takes a folder there without this package."""
+    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return the commands that take ``folders`` there without this package."""
 
 
 class CheckpointManager:
@@ -126,16 +119,11 @@ class CheckpointManager:
         more: Mapping[str, Tensor] | None = None,
         is_last: bool = False,
     ) -> None:
-        """Save the present state as ``checkpoints/<name>``.
+        """Save the present state as ``checkpoints/<name>``; see ``take_snapshot`` for the other arguments.
 
         Args:
             name: ``<phase>_<step>``; a checkpoint of that name is replaced.
-            model: The policy, sharded or not.
-            optimizer: Its optimiser.
-            loop_state, run_config: Counters and the resolved configuration, as JSON values.
-            manifest: Conditions.
             best: Name of the checkpoint with the best evaluation so far (``best_of``), which is not deleted.
-            generators: Random generators of this rank beside those of Python, NumPy and torch.
             more: Further tensors, sharded or not, which ``read_tensors`` reads.
             is_last: The run is complete: the policy is exported as ``final``, and uploaded.
 
@@ -164,7 +152,7 @@ class CheckpointManager:
         self.wait()
 
         def finish() -> None:
-            exported = self._export(checkpoint, self.folder / SAFETENSORS_FOLDER / FINAL)
+            exported = self._export(checkpoint, self.folder / SAFETENSORS_FOLDER / FINAL_FOLDER)
             self._upload([checkpoint, *exported], is_final=True)
 
         on_rank_zero(finish, f"export {checkpoint}")
@@ -214,19 +202,13 @@ class CheckpointManager:
                 self._stager.close()
         if self._upload_failures:
             failures = "; ".join(self._upload_failures.values())
-            final = self.folder / SAFETENSORS_FOLDER / FINAL
-            later = (
-                "start the same command with train.resume=true"
-                if self.keeps_any
-                else "type "
-                + " and ".join(
-                    upload.by_hand(self.folder, final)
-                    for upload in dict.fromkeys(key[0] for key in self._upload_failures)
-                )
-            )
-            raise UploadError(
-                f"{self.folder} is complete, but not all of it was uploaded: {failures}. To upload it later, {later}"
-            )
+            commands = [
+                command
+                for upload, folders in self._upload_failures
+                for command in upload.by_hand(self.folder, [folder for folder in folders if folder.is_dir()])
+            ]
+            later = f". To upload it later, type {' and '.join(commands)}" if commands else ""
+            raise UploadError(f"{self.folder} is complete, but not all of it was uploaded: {failures}{later}")
 
     def names(self) -> list[str]:
         """Return the names of the whole checkpoints."""
@@ -259,7 +241,7 @@ class CheckpointManager:
 
     def _write(self, name: str, snapshot: Snapshot, is_last: bool) -> None:
         """Write the checkpoint and what is made of it; a collective call of the writing threads."""
-        exported = self.folder / SAFETENSORS_FOLDER / (FINAL if is_last else name)
+        exported = self.folder / SAFETENSORS_FOLDER / (FINAL_FOLDER if is_last else name)
         if self.keeps_any:
             checkpoint = self.folder / CHECKPOINTS_FOLDER / name
             folders = [checkpoint]

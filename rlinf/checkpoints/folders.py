@@ -10,17 +10,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlinf import run_folder
 from rlinf.errors import CheckpointError
 from rlinf.files import follow_latest
-from rlinf.manifest import MANIFEST_FILE, Manifest, verify_files
-from rlinf.models.base_weights import ADAPTER_FOLDER, HEAD_SETTINGS
-from rlinf.tracking.tracker import METRICS_FILE, PHASES
+from rlinf.manifest import Manifest, verify_files
+from rlinf.tracking.tracker import PHASES
 
 logger = logging.getLogger("rlinf")
 
-STATE_FILE, CONFIG_FILE = "state.json", "config.yaml"
-CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, TRAINER_FOLDER = "checkpoints", "safetensors", "trainer_state"
-MODEL_FOLDER = "model"
 SUPERSEDED = re.compile(r"superseded_(\d+)")
 """Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
 FORMAT = 1
@@ -38,41 +35,46 @@ def saved_at(folder: str | os.PathLike) -> float:
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
     """Return whether a folder has the files of a checkpoint, whatever their content."""
-    return (Path(folder) / STATE_FILE).is_file()
+    return (Path(folder) / run_folder.STATE_FILE).is_file()
 
 
 def is_export(folder: str | os.PathLike) -> bool:
     """Return whether ``rlinf export`` wrote a folder: it holds a policy, but nothing to resume from."""
     folder = Path(folder)
-    return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
+    has_files = (folder / run_folder.MANIFEST_FILE).is_file() and (folder / run_folder.CONFIG_FILE).is_file()
+    return has_files and _has_policy(folder)
 
 
 def is_run(folder: str | os.PathLike) -> bool:
     """Return whether a folder is a run folder, or ``latest``, which names one."""
     folder = follow_latest(folder)
-    return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
+    has_begun = (folder / run_folder.METRICS_FILE).is_file() or (folder / run_folder.CHECKPOINTS_FOLDER).is_dir()
+    return has_begun and not _has_policy(folder)
 
 
 def policy_folder(folder: str | os.PathLike) -> Path:
     """Return the folder for ``from_pretrained``: ``model/`` or ``adapter/`` of a checkpoint, or an export itself."""
-    folder = Path(folder)
-    places = (folder / MODEL_FOLDER, folder / ADAPTER_FOLDER, folder)
+    places = _places(Path(folder))
     for place in places:
         if _has_policy(place):
             return place
     looked = ", ".join(map(str, places))
     raise CheckpointError(
-        f"{folder} holds no policy: no config.json, adapter_config.json or {HEAD_SETTINGS} in {looked}."
+        f"{folder} holds no policy: no config.json, adapter_config.json or {run_folder.HEAD_SETTINGS} in {looked}."
     )
 
 
+def _places(folder: Path) -> tuple[Path, ...]:
+    return folder / run_folder.MODEL_FOLDER, folder / run_folder.ADAPTER_FOLDER, folder
+
+
 def _has_policy(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", HEAD_SETTINGS))
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", run_folder.HEAD_SETTINGS))
 
 
 def has_policy(checkpoint: Path) -> bool:
     """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies have none."""
-    return any(_has_policy(place) for place in (checkpoint / MODEL_FOLDER, checkpoint / ADAPTER_FOLDER, checkpoint))
+    return any(map(_has_policy, _places(checkpoint)))
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
@@ -86,14 +88,14 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         raise CheckpointError(f"There is no folder {path}; required: a checkpoint folder or a run folder.")
     if is_checkpoint(path) or is_export(path):
         return path
-    parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
+    parent = path / run_folder.CHECKPOINTS_FOLDER if (path / run_folder.CHECKPOINTS_FOLDER).is_dir() else path
     found = checkpoints_in(parent)
     for folder in reversed(found):
         damage = damage_of(folder, fingerprint(folder))
         if damage is None:
             return folder
         _warn_once(f"{folder} is skipped: {damage}")
-    looked = f"no {STATE_FILE} in {path} or in {parent}/*"
+    looked = f"no {run_folder.STATE_FILE} in {path} or in {parent}/*"
     if found:
         looked = f"{len(found)} checkpoints in {parent} are all damaged"
     others = sorted(
@@ -114,7 +116,7 @@ def later_checkpoints(resumed: Path) -> list[Path]:
 
 def has_checkpoints(run: Path) -> bool:
     """Return whether a run folder holds any checkpoint, whole or damaged."""
-    return bool(checkpoints_in(run / CHECKPOINTS_FOLDER))
+    return bool(checkpoints_in(run / run_folder.CHECKPOINTS_FOLDER))
 
 
 def checkpoints_in(parent: Path) -> list[Path]:
@@ -161,7 +163,7 @@ def _warn_once(text: str) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE_FILE
+    path = folder / run_folder.STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
@@ -169,7 +171,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         hint = "Name a checkpoint or a run folder."
         if is_export(folder):
             hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint}") from error
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {run_folder.STATE_FILE}. {hint}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error

@@ -32,17 +32,17 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from rlinf.checkpoints.folders import CONFIG_FILE, TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import naming, replace_folder, write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest, git_revision, hash_files, library_versions
-from rlinf.models.base_weights import weights_digest
+from rlinf.manifest import Manifest, git_revision, hash_files, library_versions
+from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
-from rlinf.models.lora import ADAPTER_FILE, adapter_state_dict, apply_lora, base_tensors
+from rlinf.models.lora import adapter_state_dict, apply_lora
 from rlinf.models.merged_weights import block_of
 from rlinf.number_formats import GIB
+from rlinf.run_folder import ADAPTER_FILE, CONFIG_FILE, MANIFEST_FILE, STATISTICS_FILE, TRAINER_FOLDER
 
 logger = logging.getLogger("rlinf")
 
@@ -51,7 +51,7 @@ INDEX_FILE = "model.safetensors.index.json"
 COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
 """Endings of the source's files that go along: configurations, tokenizer, processor, templates, code."""
 TEMPLATES_FOLDER = "additional_chat_templates"
-LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, "dataset_statistics.json"}
+LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, STATISTICS_FILE}
 """Files of a source that say something else about its own weights."""
 
 

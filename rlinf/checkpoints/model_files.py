@@ -9,11 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rlinf.checkpoints.folders import MODEL_FOLDER
 from rlinf.files import write_text
-from rlinf.models.base_weights import ADAPTER_FOLDER
-
-STATISTICS_FILE = "dataset_statistics.json"
+from rlinf.run_folder import ADAPTER_FOLDER, MODEL_FOLDER, STATISTICS_FILE
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.folders import CONFIG_FILE
 from rlinf.errors import CheckpointError
+from rlinf.run_folder import CONFIG_FILE
 
 TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
 """What of a recipe's configuration an export reads, and an override may change."""

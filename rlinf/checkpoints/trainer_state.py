@@ -76,11 +76,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Write the shards of all ranks (a collective call); raise CheckpointError if that fails."""
-    write_tensors(folder, trainer_tensors(model, optimizer))
-
-
 def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
     """Return what is saved, by name, not copied. Raise CheckpointError if the optimiser keeps anything but tensors.
 
@@ -107,7 +102,10 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write what ``trainer_tensors`` returned, or a copy of it; a collective call of ``group``, or else of all ranks."""
+    """Write what ``trainer_tensors`` returned, or a copy of it; a collective call of ``group``, or else of all ranks.
+
+    Raise CheckpointError if that fails.
+    """
     # Not within warnings.catch_warnings, which undoes what another thread sets meanwhile.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
@@ -144,7 +142,7 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     Raise CheckpointError if the folder cannot be read, or names or shapes are not those of the model.
 
     Args:
-        folder: Written by ``save_trainer_state``, on any number of ranks.
+        folder: Written by ``write_tensors``, on any number of ranks.
         model: Sharded in any way. 16-bit weights are rounded from the file's.
         optimizer: Receives state and masters; None ignores them.
     """

@@ -20,10 +20,10 @@ import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from rlinf.checkpoints.folders import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.files import write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest
+from rlinf.manifest import Manifest
+from rlinf.run_folder import CONFIG_FILE, MANIFEST_FILE, SAFETENSORS_FOLDER, STATE_FILE
 
 TRIES = 3
 BACKOFF_S = 2.0
@@ -76,23 +76,23 @@ class HubUpload:
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
         """Upload the exported policy; raise CheckpointError if that fails."""
         repo_id = self._repo_id(run_folder)
-        for folder in folders:
-            if folder.parent.name == SAFETENSORS_FOLDER:
-                write_text(folder / "README.md", model_card(folder, _scores(folders)))
+        for folder in _exported(folders):
+            states = [each / STATE_FILE for each in folders if (each / STATE_FILE).is_file()]  # of the checkpoint
+            state = json.loads(states[0].read_text(encoding="utf-8")) if states else {"loop_state": {}}
+            write_text(folder / "README.md", model_card(folder, state["loop_state"].get("scores")))
 
-                def send(folder: Path = folder) -> Any:
-                    self.api.create_repo(repo_id, private=self.private, exist_ok=True)
-                    return self.api.upload_folder(
-                        repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
-                    )
-
-                logger.info(
-                    "Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}")
+            def send(folder: Path = folder) -> Any:
+                self.api.create_repo(repo_id, private=self.private, exist_ok=True)
+                return self.api.upload_folder(
+                    repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
                 )
 
-    def by_hand(self, run_folder: Path, folder: Path) -> str:
-        """Return the command of the hub's own tool that uploads a folder."""
-        return shlex.join(["hf", "upload", self._repo_id(run_folder), str(folder), *["--private"][: self.private]])
+            logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
+
+    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return the command of the hub's own tool that uploads the exported policy."""
+        command, flag = ["hf", "upload", self._repo_id(run_folder)], ["--private"][: self.private]
+        return [shlex.join([*command, str(folder), *flag]) for folder in _exported(folders)]
 
     def _repo_id(self, run_folder: Path) -> str:
         return f"{self.repo_name}-{run_folder.name}"
@@ -163,11 +163,10 @@ class S3Upload:
                 _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
             logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
 
-    def by_hand(self, run_folder: Path, folder: Path) -> str:
-        """Return the command of AWS's own tool that uploads a folder."""
-        return shlex.join(
-            ["aws", "s3", "cp", "--recursive", str(folder), f"s3://{self.bucket}/{self.key_of(run_folder, folder)}"]
-        )
+    def by_hand(self, run_folder: Path, folders: Sequence[Path]) -> list[str]:
+        """Return the commands of AWS's own tool that upload the folders."""
+        command, root = ["aws", "s3", "cp", "--recursive"], f"s3://{self.bucket}"
+        return [shlex.join([*command, str(path), f"{root}/{self.key_of(run_folder, path)}"]) for path in folders]
 
     def _is_there(self, run_folder: Path, manifest: Path) -> bool:
         """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""
@@ -229,12 +228,8 @@ def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _scores(folders: Sequence[Path]) -> dict[str, float] | None:
-    """Return ``scores`` of the loop's state in the checkpoint among the folders."""
-    for folder in folders:
-        if (folder / STATE_FILE).is_file():
-            return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["loop_state"].get("scores")
-    return None
+def _exported(folders: Sequence[Path]) -> list[Path]:
+    return [folder for folder in folders if folder.parent.name == SAFETENSORS_FOLDER]
 
 
 def _value(config: Any, path: str) -> Any:
@@ -252,13 +247,8 @@ def _tried(action: Callable[[], Result], errors: tuple[type[Exception], ...], wh
     try:
         return action()
     except errors as error:
-        reason = _without_secrets(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        for secret in {*(os.environ.get(name) for name in SECRETS), get_token()} - {None, ""}:
+            reason = reason.replace(secret, "***")
         # Without the error itself, whose text may hold a secret.
         raise CheckpointError(f"Cannot {what}, tried {TRIES} times ({reason})") from None
-
-
-def _without_secrets(text: str) -> str:
-    for value in {*(os.environ.get(name) for name in SECRETS), get_token()}:
-        if value:
-            text = text.replace(value, "***")
-    return text

@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
-    "why": ("rlinf.cli.why:why", "what the metrics of a run say: what is wrong, and the key to change"),
+    "why": ("rlinf.cli.report:why", "what the metrics of a run say: what is wrong, and the key to change"),
     "collect": (
         "rlinf.cli.run:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlinf.api import run_config
-from rlinf.checks.env import PROPERTIES, check_properties
 from rlinf.commands.hydra_app import given_value, parse
 from rlinf.config.compose import parse_overrides
+from rlinf.contracts.env import PROPERTIES, check_properties
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError

@@ -11,25 +11,25 @@ import torch
 import yaml
 
 from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checks.env import spread_specs
-from rlinf.checks.report import Check
 from rlinf.cli.table import format_table
-from rlinf.commands.hydra_app import configure, hide_progress_bars, parse, split
+from rlinf.commands.hydra_app import configure, parse, split
 from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere, statistics_of_env
 from rlinf.config.schema import RunConfig
+from rlinf.contracts.env import spread_specs
+from rlinf.contracts.report import Check
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
 from rlinf.models import MODELS, build_policy
-from rlinf.models.loading import read_json
+from rlinf.models.loading import hide_progress_bars, read_json
 from rlinf.models.precision import autocast
 from rlinf.options import from_mapping
 from rlinf.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from rlinf.checks.generation import Generate
-    from rlinf.checks.policy import PolicyChecker
+    from rlinf.contracts.generation import Generate
+    from rlinf.contracts.policy import PolicyChecker
 
 RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
@@ -78,7 +78,7 @@ def _diagnose_action_model(arguments: Sequence[str]) -> int:
 
 def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) -> str | None:
     """Add the engine's checks; return the note below the table."""
-    from rlinf.checks.policy import NUM_ROWS
+    from rlinf.contracts.policy import NUM_ROWS
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
@@ -98,7 +98,7 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
 @contextlib.contextmanager
 def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
-    from rlinf.checks.policy import NUM_ROWS, PolicyChecker
+    from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
 
     named = config.checkpoint or config.init_from or config.resume
     set_num_threads(config.cluster.num_threads, 1)
@@ -130,7 +130,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
 
 
 def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
-    from rlinf.checks.generation import consistency_checks, length_checks, torch_engine, vllm_engine
+    from rlinf.contracts.generation import consistency_checks, length_checks, torch_engine, vllm_engine
     from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 
     about = Path(name).expanduser() / "config.json"

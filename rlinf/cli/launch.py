@@ -17,16 +17,16 @@ from typing import NoReturn
 import torch
 
 from rlinf.cluster.reservation import check_machine, reserved_places
-from rlinf.commands.hydra_app import hide_progress_bars
 from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.errors import ConfigError, RLinfError, UploadError, did_you_mean
 from rlinf.models.hf_model import load_config
+from rlinf.models.loading import hide_progress_bars
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.datasets import local_folder, made_by
+from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import load_recipe, recipe_names
 from rlinf.recipes.plan import (
@@ -41,6 +41,7 @@ from rlinf.recipes.plan import (
     store_room,
 )
 from rlinf.recipes.players import PlayerPlaces, place_players
+from rlinf.recipes.rewards import make_rewards
 
 SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
 ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
@@ -95,6 +96,8 @@ def launch(arguments: Sequence[str]) -> int:
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.players and not is_elsewhere:
         check_machine(partial(place_players, config, plan, device), store_room(config))
+    if not given.dry_run:
+        _check_sources(config, script)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
     machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"
@@ -129,7 +132,7 @@ def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterat
             print(f"continue with: {command}", file=sys.stderr, flush=True)
         raise
     except UploadError as error:
-        raise UploadError(f"{error}: {command}" if saves else str(error)) from None
+        raise UploadError(f"{error}. To try all of it again: {command}" if saves else str(error)) from None
 
 
 @contextmanager
@@ -163,6 +166,20 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
     if config.validation.enable and not config.validation.dataset.name:
         rows = split_rows(config, rows)[1]
     return len(rows), ""
+
+
+def _check_sources(config: RecipeConfig, script: Path | None) -> None:
+    """Refuse rewards, data and a model that are not there before anything is printed; a dry run plans for a machine that has them."""
+    method, validation = config.train.train_policy, config.validation
+    if script is None:
+        if method.type == "grpo":
+            make_rewards(method.reward_function)
+        check_place(method.dataset.name, SECTION)
+        if validation.enable and validation.dataset.name:
+            check_place(validation.dataset.name, "validation.dataset")
+    model = config.policy.model_name_or_path
+    if model.startswith(("/", ".", "~")):  # of the hub's, the ranks tell
+        load_config(model)
 
 
 def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:

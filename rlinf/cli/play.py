@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlinf.commands.hydra_app import configure, names_policy, parse
+from rlinf.commands.hydra_app import configure, names_policy, parse, with_checkpoint
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.envs import make_env
@@ -36,6 +36,7 @@ def play(arguments: Sequence[str]) -> int:
     A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
     `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
     """
+    arguments = with_checkpoint(arguments)
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
     args = parse([word for word in arguments if word not in own])
     settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})

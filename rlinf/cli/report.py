@@ -1,18 +1,21 @@
-"""``rlinf report``."""
+"""``rlinf report`` and ``rlinf why``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import ConfigError
-from rlinf.evaluation.report import write_report
-from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds, run_folders
-from rlinf.evaluation.runs_report import write_runs_report
-from rlinf.evaluation.token_data import is_token_folder
 from rlinf.preflight.refuse import refuse
+from rlinf.report.recipe_data import is_token_folder
+from rlinf.report.run import write_report
+from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders
+from rlinf.report.runs_page import write_runs_report
+from rlinf.report.why.rules import explain
 
 OUTPUT = "runs.html"
+JSON_FLAG = "--json"
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -45,4 +48,24 @@ def report(arguments: Sequence[str]) -> int:
     for sentence in repeated_seeds(group_runs(runs)):
         print(sentence)
     print(f"report: {write_runs_report(runs, output)}")
+    return 0
+
+
+def why(arguments: Sequence[str]) -> int:
+    """Print what the metrics of a run say: what was measured, what it should be, and what to type; the worst first.
+
+    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still go on. Rules that its metrics do not allow are
+    listed with the reason. With --json, one JSON object. docs/why.md has all rules.
+    """
+    folders = [word for word in arguments if word != JSON_FLAG]
+    if len(folders) != 1 or folders[0].startswith("-"):
+        given = f"'{' '.join(folders)}'" if folders else "no folder"
+        raise ConfigError(f"`rlinf why` got {given}; required: one run folder. Run rlinf why outputs/quickstart/latest")
+    places = run_folders(folders)
+    found = {str(place): explain(place) for place in places}
+    if JSON_FLAG in arguments:
+        print(json.dumps({place: diagnosis.as_dict() for place, diagnosis in found.items()}, indent=1))
+        return 0
+    for place, diagnosis in found.items():
+        print(f"{place}\n{diagnosis}" if len(found) > 1 else diagnosis)
     return 0

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import TOKEN_KEYS
-from rlinf.commands.hydra_app import configure, given_value, hide_progress_bars, names_policy, parse, run_training
+from rlinf.commands.hydra_app import configure, given_value, names_policy, parse, run_training, with_checkpoint
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
+from rlinf.models.loading import hide_progress_bars
 from rlinf.options import from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
+from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
 COMPARE_FLAG = "--compare"
@@ -65,16 +67,15 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ConfigError(f"`rlinf evaluate` needs a checkpoint or run folder. Run {usage}")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
+    arguments = with_checkpoint(arguments)
     if any(word.startswith("questions=") for word in arguments):
         return _questions(arguments)
-    first, *others = arguments
-    folder = [f"checkpoint={first}"] if "=" not in first and Path(first).is_dir() else [first]
-    return _carried_out([*folder, *others], "evaluate")
+    return _carried_out(arguments, "evaluate")
 
 
 def _carried_out(arguments: Sequence[str], command: str) -> int:
     """Run the function of ``rlinf.commands`` that has the command's name; its imports take seconds and follow the checks."""
-    config = configure(parse(arguments), command)
+    config = configure(parse(with_checkpoint(arguments)), command)
     if config is not None:
         import_string(f"rlinf.commands.{command}:{command}")(config)
     return 0
@@ -95,8 +96,7 @@ def _questions(arguments: Sequence[str]) -> int:
 
 def _compare(words: list[str]) -> int:
     """Print the comparison of the two evaluations after the flag."""
-    from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
-    from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
+    from rlinf.report.compare_folders import compare_folders, evaluation_folder
 
     position = words.index(COMPARE_FLAG)
     folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
@@ -119,6 +119,7 @@ def audit(arguments: Sequence[str]) -> int:
     Keys are those of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
     is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
     """
+    arguments = with_checkpoint(arguments)
     args = parse(arguments)
     if not names_policy(arguments):
         raise ConfigError(
@@ -141,6 +142,7 @@ def serve(arguments: Sequence[str]) -> int:
     others change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
     """
     require_packages("`rlinf serve`")
+    arguments = with_checkpoint(arguments)
     _check_checkpoint(arguments)
     from rlinf.commands.serve import ServeConfig, serve
 
@@ -208,7 +210,7 @@ def export(arguments: Sequence[str]) -> int:
     Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` where the
     model of a recipe has moved.
     """
-    own, overrides = _split(arguments)
+    own, overrides = _split(with_checkpoint(arguments))
     config = from_mapping(ExportConfig, own)
     for key in ("checkpoint", "output"):
         if getattr(config, key) is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from rlinf.cluster.factory import collector_factory, env_maker, threads_of_rank
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.process_group import given_num_threads, resolve_device
 from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
@@ -30,14 +31,20 @@ if TYPE_CHECKING:
     from rlinf.rollout.vllm_policy import VllmPolicy
 
 
+def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) -> Callable[[int, int], Player]:
+    """Return what makes a player of its number and that of its neighbours; it has ``OMP_NUM_THREADS`` of this process, not the one that Ray sets."""
+    cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
+    return partial(Player, replace(config, cluster=cluster), shell, placement)
+
+
 class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
     With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from that copy. The copy evaluates, preprocesses
     and computes values, as a rank's own policy does next to a rank's own engine.
 
-    Which blocks it plays in a call is the caller's choice, as long as there are no more of them than ``placement.blocks_of``
-    gives it. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
+    Which blocks it plays in a call is the caller's choice, as long as there are no more of them than its
+    share of ``placement.num_blocks``. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
 
     Args:
         config: Of the run.

@@ -173,7 +173,8 @@ class Players:
                 except ray.exceptions.RayTaskError as error:
                     raise RankError(f"Player {call.player} failed: {error}") from None
                 except ray.exceptions.RayError as error:
-                    self._replace(call.player, _first_line(error))
+                    first_line = str(error).strip().partition("\n")[0].rstrip(".")
+                    self._replace(call.player, first_line or type(error).__name__)
                     break  # its other calls have other references now
                 calls.remove(call)
                 self._open[call.player].remove(call)
@@ -368,10 +369,6 @@ def _has_answer(call: Call) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 class RemoteCollector:

@@ -20,9 +20,9 @@ from rlinf.cluster.machine import Machine
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
-from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
-from rlinf.distributed.ray_ranks import RankPlaces, placement_group
-from rlinf.distributed.ray_watch import watched
+from rlinf.distributed.ray.cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
+from rlinf.distributed.ray.ranks import RankPlaces, placement_group
+from rlinf.distributed.ray.watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import store_bytes
@@ -150,7 +150,8 @@ def reserved_places(
     """
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
-        placement = placement_of(_nodes(ray))
+        alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+        placement = placement_of([Node(host, has.get("CPU", 0.0), has.get("GPU", 0.0)) for host, has in alive])
         machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
         ranks, players, host = None, None, LOOPBACK
@@ -285,15 +286,6 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None
 def _gpus(placement: Placement) -> list[str]:
     """Return the GPUs of this machine that the run may use; none where it runs on CPUs."""
     return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
-
-
-def _nodes(ray: ModuleType) -> list[Node]:
-    """Return the machines of the cluster, with what Ray may give away of each."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [
-        Node(node["NodeManagerHostname"], *(node["Resources"].get(key, 0.0) for key in ("CPU", "GPU")))
-        for node in alive
-    ]
 
 
 def _failure_here(machine: Machine) -> Failure | None:

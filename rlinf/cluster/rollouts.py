@@ -15,6 +15,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.number_formats import format_count
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.process_collector import ProcessCollector
 
@@ -61,11 +62,7 @@ def make_collector(
 def played_by(collector: Collector) -> str:
     """Return in words what plays the rollouts of a rank."""
     if isinstance(collector, RemoteCollector):
-        return _count(collector.players.placement.num_players // world_size(), "player")
+        return format_count(collector.players.placement.num_players // world_size(), "player")
     if isinstance(collector, ProcessCollector):
-        return _count(collector.num_processes, "process", "es")
-    return _count(len(collector.worker_threads), "thread")
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number > 1 else ''}"
+        return format_count(collector.num_processes, "process")
+    return format_count(len(collector.worker_threads), "thread")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -23,16 +25,18 @@ from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out, row_text
-from rlinf.evaluation.audit_page import AUDIT_FILE, write_audit
 from rlinf.evaluation.evaluator import episode_list
-from rlinf.evaluation.kept_audit import KEPT_FOLDER, KeptAudit, num_kept
-from rlinf.files import locked_folder
+from rlinf.evaluation.kept_audit import KeptAudit, num_kept
+from rlinf.evaluation.verdicts import LEAST_SHARE
+from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
 from rlinf.options import to_mapping
 from rlinf.preflight.refuse import refuse
+from rlinf.report.page import clipped_text, write_page
 from rlinf.rollout.demonstrations import demonstration_specs
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.run_folder import AUDIT_FILE, PARTIAL_AUDIT, REPORT_FILE
 from rlinf.seeding import seed_everything
 from rlinf.types import EpisodeSpec
 
@@ -78,7 +82,7 @@ def audit(config: RunConfig) -> Audit:
     output = Path(config.output_dir)
     check(config)
     try:
-        with locked_folder(output / KEPT_FOLDER):
+        with locked_folder(output / PARTIAL_AUDIT):
             return _audit(config, output)
     except BaseException as error:
         count = num_kept(output)
@@ -143,6 +147,14 @@ def _audit(config: RunConfig, output: Path) -> Audit:
     return found
 
 
+def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapping[str, Any]) -> Path:
+    """Write ``audit.json`` and ``report.html`` into a folder, and return the page's path."""
+    folder = Path(folder)
+    write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
+    shown = {**facts, "episodes": audit.num_episodes, "actions cut": clipped_text(audit)}
+    return write_page(folder / REPORT_FILE, "audit.html", title, audit=audit, facts=shown, least_share=LEAST_SHARE)
+
+
 def name_of_policy(config: RunConfig) -> str:
     """Return what a message calls the audited policy."""
     model = config.model
@@ -166,7 +178,7 @@ def check(config: RunConfig) -> None:
             refuse(found, "`rlinf evaluate`", f"evaluation.{key}=null")
     check_held_out(settings.split)
     folder = Path(config.output_dir)
-    if folder.exists() and any(folder.iterdir()) and not (folder / KEPT_FOLDER).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / PARTIAL_AUDIT).exists():
         raise ConfigError(f"output_dir is '{folder}', which is not empty. Delete it, or set output_dir=<new folder>")
 
 

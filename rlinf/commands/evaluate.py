@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
+from rlinf import run_folder
 from rlinf.cluster.factory import env_maker
-from rlinf.cluster.player import Player
+from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, statistics_of_env
@@ -35,27 +35,17 @@ from rlinf.distributed.process_group import (
 from rlinf.distributed.start import started_here
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
-from rlinf.evaluation.compare import compare
-from rlinf.evaluation.compare_folders import (
-    COMPARISON_NAMES,
-    check_conditions,
-    check_one_list,
-    compare_folders,
-    evaluation_folder,
-)
+from rlinf.evaluation.compare import check_tells_success, compare
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER
 from rlinf.evaluation.recording import record_episodes, recording_failed
-from rlinf.evaluation.report import write_report
-from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import rate_confidence_sequence
 from rlinf.evaluation.stopping import DECIDED, stop_rule
 from rlinf.files import write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest
+from rlinf.manifest import Manifest
 from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel
@@ -64,10 +54,17 @@ from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.placement import Placement
+from rlinf.report.compare_folders import (
+    COMPARISON_NAMES,
+    check_conditions,
+    check_one_list,
+    compare_folders,
+    evaluation_folder,
+)
+from rlinf.report.run import write_report
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import METRICS_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
@@ -105,7 +102,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 with _reserved(config) as reservation:
                     work, deadlines = (config, reservation), asdict(cluster.deadlines)
                     launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
-                return EvaluationResult.from_json(output / RESULT_FILE)
+                return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
                 before, kept = kept, num_kept(output)
                 if kept <= max(before, 0):
@@ -137,7 +134,8 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
             model, manifest, saved, warnings = open_policy(config, env)
             before = None
             if baseline is not None:
-                before = EvaluationResult.from_json(baseline / RESULT_FILE)
+                before = EvaluationResult.from_json(baseline / run_folder.RESULT_FILE)
+                check_tells_success(before, "evaluation.compare")
                 _check_comparable(baseline, before, manifest, env, specs, config)
             if settings.split == "train":
                 warnings.append(TRAINING_SPLIT)
@@ -167,7 +165,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 greedy=settings.greedy,
                 temperature=config.rollout.temperature,
                 seed=config.seed,
-                video_folder=output / "videos" if settings.num_videos_per_task else None,
+                video_folder=output / run_folder.VIDEOS_FOLDER if settings.num_videos_per_task else None,
                 num_videos_per_task=settings.num_videos_per_task,
                 video_size=settings.video_size,
                 known=known,
@@ -189,7 +187,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                     model,
                     env,
                     result,
-                    output / RECORDINGS_FOLDER,
+                    output / run_folder.RECORDINGS_FOLDER,
                     settings.record_episodes,
                     settings.video_size,
                     rank=rank(),
@@ -217,7 +215,7 @@ def _players(config: RunConfig, reservation: Reservation, model: ActionModel) ->
     """Start the players, and bring them the weights of a policy on the CPU."""
     placement = Placement.of_evaluation(config)
     few = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
-    make = partial(Player, few, PolicyShell.of(model), placement)
+    make = player_maker(few, PolicyShell.of(model), placement)
     way_on = f"run the same command with output_dir={config.output_dir}"
     players = Players(make, config.cluster, placement, reservation, model, way_on)
     try:
@@ -240,10 +238,10 @@ def _write(
     result.warnings = warnings + result.warnings
     result.wall_s += earlier_s
     manifest.save(output)
-    write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
-    (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
-    result.to_json(output / RESULT_FILE)
-    print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+    write_text(output / run_folder.CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    (output / run_folder.COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
+    result.to_json(output / run_folder.RESULT_FILE)
+    print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
 
 
 def _show(output: Path, baseline: Path | None, allow_mismatch: Sequence[str]) -> None:
@@ -275,20 +273,20 @@ def check_output(output: Path, baseline: Path | None) -> None:
                 f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
                 "would overwrite its files. Set output_dir=<another folder>"
             )
-    if (place / RESULT_FILE).exists() and not partial_files(place):
+    if (place / run_folder.RESULT_FILE).exists() and not partial_files(place):
         raise ConfigError(
-            f"output_dir is '{output}', which holds the {RESULT_FILE} of a finished evaluation. Delete the folder, or type "
+            f"output_dir is '{output}', which holds the {run_folder.RESULT_FILE} of a finished evaluation. Delete the folder, or type "
             "output_dir=<another folder>"
         )
 
 
 def _belongs_to_training(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in (METRICS_FILE, STATE_FILE)):
+    if any((folder / name).is_file() for name in (run_folder.METRICS_FILE, run_folder.STATE_FILE)):
         return True
-    if any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
+    if any(folder.glob(f"{run_folder.CHECKPOINTS_FOLDER}/*/{run_folder.STATE_FILE}")):
         return True
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / run_folder.MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and bool(manifest.get("files"))  # that of an evaluation lists none

@@ -13,38 +13,35 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, SAFETENSORS_FOLDER
+from rlinf import run_folder
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import place_of, started_here
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import Answer, AnswerResult
-from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
-from rlinf.evaluation.report import write_report
-from rlinf.evaluation.report_data import RESULT_FILE
-from rlinf.files import LATEST, follow_latest, sha256_of, write_text
+from rlinf.files import follow_latest, sha256_of, write_text
 from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_generation import HuggingFaceGeneration
-from rlinf.manifest import MANIFEST_FILE, Manifest, git_revision, library_versions
+from rlinf.manifest import Manifest, git_revision, library_versions
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import PRECISIONS, load_processor
-from rlinf.recipes.completions import Completer, Completion
+from rlinf.recipes.completions import Completer
 from rlinf.recipes.loop import own_share, write_images
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
+from rlinf.report.compare_folders import compare_folders, evaluation_folder
+from rlinf.report.run import write_report
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import METRICS_FILE
 
 logger = logging.getLogger("rlinf")
 
-FINAL = "final"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 
 
@@ -68,7 +65,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     device = resolve_device(config.device, started_here(num_processes), "device=cpu")
     deadlines = asdict(config.cluster.deadlines)
     launch(_evaluate_rank, (config, model, output), num_processes, device, deadlines=deadlines)
-    return AnswerResult.from_json(output / RESULT_FILE)
+    return AnswerResult.from_json(output / run_folder.RESULT_FILE)
 
 
 def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
@@ -111,17 +108,21 @@ def _write(
     run: Path | None,
 ) -> None:
     """Write and print what an evaluation has found."""
-    _warn_of_cuts(result, config.max_tokens)
+    cut = sum(answer.is_cut for answer in result.answers)
+    if cut > len(result.answers) / 10:
+        warning = f"{cut} of {len(result.answers)} completions were cut at max_tokens={config.max_tokens}"
+        result.warnings.append(warning)
+        logger.warning(warning)
     manifest.save(output)
-    write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    write_text(output / run_folder.CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
     if config.file_per_question:
         _write_files(output, questions, result)
-    result.to_json(output / RESULT_FILE)
-    print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+    result.to_json(output / run_folder.RESULT_FILE)
+    print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
     if baseline is not None:
         print(compare_folders(baseline, output, config.allow_mismatch).table(), flush=True)
     print(f"report: {write_report(output)}", flush=True)
-    if run is not None and (run / METRICS_FILE).is_file():
+    if run is not None and (run / run_folder.METRICS_FILE).is_file():
         print(f"report of the run: {write_report(run)}", flush=True)
 
 
@@ -136,7 +137,7 @@ def find_model(path: str) -> str:
         CheckpointError: There is none.
     """
     folder = follow_latest(Path(path).expanduser())
-    if path == LATEST and not folder.exists():
+    if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")
     if not folder.exists():
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
@@ -148,26 +149,26 @@ def find_model(path: str) -> str:
         raise CheckpointError(
             f"{folder} holds adapters only. Export them merged: rlinf export checkpoint=<run folder> output=<folder> merge_lora=true"
         )
-    if folder.parent.name == CHECKPOINTS_FOLDER:
-        twin = folder.parents[1] / SAFETENSORS_FOLDER / folder.name
+    if folder.parent.name == run_folder.CHECKPOINTS_FOLDER:
+        twin = folder.parents[1] / run_folder.SAFETENSORS_FOLDER / folder.name
         if (twin / MODEL_CONFIG).is_file():
             return str(twin)
-    depths = [f"{SAFETENSORS_FOLDER}/*", f"*/{SAFETENSORS_FOLDER}/*", f"*/*/{SAFETENSORS_FOLDER}/*"]
+    depths = [f"{above}{run_folder.SAFETENSORS_FOLDER}/*" for above in ("", "*/", "*/*/")]
     exports = [found.parent for depth in depths for found in folder.glob(f"{depth}/{MODEL_CONFIG}")]
     if not exports:
         raise CheckpointError(
-            f"{folder} holds no model: neither {MODEL_CONFIG} nor {SAFETENSORS_FOLDER}/*/{MODEL_CONFIG} of a run. Export one: "
+            f"{folder} holds no model: neither {MODEL_CONFIG} nor {run_folder.SAFETENSORS_FOLDER}/*/{MODEL_CONFIG} of a run. Export one: "
             f"rlinf export checkpoint={folder} output=<folder>"
         )
     newest = max(exports, key=lambda export: (export / MODEL_CONFIG).stat().st_mtime_ns)
-    final = newest.with_name(FINAL)
+    final = newest.with_name(run_folder.FINAL_FOLDER)
     return str(final if (final / MODEL_CONFIG).is_file() else newest)
 
 
 def _run_of(model: str) -> Path | None:
     """Return the run folder that contains an exported model; None if it is in no run folder."""
     folder = Path(model)
-    return folder.parents[1] if folder.parent.name == SAFETENSORS_FOLDER else None
+    return folder.parents[1] if folder.parent.name == run_folder.SAFETENSORS_FOLDER else None
 
 
 def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Path:
@@ -175,11 +176,12 @@ def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Pat
     if config.output_dir is not None:
         output = Path(config.output_dir).expanduser()
     elif run is not None:
-        name = Path(config.questions).stem
-        output = run / "eval" / (name if Path(model).name == FINAL else f"{name}_{Path(model).name}")
+        suffix = "" if Path(model).name == run_folder.FINAL_FOLDER else f"_{Path(model).name}"
+        output = run / run_folder.EVALUATIONS_FOLDER / f"{Path(config.questions).stem}{suffix}"
     else:
         output = Path("outputs") / "questions" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    taken = next((name for name in (RESULT_FILE, METRICS_FILE, MODEL_CONFIG) if (output / name).exists()), None)
+    names = (run_folder.RESULT_FILE, run_folder.METRICS_FILE, MODEL_CONFIG)
+    taken = next((name for name in names if (output / name).exists()), None)
     if taken is not None:
         raise ConfigError(
             f"output_dir is '{output}', which holds a {taken}; nothing is overwritten. Delete the folder, or set "
@@ -231,7 +233,12 @@ def _answer(
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
         for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
-            answers.append((_judged(questions[row], completion, find), completion.prompt.previews))
+            question, text = questions[row], completion.text
+            answer = Answer(
+                question.id, question.category, question.prompt, text, question.expected, find(text),
+                completion.reward == 1, len(completion.tokens), completion.is_cut,
+            )  # fmt: skip
+            answers.append((answer, completion.prompt.previews))
         correct = sum(answer.is_correct for answer, _ in answers)
         progress.update("questions", len(answers), num_own, correct=correct)
     progress.close()
@@ -245,25 +252,10 @@ def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: s
         raise ConfigError(f"Row {row} of {file}: {error.reason}") from None
 
 
-def _judged(question: Question, completion: Completion, find: Callable[[str], str | None]) -> Answer:
-    return Answer(
-        question.id, question.category, question.prompt, completion.text, question.expected, find(completion.text),
-        completion.reward == 1, len(completion.tokens), completion.is_cut,
-    )  # fmt: skip
-
-
-def _warn_of_cuts(result: AnswerResult, max_tokens: int) -> None:
-    cut = sum(answer.is_cut for answer in result.answers)
-    if cut > len(result.answers) / 10:
-        warning = f"{cut} of {len(result.answers)} completions were cut at max_tokens={max_tokens}"
-        result.warnings.append(warning)
-        logger.warning(warning)
-
-
 def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGeneration, answer_type: str) -> Manifest:
     """Return the conditions; those of the questions must be equal to compare two evaluations."""
     folder = Path(model)
-    saved = Manifest.load(folder) if (folder / MANIFEST_FILE).is_file() else None
+    saved = Manifest.load(folder) if (folder / run_folder.MANIFEST_FILE).is_file() else None
     network = generator.model
     dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
     sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}

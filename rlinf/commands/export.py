@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from rlinf.checkpoints.checkpoint import verify_checkpoint
-from rlinf.checkpoints.folders import CONFIG_FILE, has_policy, policy_folder, resolve_checkpoint
+from rlinf.checkpoints.folders import has_policy, policy_folder, resolve_checkpoint
 from rlinf.checkpoints.model_files import is_adapter, write_policy
 from rlinf.checkpoints.saved_config import TOKEN_KEYS, flat, read_saved_config
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
@@ -27,6 +27,7 @@ from rlinf.manifest import Manifest, hash_files
 from rlinf.models.config import LoraConfig
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
+from rlinf.run_folder import CONFIG_FILE
 from rlinf.types import Observation
 
 MAX_GAP = 1e-5

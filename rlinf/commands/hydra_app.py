@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config import search
 from rlinf.config.compose import (
@@ -38,10 +38,12 @@ from rlinf.config.training import ClusterConfig
 from rlinf.distributed.start import is_connected, started_here
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
-from rlinf.files import LATEST, mark_latest
+from rlinf.files import mark_latest
 from rlinf.memory import num_cores
+from rlinf.models.loading import hide_progress_bars
 from rlinf.options import override_text
 from rlinf.preflight.folders import check_new_folder
+from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
 
 MOST_ENVS_PER_CORE = 1024
 """More are warned of: they are more likely a slip of the keyboard than meant."""
@@ -51,9 +53,6 @@ AUTO = "auto"
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
 """A command that sets any of these keys says which policy acts."""
-
-SUMMARY_FILE = "summary.json"
-"""What a run writes last."""
 
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -141,7 +140,8 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
                     print(OmegaConf.to_yaml(composed, resolve=args.resolve))
                     return []
                 continue
-            checked[_of_the_task(overrides)] = config = build(composed, command)
+            of_the_task = (each.input_line for each in parse_overrides(overrides) if not each.is_hydra_override())
+            checked[tuple(of_the_task)] = config = build(composed, command)  # as hydra.overrides.task names them
             check(config, command)
 
     folders: list[Path] = []
@@ -171,17 +171,12 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         raise explain(error, args.overrides, args.config_name) from error
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
-        from rlinf.evaluation.runs import sweep_table
+        from rlinf.report.runs import sweep_table
 
         print(sweep_table(finished), flush=True)
     if failures:
         raise failures[0]
     return folders
-
-
-def _of_the_task(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides that are not of Hydra itself, as it names them in ``hydra.overrides.task``."""
-    return tuple(item.input_line for item in parse_overrides(overrides) if not item.is_hydra_override())
 
 
 def mark_as_latest(folder: Path) -> None:
@@ -236,13 +231,6 @@ def start(config: RunConfig, command: str) -> None:
     getattr(training, command)(config)
 
 
-def hide_progress_bars() -> None:
-    """Keep the bars of transformers, which tell of milliseconds, out of our one live line."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     """Compose the continuation of the run ``resumed``, which goes on in its own folder unless ``output_dir`` is given.
 
@@ -282,6 +270,13 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
             except CheckpointError as error:
                 print(f"warning: {run} is skipped: {error}", flush=True)
     return None, folder.absolute()
+
+
+def with_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command, with ``checkpoint=`` before a folder that comes first."""
+    first = arguments[0] if arguments and not set("=~") & set(arguments[0]) else "-"
+    is_folder = Path(first).is_dir() or ("/" in first and not Path(first).is_file()) or Path(first).name == LATEST
+    return [f"checkpoint={first}", *arguments[1:]] if is_folder and first[0] != "-" else list(arguments)
 
 
 def names_policy(arguments: Sequence[str]) -> bool:

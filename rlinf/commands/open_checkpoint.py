@@ -11,7 +11,6 @@ from typing import Any
 
 from rlinf.checkpoints.checkpoint import load_weights, on_rank_zero, verify_checkpoint
 from rlinf.checkpoints.folders import is_checkpoint, policy_folder, resolve_checkpoint
-from rlinf.checkpoints.model_files import STATISTICS_FILE
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.compose import compose_on_saved
 from rlinf.config.schema import RunConfig, build_config
@@ -25,6 +24,7 @@ from rlinf.models.embodiment.headed import HeadedPolicy, base_folder, has_head
 from rlinf.options import from_mapping
 from rlinf.preflight.conditions import build_manifest, conditions_of
 from rlinf.preflight.saved import check_model_type
+from rlinf.run_folder import STATISTICS_FILE
 
 
 @dataclass

@@ -14,6 +14,7 @@ from rlinf.distributed.start import refuse_differences
 from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
+from rlinf.models.loading import hide_progress_bars
 from rlinf.options import to_mapping
 
 
@@ -24,10 +25,8 @@ def prepare_rank(config: RunConfig) -> None:
     Raises:
         ConfigError: On all ranks, if one differs.
     """
-    from transformers.utils import logging as transformers_logging
-
     plugins = load_plugins(config.plugins)
-    transformers_logging.disable_progress_bar()
+    hide_progress_bars()
     own = {f"plugin {path} (sha256)": sha256_of(path) for path in plugins if path.endswith(".py")}
     for section, values in to_mapping(config).items():
         text = json.dumps(values, sort_keys=True, default=str)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import re
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -296,5 +299,16 @@ def env_overrides(config: RunConfig) -> str:
     defaults = to_mapping(type(config.env)())
     changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
     changed["cameras"] = list(config.env.cameras)
-    words = [f"env.{name}={override_text(value)}" for name, value in changed.items() if name != "name"]
-    return " ".join([f"env={config.env.name}", *(f"'{word}'" if "[" in word else word for word in words)])
+    words = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
+    return shlex.join([f"env={config.env.name}", *words])
+
+
+def typed(value: Any) -> str:
+    """Return a value as Hydra reads it from the command line, mappings and texts with spaces or commas included."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}: {typed(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(typed, value))}]"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./:@-]+", value):
+        return json.dumps(value, ensure_ascii=False)
+    return override_text(value)

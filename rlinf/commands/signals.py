@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 
-@contextlib.contextmanager
-def sigterm_is_ctrl_c():
+@contextmanager
+def _answered(number: int, handler: Callable[..., Any]) -> Iterator[None]:
+    """Answer a signal by ``handler`` inside; it arrives in the main thread alone, so that another thread changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
     """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    return _answered(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
-@contextlib.contextmanager
-def ctrl_c_waits():
-    """Let SIGINT take effect after the block, which must not be half done; signals arrive in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Let SIGINT take effect after the block, which must not be half done."""
     arrived: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _frame: arrived.append(number))
-    try:
+    with _answered(signal.SIGINT, lambda number, _frame: arrived.append(number)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
     if arrived:
         signal.raise_signal(arrived[0])

@@ -8,21 +8,19 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.algorithms.base import Trainer
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
-from rlinf.cluster.factory import describe_places, env_maker, episode_sampler
-from rlinf.cluster.player import Player
+from rlinf.cluster.factory import describe_places, env_maker
+from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
-from rlinf.cluster.rollouts import make_collector
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.saved_code import code_overrides
@@ -41,7 +39,7 @@ from rlinf.distributed.parallel import (
     take_weights_of_rank_0,
 )
 from rlinf.distributed.process_group import barrier, local_world_size, rank, resolve_device, set_num_threads, world_size
-from rlinf.distributed.ray_watch import cluster_lost
+from rlinf.distributed.ray.watch import cluster_lost
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
 from rlinf.envs.base import VectorEnv
@@ -49,22 +47,20 @@ from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
+from rlinf.models.base_weights import trained_names
 from rlinf.models.deferred import check_read, how_read
-from rlinf.models.lora import trained_names
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.derived import learns_head, sharding_choice
 from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.rollout.policy_shell import PolicyShell
-from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
+from rlinf.run_folder import CHECKPOINTS_FOLDER, FAILED_BATCH_FOLDER
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.collapse import RolledBack, rollbacks_of
 from rlinf.training.evaluator import Evaluator
-from rlinf.training.offpolicy_trainer import OffPolicyTrainer
 from rlinf.training.outcome import write_failed_batch, write_summary
-from rlinf.training.rl_trainer import RLTrainer
 from rlinf.training.session import Session
 from rlinf.training.sft_trainer import SFTTrainer
 from rlinf.training.state import LoopState
@@ -86,20 +82,20 @@ class Run:
 
     session: Session
     sft: SFTTrainer | None
-    rl: RLTrainer | OffPolicyTrainer | None
+    rl: Trainer | None
 
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
         session = self.session
         try:
-            if isinstance(session.sync.generator, VllmPolicy):
-                session.sync.generator.engine.start()  # its faults show before the hours of cloning
+            engine = getattr(session.sync.generator, "engine", None)
+            if engine is not None:
+                engine.start()  # its faults show before the hours of cloning
             if self.rl is not None:
                 with waiting("start"):
                     self.rl.wait_until_ready()
                 if rank() == 0:
-                    of_ranks = "" if isinstance(self.rl, OffPolicyTrainer) and world_size() == 1 else " of each rank"
-                    print(f"rollouts: played by {self.rl.played_by()}{of_ranks}", flush=True)
+                    print(f"rollouts of each rank: played by {self.rl.played_by()}", flush=True)
             if self.sft is not None:
                 self.sft.fit()
             if self.rl is not None:
@@ -107,7 +103,7 @@ class Run:
             else:
                 session.evaluate_once("after_sft")
         except NonFiniteError as error:
-            failed, folder = session.worker.failed_batch, session.folder / "failed_batch"
+            failed, folder = session.worker.failed_batch, session.folder / FAILED_BATCH_FOLDER
             if failed is not None:
                 if rank() == failed.rank:
                     write_failed_batch(failed, folder)
@@ -172,24 +168,10 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         resumed_from=resumed_from,
     )
     sft = SFTTrainer(session, dataset) if state.phase == "sft" else None
-    return Run(session, sft, _rl_trainer(session, env, players))
-
-
-def _rl_trainer(session: Session, env: VectorEnv, players: Players | None) -> RLTrainer | OffPolicyTrainer | None:
-    """Return what improves the policy; None: the run is one of cloning only."""
-    config, worker = session.config, session.worker
-    if config.trainer.max_steps == 0:
-        return None
-    algorithm = ALGORITHMS.get(config.algorithm.name)
-    if isinstance(config.algorithm, OffPolicyConfig):
-        env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
-        demonstrations = None
-        if config.algorithm.offline_dataset is not None:
-            demonstrations = open_dataset(config.sft, env, config.algorithm.offline_dataset, outcomes=True)
-        sampler = episode_sampler(config, env)
-        return OffPolicyTrainer(session, env, sampler, algorithm, worker.autocast, demonstrations)
-    collector = make_collector(config, env, session.sync.rollout_model, worker.autocast, players)
-    return RLTrainer(session, collector, algorithm(config.algorithm))
+    rl = None
+    if config.trainer.max_steps > 0:
+        rl = ALGORITHMS.get(config.algorithm.name).make_trainer(session, env, players)
+    return Run(session, sft, rl)
 
 
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
@@ -279,11 +261,13 @@ def _on_ranks(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
     )
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
-    generator: VllmPolicy | Players | None = None
+    generator: Any = None
     if shell is not None:
         placement = Placement.of(config)
-        generator = Players(partial(Player, config, shell, placement), config.cluster, placement, reservation, model)
+        generator = Players(player_maker(config, shell, placement), config.cluster, placement, reservation, model)
     elif rollout.backend == "vllm" and config.trainer.max_steps > 0:
+        from rlinf.rollout.vllm_policy import VllmPolicy  # imports transformers
+
         envs_per_rank = rollout.num_envs // world_size()
         generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)
     return parallel, WeightPush(model, rollout_model, generator)
@@ -293,9 +277,7 @@ def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWor
     in_sft = state.phase == "sft"
     rl = rl_trainer_config(config.trainer, state.rollbacks)
     settings = sft_trainer_config(config.trainer, config.sft) if in_sft else rl
-    is_frozen = not in_sft and isinstance(
-        config.algorithm, OffPolicyConfig
-    )  # float32 masters of it would be for nothing
+    is_frozen = not in_sft and ALGORITHMS.get(config.algorithm.name).freezes_policy  # masters would be for nothing
     worker = TrainWorker(
         parallel.model,
         None if is_frozen else settings,
@@ -312,7 +294,7 @@ def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWor
 
 def _tracker(config: RunConfig, state: LoopState, resumed_from: Path | None) -> Tracker:
     folder = Path(config.output_dir)
-    if resumed_from is not None and resumed_from.parent.resolve() == (folder / "checkpoints").resolve():
+    if resumed_from is not None and resumed_from.parent.resolve() == (folder / CHECKPOINTS_FOLDER).resolve():
         checkpoints.set_aside_later(resumed_from)
     tracker = Tracker(
         folder,
@@ -416,15 +398,10 @@ def _launch(config: RunConfig, reservation: Reservation | None) -> None:
 
 def _passed_over(config: RunConfig) -> dict[Path, int]:
     """Return the checkpoints of this run's folder that are later than the one that it resumes, with their inodes."""
-    begins = _own_checkpoint(config)
-    return {} if begins is None else {path: path.stat().st_ino for path in folders.later_checkpoints(begins)}
-
-
-def _own_checkpoint(config: RunConfig) -> Path | None:
-    """Return the checkpoint that is resumed if it is one of this run's folder."""
-    folder = None if config.resume is None else folders.resolve_checkpoint(config.resume)
-    own = (Path(config.output_dir) / folders.CHECKPOINTS_FOLDER).resolve()
-    return folder if folder is not None and folder.parent.resolve() == own else None
+    begins = None if config.resume is None else folders.resolve_checkpoint(config.resume)
+    if begins is None or begins.parent.resolve() != (Path(config.output_dir) / CHECKPOINTS_FOLDER).resolve():
+        return {}
+    return {path: path.stat().st_ino for path in folders.later_checkpoints(begins)}
 
 
 def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:

@@ -94,8 +94,8 @@ def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None,
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
-    _load_named_plugins(overrides)
     try:
+        _load_named_plugins(overrides)
         return fitted(_compose(overrides, root), overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise explain(error, overrides, root) from error
@@ -107,8 +107,11 @@ def _load_named_plugins(overrides: list[str]) -> None:
     path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
     if "plugins" not in typed and path is not None:
         with suppress(yaml.YAMLError):  # Hydra, which reads the file after this, says what is wrong
-            plugins = OmegaConf.load(path).get("plugins", [])
-    load_plugins(from_mapping(RunConfig, {"plugins": plugins}).plugins)
+            experiment = OmegaConf.load(path)
+            if OmegaConf.is_list(experiment):  # Hydra leaves it out without a word
+                raise ConfigError(f"{path} holds a list; required: keys of the configuration, such as trainer.")
+            plugins = experiment.get("plugins")
+    load_plugins(from_mapping(RunConfig, {"plugins": plugins or []}).plugins)
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf import models
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.errors import RLinfError
+from rlinf.run_folder import MODEL_FOLDER
 
 if TYPE_CHECKING:
     from rlinf.config.schema import RunConfig
@@ -20,7 +21,7 @@ def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
     source = config.checkpoint or config.init_from
     if source is not None:
         checkpoint = resolve_checkpoint(source)
-        for folder in (checkpoint / "model", checkpoint):  # Adapters have none, and lie on the model of the section.
+        for folder in (checkpoint / MODEL_FOLDER, checkpoint):  # adapters lie on the model of the section
             if (folder / "config.json").is_file():
                 return models.local_settings(config.model, folder)
     return models.local_settings(config.model)
@@ -39,4 +40,4 @@ def cameras_read(config: RunConfig) -> list[str]:
     except RLinfError:  # there is no such model or folder, which `validate` reports
         return usual
     wanted = None if found is None else found[0].num_cameras(found[1])
-    return usual if wanted is None else usual[:wanted]
+    return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type

@@ -24,7 +24,7 @@ from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ALIASES, ConfigError, MissingDependencyError, RLinfError, closest, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
-from rlinf.files import LATEST, follow_latest
+from rlinf.files import follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.options import (
     from_mapping,
@@ -36,6 +36,7 @@ from rlinf.options import (
     unknown_key_message,
 )
 from rlinf.rollout.config import RolloutConfig
+from rlinf.run_folder import LATEST
 from rlinf.tracking.config import TrackingConfig
 
 
@@ -125,6 +126,9 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
+MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random weights, model.override_config.{0}={1} for the weights of a folder"
+
+
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Say that the key does not exist, and name the section that has it or the most similar ``known`` key.
 
@@ -135,14 +139,15 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
     elsewhere = [key for key in fields_meant(name) if key in others]
     if not set(known).isdisjoint(ALIASES.get(name, ())):
         elsewhere = []
-    elif not elsewhere and closest(name, known) is None:
+    elif not elsewhere and not section and closest(name, known) is None:
         similar = closest(name, (key.rpartition(".")[2] for key in others))
         elsewhere = [key for key in fields_meant(similar) if key in others] if similar else []
     if not elsewhere:
         types = field_types()
         if hints is None:
             hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
-        return unknown_key_message(dotted, value, known, hints)
+        own = section == "model" and closest(name, known) is None
+        return unknown_key_message(dotted, value, known, hints) + own * MODELS_OWN.format(name, override_text(value))
     return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
 
 

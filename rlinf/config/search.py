@@ -35,8 +35,8 @@ REGISTERED = {"model": MODELS, **REGISTRIES}
 
 
 def experiment_folders() -> list[Path]:
-    """Return the folders whose YAML files are experiments: ``--config-dir`` first, then those of rlinf."""
-    return [*user_folders, packaged_experiments()]
+    """Return the folders whose YAML files are experiments: ``--config-dir`` and its ``experiment/``, then those of rlinf."""
+    return [*user_folders, *(folder / GROUP for folder in user_folders), packaged_experiments()]
 
 
 def experiment_names() -> list[str]:

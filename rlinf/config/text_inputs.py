@@ -48,7 +48,11 @@ def check_no_text(config: RunConfig, command: str) -> None:
     """Check that the dataset holds demonstrations, and that the model can see."""
     for key, path, instead in (
         ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
-        ("model.model_path", config.model.model_path, "a policy or a vision-language model. Set model=openvla_tiny"),
+        (
+            "model.model_path",
+            config.model.model_path,
+            "a policy or a vision-language model. Set model.model_path=<its folder>",
+        ),
     ):
         found = None if path is None else text_in(path)
         if found is not None:

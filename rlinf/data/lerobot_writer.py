@@ -183,7 +183,11 @@ class LeRobotWriter:
             raise ConfigError("There is no episode to write.")
         self._close_files()
         for key in self._videos:
-            self.info["features"][key]["info"] = self._video_info(key)
+            height, width = self.image_shapes[key]
+            self.info["features"][key]["info"] = {
+                "video.height": height, "video.width": width, "video.codec": "h264", "video.pix_fmt": "yuv420p",
+                "video.is_depth_map": False, "video.fps": self.fps, "video.channels": 3, "has_audio": False,
+            }  # fmt: skip
         self.info["total_tasks"] = len(self._tasks)
         self.info["splits"] = {"train": f"0:{len(self._episodes)}"}
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
@@ -275,13 +279,6 @@ class LeRobotWriter:
     def _place(self, number: int) -> dict[str, int]:
         chunk, file = divmod(number, layout.FILES_PER_CHUNK)
         return {"chunk_index": chunk, "file_index": file}
-
-    def _video_info(self, key: str) -> dict[str, Any]:
-        height, width = self.image_shapes[key]
-        return {
-            "video.height": height, "video.width": width, "video.codec": "h264", "video.pix_fmt": "yuv420p",
-            "video.is_depth_map": False, "video.fps": self.fps, "video.channels": 3, "has_audio": False,
-        }  # fmt: skip
 
     def _task_table(self) -> Any:
         """Return a table with one row per task; pandas metadata make the instruction its index."""

@@ -104,11 +104,6 @@ class ChildProcess:
         self.end(deadline=0.0)
         self.process = None
 
-    def ask_to_end(self) -> None:
-        """Close the pipe, upon which the process ends after its present work."""
-        if self.process is not None:
-            self.connection.close()
-
     def end(self, deadline: float) -> None:
         """Wait for the process until ``deadline`` (of ``time.monotonic``), then kill it."""
         if self.process is None:
@@ -129,7 +124,8 @@ class ChildProcess:
 def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
     """Ask processes to end, and kill those that have not after ``timeout_s`` together."""
     for child in children:
-        child.ask_to_end()
+        if child.process is not None:
+            child.connection.close()  # upon which it ends after its present work
     deadline = time.monotonic() + timeout_s
     for child in children:
         child.end(deadline)

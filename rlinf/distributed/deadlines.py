@@ -7,13 +7,11 @@ deadline it was prints them all.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -24,7 +22,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from rlinf.distributed.stack_dump import REMOTE_S, kill_children, stacks_of_children
+from rlinf.distributed.stack_dump import REMOTE_S, all_stacks, kill_children
 from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
@@ -222,12 +220,8 @@ class Watchdog:
         self._leave(error)
 
     def _send_stacks(self) -> None:
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            own = file.read().decode(errors="replace")
         doing = f"in '{clock.name}' for {clock.seconds:.0f} s" if clock.name else "between two waits"
-        text = f"process {os.getpid()}, {doing}\n{own}{stacks_of_children()}"
+        text = f"process {os.getpid()}, {doing}\n{all_stacks()}"
         self.store.set(f"stacks/{self.rank}", text)
 
     def _end_with_the_others(self, grace_s: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
     Raise ValueError if a parameter or buffer is on the meta device and nothing says where its numbers are.
     """
     sources, lost = {}, []
-    for name, tensor in _tensors(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             source = getattr(tensor, _SOURCE, None)
             if source is None:
@@ -120,8 +119,3 @@ def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
     if lost:
         raise ValueError(f"{lost[:5]} ({len(lost)}) are on the meta device, and nothing says what they hold")
     return sources
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -23,7 +23,7 @@ from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, portable, report, reported, waiting
 from rlinf.distributed.devices import hide_gpus, isolate_rank, own_device, rank_environment, visible_gpus
 from rlinf.distributed.process_group import backend_of
-from rlinf.distributed.ray_ranks import RankPlaces, RemoteRank
+from rlinf.distributed.ray.ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.distributed.start import START_S, Place, Ranks
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error

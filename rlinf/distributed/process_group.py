@@ -28,6 +28,12 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if dist.is_initialized() else 1
 
 
+def given_num_threads(num_threads: int | None) -> int | None:
+    """Return ``num_threads``, which is ``cluster.num_threads``, or the number of ``OMP_NUM_THREADS``; None: neither is set."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return num_threads or (int(first) if first.isdigit() and int(first) else None)
+
+
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
     """Set the threads of torch: ``num_threads``, or those of ``OMP_NUM_THREADS``, or this rank's share of the machine's cores.
 
@@ -35,8 +41,7 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
         num_threads: ``cluster.num_threads``.
         num_processes: Ranks on this machine.
     """
-    if num_threads is not None or "OMP_NUM_THREADS" not in os.environ:  # which torch has read
-        torch.set_num_threads(num_threads or max(1, num_cores() // num_processes))
+    torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 
 def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:

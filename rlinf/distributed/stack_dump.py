@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -95,6 +97,14 @@ def stacks_of_children() -> str:
         names.setdefault(text, []).append(f"{name} (process {process.pid})")
     texts = [f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items()]
     return "".join([*texts, *(wait(remote_deadline) for wait in waits)])
+
+
+def all_stacks() -> str:
+    """Return the Python stacks of this process, and of its children and processes elsewhere."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode(errors="replace") + stacks_of_children()
 
 
 def kill_children() -> None:

@@ -81,7 +81,9 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
             host = host or first_host(
                 environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
             )
-            port = port or str(_port_of_step(environment))
+            if not port:  # one that all tasks of the step know, and other steps on the machine most likely do not use
+                job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+                port = str(10_000 + (31 * job + step) % 20_000)
         if not host or not (port or "").isdigit():
             raise ConfigError(
                 f"{launcher} has started {size} processes, but {ADDRESS[0]} is '{host or ''}' and {ADDRESS[1]} is '{port or ''}'; "
@@ -98,12 +100,6 @@ def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
         found = f"{name} is '{value}'" if value else f"{name} is not set"
         raise ConfigError(f"{found} in a process that {launcher} has started; required: a number. Set {name}=<number>")
     return int(value)
-
-
-def _port_of_step(environment: Mapping[str, str]) -> int:
-    """Return a port that all tasks of a SLURM step know, and other steps on the machine most likely do not use."""
-    job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
-    return 10_000 + (31 * job + step) % 20_000
 
 
 def first_host(nodelist: str) -> str:

@@ -107,7 +107,7 @@ class GenerateRequest:
     """A batch of prompts.
 
     Attributes:
-        prompts: Token ids and, for a ``model_class``, its image tensors as numpy arrays (``image``).
+        prompts: Token ids, and image tensors as numpy arrays (``image``): those of a ``model_class``, or of ``IMAGE_FAMILIES``.
         sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
         seeds: Seed of each prompt, or None.
         greedy_temperature: Divides the logits of greedy requests, for which vLLM's own ``temperature`` is 0; None: 1.

@@ -60,16 +60,17 @@ class VllmServer(WeightReceiver):
             else:
                 arguments |= language_model_arguments(model, arguments)
             try:
-                self.llm = LLM(model=model, skip_tokenizer_init=True, **arguments)
+                self.llm = LLM(**{"model": model, "skip_tokenizer_init": True} | arguments)
             except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(
                     f"vLLM refuses '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
                     f"Set {spec.settings_key}.<setting>=<another value>"
                 ) from error
         self.spec, self._is_loading = spec, False
-        config = self.llm.llm_engine.model_config.hf_config
+        self.model_config = config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = config.get_text_config().vocab_size
         is_own = spec.model_class is not None
+        self.reads_images = not is_own and getattr(config, "vision_config", None) is not None
         self.names = TensorNames(model_class.required_tensors(config)) if is_own else LanguageModelNames(config)
         self.llm.collective_rpc(keep_names, args=(self.names,))
 
@@ -81,18 +82,13 @@ class VllmServer(WeightReceiver):
         if self.version is None:
             raise EngineError("The vLLM engine has no complete weights. Call update_weights before generate")
         self._check(request)
-        prompts = []
-        for prompt in request.prompts:
-            prompts.append({"prompt_token_ids": prompt["prompt_token_ids"]})
-            if "image" in prompt:
-                tensors = {name: torch.from_numpy(array) for name, array in prompt["image"].items()}
-                prompts[-1]["multi_modal_data"] = {"image": tensors}
+        prompts = [self._input(prompt) for prompt in request.prompts]
         seeds = request.seeds or [None] * len(prompts)
         extra = None if request.greedy_temperature is None else {GREEDY_TEMPERATURE: request.greedy_temperature}
         try:
             common = {"logprobs": 0, "detokenize": False, "extra_args": extra, **request.sampling}
             sampling = [SamplingParams(seed=seed, **common) for seed in seeds]
-            outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
+            outputs = [output.outputs[0] for output in self._run(prompts, sampling)]
         except (VLLMClientError, ValueError) as error:
             raise ConfigError(
                 f"vLLM refuses a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
@@ -109,6 +105,24 @@ class VllmServer(WeightReceiver):
         steps = [zip(output.logprobs, output.token_ids, strict=True) for output in outputs]
         logprobs = [[entries[token].logprob for entries, token in row] for row in steps]
         return GenerateResult(token_ids, logprobs, self.version)
+
+    def _input(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a prompt for ``llm.generate``; with ``reads_images`` as its renderer would."""
+        tensors = {name: torch.from_numpy(array) for name, array in prompt.get("image", {}).items()}
+        if self.reads_images:
+            from rlinf.engines.vllm_images import engine_input
+
+            return engine_input(prompt["prompt_token_ids"], tensors, self.model_config)
+        images = {"multi_modal_data": {"image": tensors}} if tensors else {}
+        return {"prompt_token_ids": prompt["prompt_token_ids"], **images}
+
+    def _run(self, prompts: list[dict[str, Any]], sampling: list[Any]) -> list[Any]:
+        """Return vLLM's output for each prompt."""
+        from vllm import RequestOutput
+
+        if self.reads_images:  # vLLM's own renderer would ask for images, and process them itself
+            return self.llm._render_and_run_requests(iter(prompts), sampling, RequestOutput, use_tqdm=False)
+        return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def sleep(self, keep_weights: bool) -> int | None:
         """Release the GPU memory; return the version of the weights that are kept."""
@@ -180,14 +194,17 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
     """Return arguments for a language model that complete ``engine_args``.
 
     They set the number format, because vLLM's own ``auto`` turns float32 into 16 bits. On CPUs they set the cache size, because
-    ``gpu_memory_utilization`` would allocate a share of all main memory at once.
+    ``gpu_memory_utilization`` would allocate a share of all main memory at once. Images arrive normalised, so vLLM must not do it again.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
-    arguments = {}
+    arguments: dict[str, Any] = {}
     if engine_args.get("dtype", "auto") == "auto":
         arguments["dtype"] = str(config.dtype or config.get_text_config().dtype or torch.float32).removeprefix("torch.")
     if not torch.cuda.is_available() and engine_args.get("kv_cache_memory_bytes") is None:
         arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config.get_text_config(), engine_args | arguments)
+    if getattr(config, "vision_config", None) is not None:
+        arguments |= {"skip_tokenizer_init": False, "mm_device_do_normalize": False, "mm_processor_cache_gb": 0,
+                      "limit_mm_per_prompt": {"video": 0}}  # fmt: skip
     return arguments
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, check_manifest, complete_tied
@@ -41,7 +41,8 @@ class LanguageModelNames(TensorNames):
 
     def __init__(self, config: Any) -> None:
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config)
+            reads_images = getattr(config, "vision_config", None) is not None
+            self.model = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_config(config)
         self.model.tie_weights()
         super().__init__(dict(self.model.state_dict(keep_vars=True)))
         self.public = TensorNames(revert_weight_conversion(self.model, dict(self.tensors)))

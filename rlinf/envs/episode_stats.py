@@ -18,13 +18,14 @@ class EpisodeStats:
         horizons: int64 ``[B]``: env steps after which the episode is truncated.
         num_steps: int64 ``[B]``: env steps so far.
         success: bool ``[B]``: the goal has been reached at least once.
+        told: bool ``[B]``: the env has said at least once whether it is reached.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:
         self._config = config
         self.horizons = np.ones(num_envs, dtype=np.int64)
         self.num_steps = np.zeros(num_envs, dtype=np.int64)
-        self.success = np.zeros(num_envs, dtype=bool)
+        self.success, self.told = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
         self._returns = np.zeros(num_envs, dtype=np.float64)
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
         self._clipped = np.zeros(num_envs, dtype=np.float64)  # in actions: three of four numbers count 0.75
@@ -33,7 +34,7 @@ class EpisodeStats:
     def begin(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
         """Start episodes with ``horizons`` in the rows ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
-        self.success[ids], self.horizons[ids] = False, horizons
+        self.success[ids], self.told[ids], self.horizons[ids] = False, False, horizons
         self._clipped[ids], self._max_abs[ids] = 0.0, 0.0
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -47,6 +48,7 @@ class EpisodeStats:
             dense_reward, success = chunk.dense_reward[rows, position], chunk.success[rows, position]
             rewards[rows, position] = self._rewards_of(ids[rows], dense_reward, success)
         self.num_steps[ids] += chunk.executed.sum(1)
+        self.told[ids] |= chunk.told.any(1)
         self._returns[ids] += rewards.sum(1, dtype=np.float64)
         terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)
         return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
@@ -61,7 +63,8 @@ class EpisodeStats:
         """Return how the episode of row ``index`` ended."""
         success, total, length = self.success[index], self._returns[index], self.num_steps[index]
         clipped, largest = self._clipped[index] / max(1, length), self._max_abs[index]
-        return EpisodeResult(spec, task, bool(success), float(total), int(length), float(clipped), float(largest))
+        numbers = float(total), int(length), float(clipped), float(largest)
+        return EpisodeResult(spec, task, bool(success), *numbers, success_told=bool(self.told[index]))
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
         """Return the rewards of one env step. The bonus is paid once, at the first step of success."""

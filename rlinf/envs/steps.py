@@ -30,17 +30,19 @@ class SimulatorChunk(NamedTuple):
         success: bool ``[K, C]``.
         terminated: bool ``[K, C]``.
         executed: bool ``[K, C]``: true up to and including the step at which the episode ended.
+        told: bool ``[K, C]``: the env said whether the state reaches the goal.
     """
 
     dense_reward: np.ndarray
     success: np.ndarray
     terminated: np.ndarray
     executed: np.ndarray
+    told: np.ndarray
 
     @staticmethod
     def empty(num_envs: int, chunk_len: int) -> SimulatorChunk:
         """Return a chunk in which nothing was executed."""
-        flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(3)]
+        flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(4)]
         return SimulatorChunk(np.zeros((num_envs, chunk_len), dtype=np.float32), *flags)
 
 
@@ -66,7 +68,7 @@ def chunk_of_steps(
         chunk.dense_reward[rows, position], chunk.success[rows, position] = step.dense_reward, step.success
         if step.terminated is not None:
             chunk.terminated[rows, position] = step.terminated
-        chunk.executed[rows, position] = True
+        chunk.executed[rows, position] = chunk.told[rows, position] = True
         over = chunk.terminated[rows, position] | (step.success & terminate_on_success)
         active[rows] = ~over & (position + 1 < steps_left[rows])
     return chunk

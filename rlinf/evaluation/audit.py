@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
-from rlinf.evaluation.compare import EPISODES, compare
+from rlinf.evaluation.compare import EPISODES, check_tells_success, compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
     Motion,
@@ -169,6 +169,7 @@ class Auditor:
             moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
         """
         self.play("clean", "as evaluated", records=self.records)
+        check_tells_success(self.results["clean"], "An audit")
         self._baselines()
         self._instructions()
         self._pictures()
@@ -213,7 +214,10 @@ class Auditor:
                 result = evaluate_policy(
                     self.model if model is None else model, cast("VectorEnv", played), episodes, **self.options
                 )
-                self._remember(key, result, records)
+                if self.kept is not None:
+                    if records is not None:
+                        self.kept.add_records(records, self.specs)
+                    self.kept.add(key, result)
         except (RefusedInputError, RefusedRequestError) as error:
             if key == "clean":
                 raise
@@ -240,12 +244,6 @@ class Auditor:
         if found is not None and records is not None:
             records |= self.kept.records(specs)
         return found
-
-    def _remember(self, key: str, result: EvaluationResult, records: dict[EpisodeSpec, Record] | None) -> None:
-        if self.kept is not None:
-            if records is not None:
-                self.kept.add_records(records, self.specs)
-            self.kept.add(key, result)
 
     def _keep(self, row: Row) -> None:
         self.rows[row.key] = row

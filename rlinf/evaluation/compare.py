@@ -210,9 +210,11 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
             ``"seed"`` accept a difference in how actions were drawn.
 
     Raises:
+        ConfigError: The env of ``result_a`` tells no success.
         ManifestMismatchError: Actions were drawn in different ways, so the difference is not the policies' alone.
         ConfigError: The lists differ and that is not allowed, an episode occurs twice, or none is common.
     """
+    check_tells_success(result_a, "A comparison")
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
     mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
@@ -228,6 +230,15 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
         num_planned = max(one.stopping["num_planned"] for one in stopped)
         _make_sequential(comparison, [(first[key], second[key]) for key in order], num_planned)
     return comparison
+
+
+def check_tells_success(result: EvaluationResult, what: str) -> None:
+    """Raise ConfigError for a result of an env that tells no success, which ``what`` counts."""
+    if not result.total.is_told:
+        raise ConfigError(
+            f"{what} counts successes, and none of {result.total.episodes} episodes has told success, only returns; required: "
+            "an env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
+        )
 
 
 def _make_sequential(

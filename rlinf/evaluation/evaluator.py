@@ -129,9 +129,11 @@ class ObjectPolicy(RowPolicy):
         actions = actions[:, None] if actions.ndim == 2 else actions
         bad = actions[~np.isfinite(actions)]
         if actions.ndim != 3 or len(actions) != len(streams) or bad.size:
+            name = type(self.model).__name__
+            who = f"act of {name}" if hasattr(self.model, "act") else getattr(self.model, "__name__", name)
             held = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
             raise RefusedInputError(
-                f"{_name_of(self.model)} returned actions of the shape {list(actions.shape)}{held}; required: finite "
+                f"{who} returned actions of the shape {list(actions.shape)}{held}; required: finite "
                 f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )
         return actions
@@ -140,11 +142,6 @@ class ObjectPolicy(RowPolicy):
 def remembers(policy: Any) -> bool:
     """Return whether a policy that is no model may remember what it has seen in an episode: it has ``reset``."""
     return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
-
-
-def _name_of(policy: Any) -> str:
-    name = type(policy).__name__
-    return f"act of {name}" if hasattr(policy, "act") else getattr(policy, "__name__", name)
 
 
 Video = tuple[int, dict[str, Any], str]
@@ -298,7 +295,7 @@ def evaluate_policy(
         evaluation = EvaluationResult(results, greedy, temperature, seed, tells_success=tells_success)
         evaluation.warnings += clipping_warning(*actions_clipped(results))
         if video_folder is not None:
-            chosen = _chosen(evaluation.results, num_videos_per_task)
+            chosen = _chosen(evaluation.results, num_videos_per_task, evaluation.total.is_told)
             mine = list(enumerate(chosen))[rank::num_ranks]
             videos = together(lambda: episodes.record(mine, Path(video_folder), video_size))
             recorded = sorted((item for part in videos for item in part), key=lambda item: item[0])
@@ -369,10 +366,10 @@ def _run(
     )
 
 
-def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[EpisodeResult]:
-    """Return the first successes and the first failures of each task."""
+def _chosen(results: Sequence[EpisodeResult], num_per_task: int, is_told: bool = True) -> list[EpisodeResult]:
+    """Return the first successes and the first failures of each task; the first episodes where the env tells no success."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
-    limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2}
+    limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2 if is_told else num_per_task}
     for result in results:
         kept = chosen.setdefault((result.task, result.success), [])
         if len(kept) < limits[result.success]:
@@ -390,10 +387,12 @@ def _record(
         replays = replay_episodes(policy, env, [counted.spec for _, counted in batch], size)
         for (number, counted), (result, instruction, frames) in zip(batch, replays, strict=True):
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
-            outcome = "success" if result.success else "failure"
+            is_told = result.success_told or env.tells_success(env.config)
+            success = bool(result.success) if is_told or result.success else None
+            outcome = {True: "success", False: "failure", None: "episode"}[success]
             name = f"{slug(result.task)}_{outcome}_{number:03d}.mp4"
-            path = write_video(folder / name, frames, instruction, result.success)
-            about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
+            path = write_video(folder / name, frames, instruction, success)
+            about = {"task": result.task, "instruction": instruction, "success": success}
             changed = "" if same else f"{result.task}, init state {result.spec.init_state_id}"
             videos.append((number, {"path": f"{folder.name}/{path.name}", **about}, changed))
     return videos

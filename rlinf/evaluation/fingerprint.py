@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlinf.types import EpisodeSpec, Observation
+from rlinf.types import Observation
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
@@ -57,10 +57,13 @@ def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
     return {
         "num_actions": NUM_ACTIONS,
         "episodes": [
-            {**_identity(env, specs[row]), "instruction": instructions[row], "start": start[row], "end": end[row]}
-            for row in rows
+            {
+                "task": env.task_names[spec.task_id], "init_state_id": spec.init_state_id, "seed": spec.seed,
+                "instruction": instructions[row], "start": start[row], "end": end[row],
+            }
+            for row, spec in zip(rows, specs, strict=True)
         ],
-    }
+    }  # fmt: skip
 
 
 def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarray:
@@ -102,10 +105,6 @@ def _compare(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
             when = "at the start" if moment == "start" else f"after {saved['num_actions']} fixed actions"
             lines += [f"{name}, {when}: {line}" for line in _differences(before[moment], now[moment])]
     return lines
-
-
-def _identity(env: VectorEnv, spec: EpisodeSpec) -> dict[str, Any]:
-    return {"task": env.task_names[spec.task_id], "init_state_id": spec.init_state_id, "seed": spec.seed}
 
 
 def _key(episode: dict[str, Any]) -> tuple[str, int, int]:

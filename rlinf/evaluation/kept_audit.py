@@ -20,19 +20,16 @@ from rlinf.evaluation.disturbed_env import Record
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_bytes, write_text
 from rlinf.manifest import Mismatch
+from rlinf.run_folder import CONDITIONS_FILE, PARTIAL_AUDIT, RECORDS_FILE
 from rlinf.types import EpisodeSpec
 
-KEPT_FOLDER = "audit.partial"
-"""In the folder of an audit, until its ``audit.json`` is written."""
-CONDITIONS_FILE = "conditions.json"
-RECORDS_FILE = "records.npz"
 SHOWN = 5
 """Differences that a message names."""
 
 
 def num_kept(folder: Path) -> int:
     """Return the number of conditions that an unfinished audit has left in its folder."""
-    return sum(path.name != CONDITIONS_FILE for path in (folder / KEPT_FOLDER).glob("*.json"))
+    return sum(path.name != CONDITIONS_FILE for path in (folder / PARTIAL_AUDIT).glob("*.json"))
 
 
 class KeptAudit:
@@ -52,7 +49,7 @@ class KeptAudit:
     """
 
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
-        self.folder = folder / KEPT_FOLDER
+        self.folder = folder / PARTIAL_AUDIT
         self.present = json.loads(json.dumps({"policy": policy, "conditions": flat(conditions)}, default=str))
         self.num_known = num_kept(folder)
         if self.path.exists():

@@ -11,10 +11,8 @@ from typing import Any, Self
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import lock, naming
+from rlinf.run_folder import PARTIAL_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
-
-PARTIAL_FILE = "result.partial.jsonl"
-"""That of rank 0. Rank 2 writes to ``result.partial.2.jsonl``."""
 
 
 def partial_files(folder: Path) -> list[Path]:

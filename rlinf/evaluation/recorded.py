@@ -16,7 +16,6 @@ from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.types import EpisodeSpec
 
-RECORDINGS_FOLDER = "episodes"
 JUDGEMENTS = ("value", "entropy", "logprob")
 BEFORE, AFTER = "rlinfEpisode(", ");\n"
 """What stands before and after the JSON value."""

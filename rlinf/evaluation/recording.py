@@ -119,7 +119,13 @@ def judge(
     found: dict[str, Any] = dict.fromkeys(JUDGEMENTS)
     if getattr(model, "value_head", None) is not None:
         found["value"] = prediction.values
-    if _gives_logprobs(model):
+    try:
+        model.check_rl(model.config)
+    except ConfigError:  # the model's present settings do not allow it
+        has_logprobs = False
+    else:
+        has_logprobs = model.has_logprobs
+    if has_logprobs:
         found["logprob"] = model.rollout_logprobs(prediction, temperature).sum(1)
         found["entropy"] = model.evaluate_actions(inputs, prediction.sequences, temperature).entropy.sum(1)
     columns = {name: None if numbers is None else numbers.float().tolist() for name, numbers in found.items()}
@@ -127,15 +133,6 @@ def judge(
         {name: None if column is None else column[row] for name, column in columns.items()}
         for row in range(len(prediction.actions))
     ]
-
-
-def _gives_logprobs(model: ActionModel) -> bool:
-    """Return whether actions have log-probabilities with the model's present settings."""
-    try:
-        model.check_rl(model.config)
-    except ConfigError:
-        return False
-    return model.has_logprobs
 
 
 class Recorder:

@@ -118,8 +118,8 @@ class EvaluationResult:
 
     def _count(self, results: Sequence[EpisodeResult]) -> Success:
         returns = mean_interval([result.episode_return for result in results]) if results else None
-        # An env may tell success at the end of an episode only, and then it is known once there is one.
-        is_told = self.tells_success or any(result.success for result in self.results)
+        # An env may tell success at the end of an episode only, and then it is known once an episode has ended.
+        is_told = self.tells_success or any(result.success_told or result.success for result in self.results)
         return Success(sum(bool(result.success) for result in results), len(results), returns, is_told)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlinf.evaluation.compare import Pairs
@@ -110,11 +111,20 @@ def verdicts(rows: Mapping[str, Row], reset_successes: int, matched: Mapping[str
     clean = rows["clean"].success
     floor = max(rows[key].success.success_rate for key in ("idle", "random"))
     stake = clean.success_rate - floor
-    found = [_beats_nothing(matched["baseline"], clean), _success_at_reset(reset_successes, clean.episodes)]
+    text = f"{reset_successes} of {clean.episodes} succeed in the first env step without a policy"
+    question, at_reset = "Are there episodes that succeed by themselves at once?", bool(reset_successes)
+    found = [_beats_nothing(matched["baseline"]), Verdict(question, YES if at_reset else NO, text, at_reset)]
     is_better = found[0].answer == YES
-    looks = _looks(rows, stake, is_better)
+    costs = partial(_by_loss, stake=stake, is_better=is_better)
+    reads = costs("Does it read the instruction?", rows["swapped"], "another instruction")
+    other, what = rows["other_pictures"], "the first picture of another episode"
+    if other.success is None:
+        other, what = rows["black"], "a black picture"
+    looks = costs("Does it look at the pictures?", other, what)
+    what = "the first state of another episode"
+    feels = costs("Does it use the robot's state?", rows["other_state"], what, no_is_fault=False)
     reacts = _reacts(rows, matched.get("pushed"), stake, is_better)
-    found += [_reads(rows, stake, is_better), looks, _feels(rows, stake, is_better), reacts]
+    found += [reads, looks, feels, reacts]
     found.append(_remembers(rows, stake, floor, is_better, looks.answer, reacts.answer))
     return [*found, _breaks(rows, stake, is_better)]
 
@@ -124,21 +134,11 @@ def _lost(row: Row, stake: float) -> Effect:
     return Effect(0.0 - row.pairs.difference, 0.0 - high, 0.0 - low, stake)
 
 
-def _beats_nothing(pairs: Pairs, clean: Success) -> Verdict:
+def _beats_nothing(pairs: Pairs) -> Verdict:
     low, high = pairs.interval
     points = f"{format_points(pairs.difference)} points (95 % interval {format_points(low, high)}) over the better one of both"
     answer = YES if low > 0 else NO if pairs.difference <= 0 else UNCLEAR
     return Verdict("Is it better than random actions and than doing nothing?", answer, points, answer != YES)
-
-
-def _success_at_reset(count: int, episodes: int) -> Verdict:
-    question = "Are there episodes that succeed by themselves at once?"
-    return Verdict(
-        question,
-        YES if count else NO,
-        f"{count} of {episodes} succeed in the first env step without a policy",
-        bool(count),
-    )
 
 
 def _not_better(question: str) -> Verdict:
@@ -156,24 +156,6 @@ def _by_loss(question: str, row: Row, what: str, stake: float, is_better: bool, 
     effect = _lost(row, stake)
     is_fault = no_is_fault and effect.answer == NO
     return Verdict(question, effect.answer, f"{what} costs {effect}", is_fault, **effect.of_a_yes)
-
-
-def _reads(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
-    return _by_loss("Does it read the instruction?", rows["swapped"], "another instruction", stake, is_better)
-
-
-def _looks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
-    question, other = "Does it look at the pictures?", rows["other_pictures"]
-    if other.success is None:
-        return _by_loss(question, rows["black"], "a black picture", stake, is_better)
-    return _by_loss(question, other, "the first picture of another episode", stake, is_better)
-
-
-def _feels(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
-    other = rows["other_state"]
-    return _by_loss(
-        "Does it use the robot's state?", other, "the first state of another episode", stake, is_better, False
-    )
 
 
 def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:

@@ -67,7 +67,7 @@ def write_video(
     path: str | os.PathLike,
     frames: Sequence[np.ndarray],
     instruction: str,
-    success: bool,
+    success: bool | None,
     fps: int = 6,
     hold_s: float = 1.0,
 ) -> Path:

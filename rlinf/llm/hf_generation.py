@@ -254,6 +254,7 @@ def _continue(
                     max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends or None
                 ),
                 logits_processor=LogitsProcessorList([sampler]),
+                synced_gpus=False,  # the weights are whole, so a rank need not wait at each token for ranks with fewer answers
             )
     finally:
         model.generation_config = own

@@ -114,7 +114,10 @@ class HuggingFacePolicy(TokenPolicy):
         refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
         check_trainable(self.config)
-        _check_training(self.config)
+        if self.config.sequence_packing and self.config.max_tokens_per_microbatch is None:
+            raise ConfigError("sequence_packing=True needs a row size. Pass e.g. max_tokens_per_microbatch=4096")
+        if (self.config.load_in_8bit or self.config.load_in_4bit) and self.config.lora is None:
+            raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")
         if self.config.compile:
             check_compiler(_device_of(self.config))
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
@@ -273,13 +276,6 @@ class HuggingFacePolicy(TokenPolicy):
         # Shards move to the device one by one.
         config = replace(self.config, device_map=None) if self._sharded else self.config
         return load_causal_lm(self.model_name, config, deferred=self._sharded)
-
-
-def _check_training(config: HuggingFacePolicyConfig) -> None:
-    if config.sequence_packing and config.max_tokens_per_microbatch is None:
-        raise ConfigError("sequence_packing=True needs a row size. Pass e.g. max_tokens_per_microbatch=4096")
-    if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
-        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")
 
 
 def _device_of(config: HuggingFacePolicyConfig) -> str:

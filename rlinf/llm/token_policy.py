@@ -110,7 +110,9 @@ class TokenPolicy(PolicyInterface):
         Raise CheckpointError if ``model_name`` is read for it, and no longer holds the initial weights.
         """
         if self._reference is None:
-            self._reference = self._initial_model().requires_grad_(False).eval()
+            initial = self._load()
+            self._check_initial(initial)
+            self._reference = initial.requires_grad_(False).eval()
         return self._score(self._reference, data)
 
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
@@ -238,12 +240,6 @@ class TokenPolicy(PolicyInterface):
                 f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Pass micro_batch_size={rows_per_sample}"
             )
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
-
-    def _initial_model(self) -> nn.Module:
-        """Load the weights that the policy began with."""
-        model = self._load()
-        self._check_initial(model)
-        return model
 
     def _check_initial(self, model: nn.Module) -> None:
         """Raise CheckpointError if a model that was read after a step is not the one that the policy began with."""

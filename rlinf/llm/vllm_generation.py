@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,12 +23,17 @@ from rlinf.llm.generation_interface import (
     GenerationOutputSpec,
     generation_output,
 )
-from rlinf.llm.hf_generation import SamplingConfig, refuse_other_names, verify_sampling_tokens
+from rlinf.llm.hf_generation import SamplingConfig, media_tokens, refuse_other_names, verify_sampling_tokens
 from rlinf.models.hf_model import check_tensor_parallel, load_config
 from rlinf.options import from_mapping
 from rlinf.seeding import derive_seed
 
 TIMEOUT_S = 600.0
+IMAGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""Model types whose images reach the engine, as the tensors of ``IMAGE_INPUTS``."""
+IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
+BANNED_BIAS = -100.0
+"""vLLM's smallest one; the probability becomes 0 in float32."""
 
 
 class VllmGenerationWorker:
@@ -61,7 +66,7 @@ class VllmGenerationWorker:
         """Start the engine. Idempotent. Raises ConfigError for settings that do not fit the model."""
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
-            check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
+            check_tensor_parallel(self.model_config, self.num_gpus, "tensor_parallel_size")
         self.engine.start()
         self.engine.wake()
 
@@ -71,9 +76,10 @@ class VllmGenerationWorker:
         attention_mask: Tensor | None = None,
         greedy: bool = False,
         seeds: list[int] | None = None,
+        images: Sequence[Mapping[str, Tensor]] | None = None,
         **kwargs: Any,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row.
+        """Generate a completion per row, without tokens of images or other media.
 
         Raise ConfigError if vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
         EngineError if the engine failed or did not answer in time.
@@ -83,6 +89,7 @@ class VllmGenerationWorker:
             attention_mask: ``[B, S]``; None means no padding.
             greedy: Take the most likely token instead of sampling.
             seeds: Seed of each row; None: the next ones of the worker.
+            images: ``IMAGE_INPUTS`` of each row, empty for text; None: there are no images.
             **kwargs: Settings of the generation that override those of the worker.
 
         Returns:
@@ -100,7 +107,13 @@ class VllmGenerationWorker:
         prompts = [row[:length].tolist() for row, length in zip(input_ids, mask.bool().sum(-1), strict=True)]
         sampling = sampling_arguments(settings, greedy)
         verify_sampling_tokens(sampling_config(settings), self.vocab_size)
+        banned = media_tokens(self.model_config)
+        if banned and "allowed_token_ids" not in sampling:
+            sampling["logit_bias"] = dict.fromkeys(banned, BANNED_BIAS)
         request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        for prompt, tensors in zip(request.prompts, images or [], strict=images is not None):
+            if tensors:
+                prompt["image"] = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
         if sampling["temperature"] == 0:
             request.greedy_temperature = settings.get("temperature")
         elif seeds is not None:
@@ -138,10 +151,11 @@ class VllmGenerationWorker:
     @cached_property
     def vocab_size(self) -> int:
         """Size of the model's vocabulary."""
-        return self._model_config.get_text_config().vocab_size
+        return self.model_config.get_text_config().vocab_size
 
     @cached_property
-    def _model_config(self) -> Any:
+    def model_config(self) -> Any:
+        """Configuration of the model."""
         return load_config(self.model_name, self.trust_remote_code)
 
 
@@ -179,13 +193,17 @@ class VllmGeneration(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
 
-        Raise ConfigError if the batch has images or positions.
+        Raise ConfigError if the batch has positions, or images that vLLM gets of other families only (``IMAGE_FAMILIES``).
         """
-        verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
+        images, others = None, data
+        if IMAGE_INPUTS[0] in data and self.worker.model_config.model_type in IMAGE_FAMILIES:
+            images = images_of_rows(data)
+            others = {name: value for name, value in data.items() if name not in IMAGE_INPUTS}
+        verify_text_only(others, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
         ids, mask = tokens_and_mask(data)
         seeds = data[SEEDS_KEY].tolist() if SEEDS_KEY in data else None
-        output = self.worker.generate(ids, mask, greedy, seeds).to(ids.device)
+        output = self.worker.generate(ids, mask, greedy, seeds, images).to(ids.device)
         consumed = ("input_ids", "attention_mask", SEEDS_KEY, *output)
         extra = {name: value for name, value in data.items() if name not in consumed}
         return BatchedDataDict({**extra, **output})
@@ -212,6 +230,17 @@ class VllmGeneration(GenerationInterface):
     def shutdown(self) -> None:
         """Stop the engine and free all its memory. Idempotent."""
         self.worker.stop()
+
+
+def images_of_rows(data: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Return the ``IMAGE_INPUTS`` of each row of a batch, empty for text."""
+    for name in IMAGE_INPUTS:
+        if not isinstance(data.get(name), list):
+            raise ConfigError(
+                f"The batch has '{name}' as {type(data.get(name)).__name__}; required: a list with a tensor of the images of each row"
+            )
+    columns = [data[name] for name in IMAGE_INPUTS]
+    return [dict(zip(IMAGE_INPUTS, row, strict=True)) if len(row[0]) else {} for row in zip(*columns, strict=True)]
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rlinf.registry import Registry
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
-    "get_model_config_and_processor", "local_settings", "register_auto_classes", "register_model",
+    "get_model_config_and_processor", "local_settings", "random_weights", "register_auto_classes", "register_model",
     "torch_dtype_from_precision",
 ]  # fmt: skip
 
@@ -38,6 +38,7 @@ __getattr__ = lazy_attributes(
             "get_model",
             "get_model_config_and_processor",
             "local_settings",
+            "random_weights",
         ],
         "rlinf.models.building",
     ),
@@ -55,8 +56,8 @@ class ModelEntry:
 
     Attributes:
         name: ``model.model_type`` in the configuration.
-        model: Policy class: ``ActionModel`` and ``PreTrainedModel``.
-        config: ``PreTrainedConfig`` class; None: ``model.config_class``.
+        model: Policy class: ``ActionModel``, and ``PreTrainedModel`` or ``PlainPolicy``.
+        config: ``PreTrainedConfig`` or ``PlainConfig`` class; None: ``model.config_class``.
         processor: Class whose ``from_pretrained(path, tokenizer=..., image_processor=...)`` gives the input processor.
         image_processor: Class with ``from_pretrained(path)``.
         load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where
@@ -86,7 +87,7 @@ class ModelEntry:
             )
         if entry.config is None:
             entry = replace(entry, config=getattr(entry.model, "config_class", None))
-        if entry.config is not None:
+        if not getattr(entry.config, "is_plain", entry.config is None):
             _register_auto_classes(entry)
         return entry
 
@@ -151,17 +152,18 @@ def register_auto_classes() -> None:
     """Make the Auto classes of transformers load every registered policy: ``AutoModel.from_pretrained("my_policy")``.
 
     An import alone does not, because it would import torch and all models. Loading a policy with rlinf registers its type.
+    A policy without transformers (``PlainConfig``) is registered here only.
     What the Auto classes return cannot act until it has its processor; for a policy that acts, use ``rlinf.load_policy``.
     """
     for name in MODELS:
-        MODELS.get(name).resolve()
+        _register_auto_classes(MODELS.get(name).resolve())
 
 
 def _register_auto_classes(entry: ModelEntry) -> None:
     from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
     AutoConfig.register(entry.config.model_type or entry.name, entry.config, exist_ok=True)
-    is_own = isinstance(entry.config, type) and issubclass(entry.config, PreTrainedConfig)
+    is_own = issubclass(entry.config, PreTrainedConfig) or entry.config.is_plain
     # A type of transformers itself keeps its class, because other models build their parts by it.
     if is_own and entry.acts and not entry.config.__module__.startswith("transformers."):
         AutoModel.register(entry.config, entry.model, exist_ok=True)

@@ -6,21 +6,18 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlinf.files import sha256_of
-from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse_mismatches
+from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, refuse_mismatches
 from rlinf.models.config import ModelConfig
+from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-ADAPTER_FOLDER = "adapter"
-"""Of a checkpoint, with its adapters."""
-HEAD_SETTINGS = "head.json"
-"""File with the settings of a head, by which a folder that holds one is known."""
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -83,3 +80,18 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 @functools.cache
 def _file_digest(path: Path, size: int, time_ns: int) -> str:
     return sha256_of(path)
+
+
+def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state dict without adapters, whose layers have the names that they would have without adapters."""
+    for name, tensor in (model.state_dict() if state is None else state).items():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Return the names in ``merged_tensors`` of what training changes: trained or adapted weights, and buffers."""
+    changing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    changing |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    adapted = {name.partition(".lora_")[0] + ".weight" for name in changing if ".lora_" in name}
+    return adapted | {name.replace(".base_layer.", ".") for name in changing if ".lora_" not in name}

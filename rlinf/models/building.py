@@ -14,6 +14,7 @@ from rlinf.errors import CheckpointError, ConfigError, did_you_mean
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
+from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import check_attention, check_fit, check_model_type, read_json, without_load_report
@@ -162,8 +163,6 @@ def _load(
     dtype = torch_dtype_from_precision(cfg.precision)
     arguments = {"dtype": dtype, "attn_implementation": cfg.attn_implementation}
     if entry.acts:
-        from rlinf.models.dropout import switch_off_dropout
-
         model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments, deferred))
         model.feature_kind = cfg.features
     elif cfg.model_path is None:
@@ -281,6 +280,15 @@ def _has_config(entry: ModelEntry, folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in config_file_names(entry))
 
 
+def random_weights(model_type: str) -> str:
+    """Return the override for random weights of a model type: the packaged group of its family, or its own sizes."""
+    for name in (f"{model_type}_tiny", model_type):
+        group = Path(__file__).parents[1] / "config" / "model" / f"{name}.yaml"
+        if group.is_file() and "init_config:" in group.read_text(encoding="utf-8"):
+            return f"model={name}"
+    return "model.init_config=<its sizes>"
+
+
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
     """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over."""
     if entry.elsewhere:
@@ -289,12 +297,15 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
         if not cfg.init_config:
             raise ConfigError(
                 f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
-                "Set model.model_path=<checkpoint folder>, or model=openvla_tiny for random weights"
+                f"Set model.model_path=<checkpoint folder>, or {random_weights(entry.name)} for random weights"
             )
         if entry.config is None:
             raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")
-        _check_names(entry.config(), cfg.init_config, "model.init_config")
-        return entry.config(**plain_container(cfg.init_config))
+        values = plain_container(cfg.init_config)
+        if getattr(entry.config, "is_plain", False):
+            return from_mapping(entry.config, values, "model.init_config")
+        _check_names(entry.config(), values, "model.init_config")
+        return entry.config(**values)
     if cfg.model_path is not None and cfg.init_config:
         raise ConfigError(
             f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "

@@ -7,9 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import PreTrainedModel
 
 from rlinf.distributed.deferred import FileTensor, Weight, defer, in_memory, is_deferred
 from rlinf.distributed.parallel import local_part
@@ -38,11 +36,14 @@ class NotDeferredError(Exception):
     """The weights cannot stay in their files; the text says why, and what is read whole instead works."""
 
 
-def without_weights(model_class: type[PreTrainedModel], config: Any, **arguments: Any) -> Any:
+def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any) -> Any:
     """Build a model with its parameters on the meta device and its buffers in memory, with their values."""
+    from accelerate import init_empty_weights  # imports transformers
+
     with init_empty_weights(include_buffers=False):
         model = model_class._from_config(copy.deepcopy(config), **arguments)
-    model.tie_weights()  # moving the weights to the meta device one by one has separated them
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # moving the weights to the meta device one by one has separated them
     return model
 
 

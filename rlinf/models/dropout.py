@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 
 def switch_off_dropout(model: nn.Module) -> nn.Module:
@@ -28,8 +27,8 @@ def _clear(owner: Any) -> None:
             setattr(owner, name, 0.0)
 
 
-def _clear_config(config: PreTrainedConfig) -> None:
+def _clear_config(config: Any) -> None:
     _clear(config)
     for value in list(vars(config).values()):
-        if isinstance(value, PreTrainedConfig):
+        if hasattr(value, "model_type"):  # the configuration of a part
             _clear_config(value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import MODELS
+from rlinf.run_folder import STATISTICS_FILE
 
 
 def field_error(problem: str, override: str) -> ConfigError:
@@ -49,7 +52,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 def dataset_statistics(folder: Path) -> dict[str, Any]:
     """Return the statistics by data set name that public code writes next to a checkpoint; empty without the file."""
-    path = folder / "dataset_statistics.json"
+    path = folder / STATISTICS_FILE
     return read_json(path) if path.is_file() else {}
 
 
@@ -67,6 +70,15 @@ def checkpoint_folder(path: str | Path) -> Path:
         except (OSError, ValueError) as error:
             reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
     raise CheckpointError(f"model.model_path is '{path}': {reason}. Set model.model_path=<checkpoint folder>")
+
+
+def hide_progress_bars() -> None:
+    """Keep the bars of transformers, which tell of milliseconds, out of our one live line, also where it is not imported yet."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as bars
+
+        bars.disable_progress_bar()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,16 +17,18 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlinf.distributed.deferred import is_deferred
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.base_weights import base_tensors
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.optim.finite import check_loaded
+from rlinf.run_folder import ADAPTER_FILE, FULL_FILE
 
-ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -121,8 +122,8 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
     full = {name: state[name] for name, _ in model.named_parameters() if is_trained_in_full(model, name)}
-    _write(folder / ADAPTER_FILE, adapter_state_dict(model, state_dict))
-    _write(folder / FULL_FILE, {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()})
+    write_safetensors(folder / ADAPTER_FILE, adapter_state_dict(model, state_dict))
+    write_safetensors(folder / FULL_FILE, full)
     config = copy.copy(model.peft_config["default"])
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -188,24 +189,9 @@ def merged_tensors(
             yield name, tensor
 
 
-def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state dict without adapters, whose layers have the names that they would have without adapters."""
-    for name, tensor in (model.state_dict() if state is None else state).items():
-        if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), tensor
-
-
 def merged_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return all of ``merged_tensors`` at once."""
     return dict(merged_tensors(model, state=state))
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    """Return the names in ``merged_tensors`` of what training changes: trained or adapted weights, and buffers."""
-    changing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
-    changing |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    adapted = {name.partition(".lora_")[0] + ".weight" for name in changing if ".lora_" in name}
-    return adapted | {name.replace(".base_layer.", ".") for name in changing if ".lora_" not in name}
 
 
 def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -299,9 +285,3 @@ def _load_adapter(model: Any, folder: Path) -> None:
         with torch.no_grad():
             for name, tensor in saved.items():
                 own[name].copy_(tensor)
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    os.replace(temporary, path)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from rlinf.engines.weight_handle import TensorSpec, WeightBuckets
 from rlinf.engines.weight_transfer import ModuleWeights
-from rlinf.models.lora import base_tensors, merged_tensors, trained_names
+from rlinf.models.base_weights import base_tensors, trained_names
+from rlinf.models.lora import merged_tensors
 
 
 class MergedWeights(ModuleWeights):

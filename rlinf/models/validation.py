@@ -1,10 +1,10 @@
-"""The comparison of two backends in ``rlinf.checks.generation``, by the path that users import."""
+"""The comparison of two backends in ``rlinf.contracts.generation``, by the path that users import."""
 
 from rlinf.imports import lazy_attributes
 
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(
-        ["log_probability_error", "validate_log_probability_consistency", "vocab_size"], "rlinf.checks.generation"
+        ["log_probability_error", "validate_log_probability_consistency", "vocab_size"], "rlinf.contracts.generation"
     ),
 )

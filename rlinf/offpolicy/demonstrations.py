@@ -196,7 +196,7 @@ def offline_data(
     replay.counts[0] = num_slots
     digest = hashlib.sha256(slots.rows.tobytes())
     for name in ("actions", "rewards", "executed", "terminated"):
-        digest.update(held[name].contiguous().numpy())
+        digest.update(held[name].contiguous().numpy().data)
     done = held["has_action"]
     beyond = _out_of_reach(policy, held["base"][done], held["actions"][done])
     return OfflineData(replay, episodes, answers.num_asked, beyond, digest.hexdigest())

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from rlinf.algorithms.base import AnyAlgorithm, Trainer, Updates
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.errors import CheckpointError, NonFiniteError
+from rlinf.imports import import_string
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
-from rlinf.offpolicy.replay import Batch
+from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.seeding import derive_seed
 
 AT_BOUND = 0.99
 """From here on a number of a head counts as at its bound."""
 
 
-class OffPolicyLearner(ABC):
+class OffPolicyLearner(AnyAlgorithm, ABC):
     """Trains a head by critics that learn from transitions.
 
     Args:
@@ -33,6 +35,7 @@ class OffPolicyLearner(ABC):
     """
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
+    freezes_policy: ClassVar[bool] = True
 
     def __init__(self, config: Any, head: Head, seed: int) -> None:
         self.config, self.head = config, head
@@ -44,8 +47,28 @@ class OffPolicyLearner(ABC):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
         self.optimizers = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
-        self._live, self._slow = list(self.critics.parameters()), list(self.targets.parameters())
+        self._live, self._slow = tuple(self.critics.parameters()), tuple(self.targets.parameters())
         self.num_updates = 0
+
+    @classmethod
+    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
+        return import_string("rlinf.offpolicy.trainer:make_off_policy_trainer")(cls, session)
+
+    @classmethod
+    def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+        import_string("rlinf.offpolicy.checks:check_off_policy")(config, policy)
+
+    @classmethod
+    def updates(cls, config: Any) -> Updates:
+        algorithm, rollout = config.algorithm, config.rollout
+        env_steps = rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
+        each = f"{algorithm.updates_per_env_step:g} an env step after the first {algorithm.warmup_env_steps:,}"
+        table = {"updates": f"{each}, {algorithm.batch_size} transitions each"}
+        return Updates(algorithm.batch_size, 0, int(algorithm.updates_per_env_step * env_steps), table)
+
+    @classmethod
+    def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
+        return replay_bytes(config.algorithm, model) + offline_bytes(config.algorithm, model)
 
     @classmethod
     def noise_std(cls, config: Any) -> float | None:
@@ -128,10 +151,6 @@ class OffPolicyLearner(ABC):
                     f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Begin again from "
                     "the last checkpoint, and set algorithm.learning_rate to less"
                 )
-
-    def normal_like(self, actions: Tensor) -> Tensor:
-        """Draw standard normal numbers of the shape of ``actions``."""
-        return torch.randn(actions.shape, generator=self.generator).to(self.device)
 
     def normal_for_options(self, num_rows: int) -> Tensor:
         """Draw the standard normal numbers of the options of some observations."""

@@ -77,7 +77,8 @@ def answers_about(
         "rounding": [policy.device.type, batch_size],  # of sums, which differ a little
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
-    path = cache_folder() / f"{key}.safetensors"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "rlinf" / "proposals" / f"{key}.safetensors"
     if path.is_file():
         try:
             return Answers(**load_file(path), num_asked=0)
@@ -111,8 +112,3 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def cache_folder() -> Path:
-    """Return where answers of frozen policies are kept: ``$XDG_CACHE_HOME/rlinf/proposals``, by default in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlinf" / "proposals"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.data.formats import describe_dataset
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.heads import HEADS
 
 
 @dataclass
@@ -124,16 +128,12 @@ class ReplayBuffer:
     def transitions(self) -> Tensor:
         """Return the slots with an action whose outcome is known, as ``slot * num_envs + env``: int64, ascending."""
         if self._transitions is None:
-            known = self.has_action & (self.terminated | ~self._newest())
+            newest = torch.zeros(self.num_slots, self.num_envs, dtype=torch.bool)
+            envs = self.counts.nonzero().flatten()
+            newest[(self.counts[envs] - 1) % self.num_slots, envs] = True
+            known = self.has_action & (self.terminated | ~newest)
             self._transitions = known.flatten().nonzero().flatten()
         return self._transitions
-
-    def _newest(self) -> Tensor:
-        """Mark the newest slot of each env, bool ``[slots, envs]``."""
-        newest = torch.zeros(self.num_slots, self.num_envs, dtype=torch.bool)
-        envs = self.counts.nonzero().flatten()
-        newest[(self.counts[envs] - 1) % self.num_slots, envs] = True
-        return newest
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
         """Draw transitions uniformly, with replacement. Raise ConfigError if there is none yet."""
@@ -174,7 +174,7 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps: the slots that were written, and the generator."""
-        filled = int(min(self.counts.max(), self.num_slots))
+        filled = min(int(self.counts.max()), self.num_slots)
         held = {name: tensor[:filled] for name, tensor in self.tensors.items()}
         return held | {
             "counts": self.counts, "num_slots": torch.tensor(self.num_slots), "generator": self.generator.get_state()
@@ -234,3 +234,25 @@ class ReplayBuffer:
                     f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
                     f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
                 )
+
+
+def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
+    """Return the bytes of a replay buffer for a policy, which may be on the meta device.
+
+    ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
+    """
+    size = config.replay_capacity if num_observations is None else num_observations
+    head, chunk_numbers = HEADS.get(config.head.name), model.action_dim * model.action_chunks_len
+    numbers = model.feature_dim + head.num_candidates_of(config.head) * chunk_numbers + head.num_numbers_of(model)
+    return size * (4 * numbers + 5 * model.action_chunks_len + 2)
+
+
+def offline_bytes(config: OffPolicyConfig, model: Any) -> int:
+    """Return the bytes, at most, of the demonstrations of a policy; 0 where there are none, or their rows are not known yet."""
+    if config.offline_dataset is None:
+        return 0
+    info = describe_dataset(config.offline_dataset, "algorithm.offline_dataset")
+    if info.num_rows is None:
+        return 0
+    # Of each episode, the last call may be shorter, and its last observation may be one more.
+    return replay_bytes(config, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)

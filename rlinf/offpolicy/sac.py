@@ -36,7 +36,8 @@ class SAC(OffPolicyLearner):
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)
-        r, logprobs = self.head.draw(batch.features, base, self.normal_like(batch.actions))
+        noise = torch.randn(batch.actions.shape, generator=self.generator).to(self.device)
+        r, logprobs = self.head.draw(batch.features, base, noise)
         actions = self.head.compose(base, r)
         values = self.values(batch.features, batch.base, actions)
         alpha = self.log_alpha.detach().exp()

@@ -111,6 +111,9 @@ def check_evaluation(config: RunConfig) -> None:
     if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
         found = f"{given} with evaluation.num_episodes={number}, which cannot decide even if the two differ in every episode"
         refuse(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
+    if stop_when is not None and not ENVS.get(config.env.name).tells_success(config.env):
+        found = f"{given} counts successes, which env={config.env.name} is not known to tell"
+        refuse(found, "the whole list", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
         refuse(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
@@ -211,7 +214,7 @@ def check_collect(config: RunConfig) -> None:
     if os.path.lexists(Path(config.dataset).expanduser()):
         refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
-    require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
+    require_package("pyarrow", "`rlinf collect`", "pyarrow")
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if config.checkpoint is None:
@@ -223,8 +226,8 @@ def check_collect(config: RunConfig) -> None:
         refuse(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)
 
 
-def require_package(module: str, wanted_by: str, package: str, instead: str) -> None:
-    """Refuse an option whose optional package is not installed."""
+def require_package(module: str, wanted_by: str, package: str, instead: str = "") -> None:
+    """Refuse an option, or a command, whose optional package is not installed; ``instead`` does without."""
     if importlib.util.find_spec(module) is None:
-        cure = f"Run pip install {package}, or set {instead}"
+        cure = f"Run pip install {package}{', or set ' if instead else ''}{instead}"
         raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. {cure}")

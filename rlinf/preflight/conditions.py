@@ -46,12 +46,15 @@ def build_manifest(
     if config.model.is_lora:
         base = weights_digest(config.model.model_path)
         lora = {"state": "adapter", **asdict(config.model.lora), **({} if base is None else {"base_sha256": base})}
+    statistics, unnorm_key = settings.get("norm_stats") or {}, config.model.unnorm_key
+    if unnorm_key is None and len(statistics) == 1:
+        (unnorm_key,) = statistics
     names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
     actions = {name: settings[name] for name in names if name in settings}
     return Manifest(
         **conditions_of(config),
         model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
-        normalization=_normalization(config.model.unnorm_key, settings),
+        normalization={"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key)},
         preprocessing={
             "image_size": config.model.image_size or settings.get("image_sizes"),
             "cameras": list(config.env.cameras),
@@ -69,13 +72,6 @@ def build_manifest(
         probe=fingerprint,
         git_revision=git_revision(),
     )
-
-
-def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    statistics = settings.get("norm_stats") or {}
-    if unnorm_key is None and len(statistics) == 1:
-        (unnorm_key,) = statistics
-    return {"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key)}
 
 
 def _processor_settings(processor: Any) -> dict[str, Any] | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.algorithms import ALGORITHMS
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.parallel import Choice, choose_sharding
+from rlinf.number_formats import format_count
 from rlinf.options import cured_by_settings
 from rlinf.rollout.parity import MAX_GAP, ParityGate
 
@@ -40,23 +41,17 @@ def derive(config: RunConfig) -> DerivedNumbers:
     ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
     num_samples = rollout.num_envs * rollout.num_chunks
     max_env_steps = num_samples * config.model.action_chunks_len
-    rows = trainer.minibatch_size // ranks
-    minibatches = num_samples // trainer.minibatch_size
-    if isinstance(config.algorithm, OffPolicyConfig):
-        rows, minibatches = config.algorithm.batch_size, 0
-        per_iteration = int(config.algorithm.updates_per_env_step * max_env_steps)
-    else:
-        per_iteration = minibatches * config.algorithm.update_epochs
+    updates = ALGORITHMS.get(config.algorithm.name).updates(config)
     return DerivedNumbers(
         num_samples=num_samples,
         num_groups=rollout.num_envs // rollout.group_size,
         max_env_steps=max_env_steps,
         envs_per_rank=rollout.num_envs // ranks,
-        minibatches_per_epoch=minibatches,
-        rows_per_rank=rows,
-        micro_batches_per_rank=math.ceil(rows / config.model.micro_batch_size),
-        optimizer_steps_per_iteration=per_iteration,
-        optimizer_steps=per_iteration * trainer.max_steps,
+        minibatches_per_epoch=updates.minibatches_per_epoch,
+        rows_per_rank=updates.rows_per_rank,
+        micro_batches_per_rank=math.ceil(updates.rows_per_rank / config.model.micro_batch_size),
+        optimizer_steps_per_iteration=updates.per_iteration,
+        optimizer_steps=updates.per_iteration * trainer.max_steps,
         env_steps=max_env_steps * trainer.max_steps,
         sft_micro_batches_per_rank=math.ceil(config.sft.batch_size // ranks / config.model.micro_batch_size),
     )
@@ -64,7 +59,7 @@ def derive(config: RunConfig) -> DerivedNumbers:
 
 def learns_head(config: RunConfig) -> bool:
     """Return whether the run trains a head on a policy that is frozen then."""
-    return isinstance(config.algorithm, OffPolicyConfig) and config.trainer.max_steps > 0
+    return config.trainer.max_steps > 0 and ALGORITHMS.get(config.algorithm.name).freezes_policy
 
 
 def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_bytes: int) -> Choice:
@@ -81,27 +76,19 @@ def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_
 def format_derived(config: RunConfig) -> str:
     """Return the numbers as a small table."""
     numbers, rollout, trainer, sft, model = derive(config), config.rollout, config.trainer, config.sft, config.model
-    ranks = _count(config.cluster.num_processes, "rank")
     rows = {
         "policy": f"{model.model_type}, {model.action_chunks_len} x {model.action_token_len} numbers a call",
         "tasks": f"{config.env.name}: {', '.join(config.env.tasks or ['all tasks'])}",
     }
     if sft.max_steps > 0:
-        passes = _count(numbers.sft_micro_batches_per_rank, "micro-batch")
+        passes = format_count(numbers.sft_micro_batches_per_rank, "micro-batch")
         rows["behaviour cloning"] = f"{sft.max_steps} steps of {sft.batch_size} in {passes} a rank"
     if trainer.max_steps > 0:
         groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
-        envs, passes = _count(numbers.envs_per_rank, "env"), _count(numbers.micro_batches_per_rank, "micro-batch")
         steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
         calls = f"{rollout.num_chunks} chunks = {numbers.num_samples} samples"
         rows["rollout"] = f"{rollout.num_envs} envs{groups} x {calls}"
-        if isinstance(config.algorithm, OffPolicyConfig):
-            each = f"{config.algorithm.updates_per_env_step:g} an env step after the first {config.algorithm.warmup_env_steps:,}"
-            rows["updates"] = f"{each}, {config.algorithm.batch_size} transitions each"
-        else:
-            epochs = _count(config.algorithm.update_epochs, "epoch")
-            rows["minibatches"] = f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {epochs}"
-            rows[f"each of {ranks}"] = f"{envs}, {numbers.rows_per_rank} rows a minibatch in {passes}"
+        rows |= ALGORITHMS.get(config.algorithm.name).updates(config).table
         rows["in all"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"
@@ -109,12 +96,6 @@ def format_derived(config: RunConfig) -> str:
         rows["output"] = config.output_dir
     width = max(map(len, rows))
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows.items())
-
-
-def _count(number: int, noun: str) -> str:
-    """Write ``1 env``, ``2 envs``, ``2 micro-batches``."""
-    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def parity_gate(config: RunConfig) -> ParityGate:

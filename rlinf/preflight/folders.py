@@ -7,11 +7,12 @@ import tempfile
 from pathlib import Path
 
 from rlinf import models
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.models.base_weights import check_base
 from rlinf.preflight.refuse import refuse
+from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, MODEL_FOLDER, STATE_FILE
 
 
 def check_sources(config: RunConfig) -> None:
@@ -29,7 +30,7 @@ def check_sources(config: RunConfig) -> None:
         refuse(
             "model.model_path is null and model.init_config is empty",
             "weights to load, or sizes for random ones",
-            "model.model_path=<folder or hub id>, or model=openvla_tiny",
+            f"model.model_path=<folder or hub id>, or {models.random_weights(model.model_type)}",
         )
     if model.model_path is not None:
         check_hub_folder("model.model_path", model.model_path, models.config_file_names(models.entry_for(model)))
@@ -47,7 +48,7 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
     if folder.is_dir():
         with_marker = [
             candidate
-            for candidate in (folder, folder / "model", folder / "adapter")
+            for candidate in (folder, folder / MODEL_FOLDER, folder / ADAPTER_FOLDER)
             if not markers or any((candidate / name).is_file() for name in markers)
         ]
         if folder not in with_marker:
@@ -61,7 +62,7 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
 def check_new_folder(config: RunConfig) -> None:
     """Check that the output folder holds no run, except the one that is resumed."""
     folder = Path(config.output_dir).expanduser().resolve()
-    found = [name for name in ("metrics.jsonl", CHECKPOINTS_FOLDER) if (folder / name).exists()]
+    found = [name for name in (METRICS_FILE, CHECKPOINTS_FOLDER) if (folder / name).exists()]
     if not found or (config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents):
         return
     instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.algorithms import ALGORITHMS
 from rlinf.config.schema import RunConfig
-from rlinf.data.formats import describe_dataset
 from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import BUCKET_BYTES
@@ -18,9 +17,8 @@ from rlinf.engines.weight_transfer import manifest_of
 from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
-from rlinf.models.heads import HEADS
 from rlinf.number_formats import format_bytes
-from rlinf.preflight.derived import sharding_choice
+from rlinf.preflight.derived import learns_head, sharding_choice
 from rlinf.preflight.placement import Placement
 
 NOT_COUNTED = (
@@ -94,12 +92,12 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
     kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
-    samples = config.rollout.num_envs * config.rollout.num_chunks
-    buffer = samples // ranks * sample_bytes(config, model) if trainer.max_steps > 0 else 0
-    if isinstance(config.algorithm, OffPolicyConfig) and trainer.max_steps > 0:
-        # With cloning the sum is an upper bound: the optimiser goes before the buffer comes.
-        buffer = replay_bytes(config.algorithm, model) + offline_bytes(config.algorithm, model)
-    if isinstance(config.algorithm, OffPolicyConfig) and config.sft.max_steps == 0 and trainer.max_steps > 0:
+    buffer = 0
+    if trainer.max_steps > 0:
+        # Where a head follows cloning, the sum is an upper bound: the optimiser goes before the buffer comes.
+        algorithm = ALGORITHMS.get(config.algorithm.name)
+        buffer = algorithm.buffer_bytes(config, model, sample_bytes(config, model))
+    if learns_head(config) and config.sft.max_steps == 0:
         # The policy is frozen, and a head is small.
         none = dict.fromkeys(
             ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine"), 0
@@ -120,28 +118,6 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         rollout_buffer=buffer,
         num_players=players // ranks,
     )
-
-
-def replay_bytes(algorithm: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
-    """Return the bytes of a replay buffer for a policy, which may be on the meta device.
-
-    ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
-    """
-    size = algorithm.replay_capacity if num_observations is None else num_observations
-    head, chunk_numbers = HEADS.get(algorithm.head.name), model.action_dim * model.action_chunks_len
-    numbers = model.feature_dim + head.num_candidates_of(algorithm.head) * chunk_numbers + head.num_numbers_of(model)
-    return size * (4 * numbers + 5 * model.action_chunks_len + 2)
-
-
-def offline_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
-    """Return the bytes, at most, of the demonstrations of a policy; 0 where there are none, or their rows are not known yet."""
-    if algorithm.offline_dataset is None:
-        return 0
-    info = describe_dataset(algorithm.offline_dataset, "algorithm.offline_dataset")
-    if info.num_rows is None:
-        return 0
-    # Of each episode, the last call may be shorter, and its last observation may be one more.
-    return replay_bytes(algorithm, model, info.num_rows // model.action_chunks_len + 2 * info.num_episodes)
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:

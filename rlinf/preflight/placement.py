@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
-from rlinf.distributed.ray_cluster import check_address, import_ray
+from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import place_of
 from rlinf.distributed.sums import own_blocks
 from rlinf.preflight.refuse import refuse
@@ -173,10 +173,6 @@ class Placement:
         """A player belongs to several ranks."""
         return 0 < self.num_players < self.num_ranks
 
-    def blocks_of(self, player: int) -> range:
-        """Return the blocks of a player."""
-        return own_blocks(self.num_blocks, player, self.num_players)
-
     def worker_threads(self, of_rank: int) -> int:
         """Return the worker threads of a player: its part of those with which a rank would play, ``of_rank``.
 
@@ -188,7 +184,7 @@ class Placement:
         """Return the threads with which a player computes.
 
         Args:
-            of_rank: ``cluster.num_threads``, of which a player has the part that its rank leaves it; None: the next one counts.
+            of_rank: ``given_num_threads``, of which a player has the part that its rank leaves it; None: the next one counts.
             of_machine: The player's share of the cores of its machine.
         """
         return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_players)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.folders import SUPERSEDED, read_loop_state, resolve_checkpoint
+from rlinf.algorithms import ALGORITHMS
+from rlinf.checkpoints.folders import SUPERSEDED, has_policy, policy_folder, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import Manifest, compare, refuse_mismatches
+from rlinf.models.embodiment.headed import has_head
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import conditions_of
 from rlinf.preflight.refuse import refuse
@@ -89,3 +91,17 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
         for key, value in now.items()
         if key in before and before[key] != value and key not in LAUNCH_KEYS
     ]
+
+
+def check_no_head(config: RunConfig) -> None:
+    """Check that a policy with a head is trained by what trains heads."""
+    source, trains_heads = config.resume or config.init_from, ALGORITHMS.get(config.algorithm.name).freezes_policy
+    if source is None or (trains_heads and (config.resume is not None or config.sft.max_steps == 0)):
+        return
+    folder = resolve_checkpoint(source)
+    if has_policy(folder) and has_head(policy_folder(folder)):
+        refuse(
+            f"{folder} holds a head on a frozen policy",
+            "an off-policy algorithm, and no cloning",
+            "algorithm=sac sft.max_steps=0",
+        )

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
-from rlinf.distributed.ray_cluster import check_address, import_ray
+from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
@@ -37,13 +36,12 @@ from rlinf.preflight.compatibility import (
     check_rollout,
     require_package,
 )
-from rlinf.preflight.derived import DerivedNumbers, derive
+from rlinf.preflight.derived import DerivedNumbers, derive, learns_head
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.offpolicy import check_no_head, check_off_policy
 from rlinf.preflight.placement import check_evaluation_players, check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
-from rlinf.preflight.saved import check_start
+from rlinf.preflight.saved import check_no_head, check_start
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
@@ -108,14 +106,9 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "evaluate":
         check_evaluation_players(config)
     if command == "train" and config.trainer.max_steps > 0:
-        if isinstance(config.algorithm, OffPolicyConfig):
-            check_blocks(config)
-            check_off_policy(config, config.algorithm, policy)
-            check_whole_episodes(config)
-        else:
-            check_batches(config)
-            check_algorithm(config)
-            check_rollout(config, policy)
+        check_blocks(config)
+        ALGORITHMS.get(config.algorithm.name).check(config, policy)
+        check_whole_episodes(config)
     if trains and config.sft.max_steps > 0:
         check_sft(config, policy)
     if trains and config.tracking.wandb:
@@ -274,7 +267,7 @@ def check_collapse(config: RunConfig) -> None:
         refuse(f"{mode} with trainer.eval_every=0", "evaluations, which show a collapse", f"trainer.eval_every={every}")
     if config.trainer.on_collapse == "stop":
         return
-    if isinstance(config.algorithm, OffPolicyConfig):
+    if learns_head(config):
         found = f"{mode} with algorithm.name={config.algorithm.name}"
         refuse(found, "an algorithm whose rate trainer.learning_rate is", "trainer.on_collapse=stop")
     elsewhere = {
@@ -288,10 +281,16 @@ def check_collapse(config: RunConfig) -> None:
             refuse(f"{mode} with {found}", "ranks that are started here and play", "trainer.on_collapse=stop")
 
 
+def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+    """Check what an algorithm that learns from rollouts requires of them and of the model."""
+    check_batches(config)
+    check_algorithm(config)
+    check_rollout(config, policy)
+
+
 def check_batches(config: RunConfig) -> None:
     """Check that envs, samples, minibatches and micro-batches divide evenly."""
     rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
-    check_blocks(config)
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
@@ -429,7 +428,6 @@ def check_algorithm(config: RunConfig) -> None:
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
-    check_whole_episodes(config)
 
 
 def check_whole_episodes(config: RunConfig) -> None:

@@ -69,8 +69,11 @@ class Completion:
     def describe(self, tokenizer: Any) -> dict[str, Any]:
         """Return the completion as JSON values, but for the previews of its images: bytes."""
         previews = {"images": self.prompt.previews} if self.prompt.previews else {}
+        runs = [list(run) for _, run in groupby(self.prompt.input_ids)]
+        # Four or more equal tokens are the place of an image, of which one is shown.
+        shown = [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
         return {
-            "prompt": tokenizer.decode(_one_token_an_image(self.prompt.input_ids)),
+            "prompt": tokenizer.decode(shown),
             **previews,
             "completion": self.text,
             "reference": self.prompt.reference,
@@ -127,12 +130,6 @@ class Completer:
                 is_cut = not tokens or tokens[-1] not in self.end_tokens
                 found.append(Completion(prompt, tokens, logprobs, text, reward, parts, is_cut))
         return found
-
-
-def _one_token_an_image(tokens: Sequence[int]) -> list[int]:
-    """Return tokens with each run of four or more equal ones cut to one. Such a run is the place of an image."""
-    runs = [list(run) for _, run in groupby(tokens)]
-    return [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
 
 
 def completion_metrics(completions: Sequence[Completion], section: str) -> dict[str, float]:

@@ -166,18 +166,24 @@ def made_by(name: str) -> str:
     return f"python {MAKERS[folder]} {folder}" if folder in MAKERS else ""
 
 
-def _load_split(
-    library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool, section: str
-) -> Any:
-    path, folder = Path(name).expanduser(), local_folder(name)
+def check_place(name: str, section: str) -> None:
+    """Refuse a file of a type that is not read, and the path of nothing; what may be on the hub passes."""
+    path = Path(name).expanduser()
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
         raise ConfigError(f"{section}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
-    if folder is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
+    if local_folder(name) is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
         make = f"Make it with {made_by(name)}, or set" if made_by(name) else "Set"
         raise ConfigError(
             f"{section}.name={name} does not exist. {make} {section}.name=<file, folder or owner/name on the hub>"
         )
+
+
+def _load_split(
+    library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool, section: str
+) -> Any:
+    check_place(name, section)
+    path, folder = Path(name).expanduser(), local_folder(name)
     files = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     options = {"streaming": streaming}
     try:

@@ -9,7 +9,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def launch_worker(
     _launch.folder = run(
         config,
         dataset=rows_of(method.dataset) if dataset is None else _made(dataset, config),
-        data_packer=data_packer or default_packer(config),
+        data_packer=data_packer or (PromptPacker() if method.type == "grpo" else ChatPacker()),
         reward_fns=reward_fns,
         val_dataset=_made(val_dataset, config),
         val_data_packer=val_data_packer,
@@ -82,11 +82,6 @@ def launch_worker(
 def rows_of(dataset: DatasetConfig, section: str = SECTION) -> Any:
     """Load the rows that a recipe names; see ``load_rows``."""
     return load_rows(dataset.name, dataset.split, dataset.subset, dataset.revision or None, dataset.streaming, section)
-
-
-def default_packer(config: RecipeConfig) -> Packer:
-    """Return the packer of a recipe without a script."""
-    return PromptPacker() if config.train.train_policy.type == "grpo" else ChatPacker()
 
 
 def _made(dataset: Any, config: RecipeConfig) -> Any:
@@ -114,22 +109,14 @@ def find_script(name: str) -> Path:
         if each.is_file():
             return each
     if parts and all(part.isidentifier() for part in parts):
-        origin = _module_file(stem)
-        if origin is not None:
-            return origin
+        with suppress(ModuleNotFoundError):
+            spec = importlib.util.find_spec(stem)  # it imports the parent packages
+            if spec is not None and spec.origin and spec.origin.endswith(".py"):
+                return Path(spec.origin)
     known = ", ".join(sorted(path.stem for path in (folder / SCRIPTS).glob("*.py")))
     raise ConfigError(
         f"There is no dataset script '{name}' here, in {folder} or among the installed modules. Known: {known}."
     )
-
-
-def _module_file(name: str) -> Path | None:
-    """Return the file of an installed module; None if there is none. Its parent packages are imported."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
 def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:

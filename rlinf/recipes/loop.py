@@ -16,13 +16,13 @@ import torch
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, save_is_due
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import any_rank, rank, world_size
-from rlinf.evaluation.token_data import SAMPLES_FOLDER
 from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.equal_rows import check_equal_stream
 from rlinf.recipes.schedule import learning_rate
+from rlinf.run_folder import SAMPLES_FOLDER
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.profile_window import ProfileWindow
@@ -201,7 +201,10 @@ class Loop:
                 and save_is_due(state.step, ckpt.save_freq, ckpt.save_freq_in_epoch, self.steps_per_epoch)
             ):
                 self.save(is_last=last)
-            self._stop_if_asked()
+            if state.step < trainer.num_steps and any_rank(self.stop_signal.number is not None):
+                if self._saved_step != state.step and ckpt.enable_checkpoint:
+                    self.save()
+                raise StopRequested(f"stopped by a signal after step {state.step}")
 
     @waiting("evaluate")
     def validate(self) -> None:
@@ -267,12 +270,6 @@ class Loop:
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker is not None:
             self.tracker.log(step, metrics, self.trainer.phase)
-
-    def _stop_if_asked(self) -> None:
-        if self.state.step < self.trainer.num_steps and any_rank(self.stop_signal.number is not None):
-            if self._saved_step != self.state.step and self.config.train.ckpt.enable_checkpoint:
-                self.save()
-            raise StopRequested(f"stopped by a signal after step {self.state.step}")
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -35,8 +35,12 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
     given = {key: value for key, value in message.items() if value is not None}  # files give each row the keys of all
     role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
-    if given.get("tool_calls"):
-        given["tool_calls"] = [_checked_call(number, call) for call in given["tool_calls"]]
+    if calls := given.get("tool_calls"):
+        if isinstance(calls, str):
+            calls = _from_json(calls, f"the tool calls of message {number}")
+        if not isinstance(calls, (list, tuple)):
+            raise BadRowError(f"message {number} has the tool calls {_short(calls)}; required: a list of them.")
+        given["tool_calls"] = [_checked_call(number, call) for call in calls]
         given.setdefault(content_key, "")
     for key in (role_key, content_key):
         if key not in given:
@@ -74,11 +78,12 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the column ``tools`` of a row; None if it has none."""
     tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = _from_json(tools, "the column 'tools'")
+    is_text = isinstance(tools, str)
+    if is_text:
+        tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
     if tools and not isinstance(tools, list):
         raise BadRowError(f"its column 'tools' is {_short(tools)}; required: a list of JSON schemas, or its JSON text.")
-    return without_nulls(tools) or None
+    return (tools if is_text else without_nulls(tools)) or None  # the nulls of a text are its own: "default": null
 
 
 def _from_json(text: str, where: str) -> Any:

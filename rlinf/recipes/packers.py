@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,6 +100,10 @@ class RawTextPacker:
         if isinstance(conversation, str):
             return conversation
         messages = [text_only(message) for message in check_messages(conversation)]
+        if tools_of(row) or any(message.get("tool_calls") for message in messages):
+            raise BadRowError(
+                "raw text shows no tools and no tool calls; required: a chat template that does, or the calls as text."
+            )
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
     def sample(self, row: dict[str, Any]) -> Sample:
@@ -227,7 +232,9 @@ class ChatPacker:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError(f"the chat template refuses it: {error}. {RAW_TEXT_HINT}.") from error
         if not shows_tools:
-            raise BadRowError(f"the chat template does not show its column 'tools'. {RAW_TEXT_HINT}.")
+            raise BadRowError(
+                "the chat template does not show its column 'tools'; required: a template that does, or no such column."
+            )
         return rendered
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -315,8 +322,9 @@ class ChatPacker:
             ]
             text = self._render(marked, tools)
             if text.replace(BEGIN, "").replace(END, "") == rendered:
-                calls = [self._calls(marked[: n + 1], tools) for n, own in enumerate(speaks) if own]
-                return rendered, self._spans(text, calls)
+                own = [n for n, speaks_here in enumerate(speaks) if speaks_here]
+                calls = [self._calls(marked[: n + 1], tools) for n in own]
+                return rendered, self._spans(text, calls, [self._begin_of_call(marked[: n + 1], tools) for n in own])
         raise BadRowError(
             f"the chat template changes its answers, so they cannot be found in its text. {RAW_TEXT_HINT}."
         )
@@ -340,24 +348,42 @@ class ChatPacker:
             self._render([*messages[:-1], last], tools).rpartition(END)[2] for last in (messages[-1], plain)
         )
         if not rest.endswith(closing) or rest == closing:
-            raise BadRowError(f"the chat template does not show its tool calls. {RAW_TEXT_HINT}.")
+            raise BadRowError(
+                "the chat template does not show its tool calls; required: a template that does, or the calls as text."
+            )
         return rest.removesuffix(closing)
 
-    def _spans(self, marked: str, calls: Sequence[str]) -> list[tuple[int, int]]:
-        """Return begin and end of each answer in a text without its marks; ``calls``: the tool calls that follow each mark."""
+    def _begin_of_call(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> int | None:
+        """Return where the last message begins, in a text without marks, if it is marked at the name of a call; else None."""
+        if BEGIN in text_of(messages[-1]["content"]):
+            return None
+        before, whole = (
+            self._render(part, tools).replace(BEGIN, "").replace(END, "") if part else ""
+            for part in (messages[:-1], messages)
+        )
+        return len(os.path.commonprefix([before, whole]))
+
+    def _spans(self, marked: str, calls: Sequence[str], begins: Sequence[int | None]) -> list[tuple[int, int]]:
+        """Return begin and end of each answer in a text without its marks.
+
+        Args:
+            marked: The text with marks.
+            calls: The tool calls that follow each mark.
+            begins: Where a message without content begins, which counts where the template has no generation prompt.
+        """
         if marked.count(END) != len(calls):
             raise BadRowError("the chat template drops one of its answers; required: all are shown.")
         spans, position, clean = [], 0, 0
-        for call in calls:
+        for call, message in zip(calls, begins, strict=True):
             end = marked.find(END, position)
             piece = marked[position:end]
             begin = piece.find(BEGIN)
             before = (
                 piece if begin < 0 else piece[:begin]
             )  # a template may drop the beginning of an answer: its thoughts
-            header = (
-                before.rfind(self._header) + len(self._header) if self._header and self._header in before else begin
-            )
+            header = begin if message is None else message - clean
+            if self._header and self._header in before:
+                header = before.rfind(self._header) + len(self._header)
             if header < 0:
                 raise BadRowError("the chat template drops the beginning of an answer; required: all of it is shown.")
             if not marked.startswith(call, end + 1):
@@ -456,6 +482,12 @@ class PromptPacker(ChatPacker):
         if not isinstance(text, str):
             return super().prompt(row)
         refuse_media(row)  # a text with images would be messages, if the model took them
+        system = "train.train_policy.system_prompt" if self.config.train.train_policy.system_prompt else ""
+        unread = system or ("its column 'tools'" if tools_of(row) else "")
+        if unread:
+            raise BadRowError(
+                f"its prompt is a text, which is taken as it is, without {unread}; required: a list of messages."
+            )
         ids = self.tokenizer(text)["input_ids"]
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
@@ -479,16 +511,15 @@ def open_image(image: Any, folder: Path) -> Image.Image:
     """Return an image as RGB.
 
     Args:
-        image: A PIL image, pixels uint8 ``[H, W, 3]``, a path, or what the ``datasets`` library holds: ``{bytes, path}``.
+        image: A PIL image, pixels uint8 ``[H, W, 3]``, a path, the bytes of a file, or what ``datasets`` holds: ``{bytes, path}``.
         folder: Where a relative path begins.
     """
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     if isinstance(image, np.ndarray):
         return Image.fromarray(image).convert("RGB")
-    is_stored = isinstance(image, Mapping)
-    path = image.get("path") if is_stored else image
-    data = image.get("bytes") if is_stored else None
+    stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
+    path, data = stored.get("path"), stored.get("bytes")
     if data is None and not isinstance(path, (str, Path)):
         raise BadRowError(f"an image is a {type(image).__name__}; required: a path, or bytes that hold an image.")
     place = f"'{path}'" if path else "in the dataset"

@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from rlinf.distributed.parallel import StateBytes
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
+from rlinf.llm.vllm_generation import IMAGE_FAMILIES
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_shapes
 from rlinf.models.lora import apply_lora
@@ -224,7 +225,8 @@ def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
         return [("  in torch", f"vLLM is not used: {reason}")]
     if is_local(config.policy.model_name_or_path):
         return []
-    return [("  or in torch", "on each of these GPUs, if the model, which is not on this machine, reads images")]
+    condition = f"reads images and its type is not {' or '.join(IMAGE_FAMILIES)}"
+    return [("  or in torch", f"on each of these GPUs, if the model, which is not on this machine, {condition}")]
 
 
 def describe_players(plan: Plan) -> str:
@@ -283,9 +285,11 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
 
 def why_no_engine(model_config: Any) -> str | None:
     """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is that of transformers; None: not known."""
-    if getattr(model_config, "vision_config", None) is not None:
-        return "it gets token ids only, and the model reads images"
-    return None if find_spec("vllm") else "the package vllm is not installed"
+    reads_images = getattr(model_config, "vision_config", None) is not None
+    if reads_images and model_config.model_type not in IMAGE_FAMILIES:
+        return f"it gets images of {', '.join(IMAGE_FAMILIES)}, and the model type is {model_config.model_type}"
+    missing = [name for name in ("vllm", *(["torchvision"] if reads_images else [])) if find_spec(name) is None]
+    return f"the package {missing[0]} is not installed" if missing else None
 
 
 def _config_of(config: RecipeConfig) -> Any:

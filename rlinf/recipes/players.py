@@ -14,7 +14,7 @@ from rlinf.cluster.players import Players
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
 from rlinf.distributed.deadlines import go_on, waiting
-from rlinf.distributed.process_group import rank, receive_object, send_object
+from rlinf.distributed.process_group import given_num_threads, rank, receive_object, send_object
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import end_tokens, padding_token
@@ -38,7 +38,7 @@ class PlayerSettings:
         device: Where it computes: ``cuda`` or ``cpu``.
         sampling: How tokens are chosen, with the tokens that end an answer.
         engine: ``VllmConfig`` of the engine that generates; None: the copy of the policy does.
-        num_threads: CPU threads of a rank (``cluster.num_threads``).
+        num_threads: CPU threads of a rank (``given_num_threads``).
     """
 
     device: str
@@ -218,7 +218,7 @@ def make_generator(
         pad_token_id=padding_token(policy.model, tokenizer, None, ends),
     )
     settings = PlayerSettings(
-        "cuda" if places.placement.on_gpu else "cpu", sampling, engine, config.cluster.num_threads
+        "cuda" if places.placement.on_gpu else "cpu", sampling, engine, given_num_threads(config.cluster.num_threads)
     )
     # A rank that shares the player of another starts none.
     shell = PolicyShell.of(policy.unloaded_model()) if places.placement.players_of(rank()) else PolicyShell(b"")

@@ -212,11 +212,6 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
-def _last_number_as_text(text: str) -> str | None:
-    number = _last_number(text)
-    return None if number is None else str(number)
-
-
 def _choice(text: str) -> str:
     match = _ANSWER.search(text)
     return (match[1] if match else text).strip().lower()
@@ -228,7 +223,7 @@ def _plain(text: str) -> str:
 
 ANSWERS: dict[str, Callable[[str], str | None]] = {
     "gsm8k": _after_hashes,
-    "gsm8k_loose": _last_number_as_text,
+    "gsm8k_loose": lambda text: None if (number := _last_number(text)) is None else str(number),
     "single_choice": _choice,
 }
 """What of a completion a reward compares with the reference, by its name; other rewards read all of it."""

@@ -15,12 +15,11 @@ import yaml
 
 from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER, CONFIG_FILE, resolve_checkpoint
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
-from rlinf.evaluation.report import write_report
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
@@ -45,6 +44,8 @@ from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
 from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
+from rlinf.report.run import write_report
+from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
@@ -53,8 +54,6 @@ from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
-
-SUMMARY_FILE = "summary.json"
 
 
 def run(
@@ -222,7 +221,7 @@ def summary(loop: Loop) -> dict[str, Any]:
         "train_wall_s": state.train_wall_s,
         "validation": state.last_validation,
         "best_validation": None if best is None else {"checkpoint": best, "score": state.scores[best]},
-        "model": str(loop.folder / "safetensors" / "final"),
+        "model": str(loop.folder / SAFETENSORS_FOLDER / FINAL_FOLDER),
     }
 
 

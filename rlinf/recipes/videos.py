@@ -43,19 +43,14 @@ def _videos(dataset: str, subset: str, cache: Path) -> tuple[dict[str, Path], li
     name = dataset if folder is None or not Path(dataset).expanduser().exists() else folder.name
     clips = cache / "datasets" / name / subset / "video_clips"
     if folder is None:
-        folder = _download(dataset, subset)
+        from huggingface_hub import snapshot_download
+
+        patterns = [f"{subset}/clips/*", f"{subset}/clips.tar.gz"]
+        folder = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))
     unpack_clips(folder / subset, clips)
     folders = list(dict.fromkeys(each for each in (folder / subset, clips) if each.is_dir()))
     files = [path for each in folders for path in sorted(each.rglob("*")) if path.suffix.lower() in SUFFIXES]
     return {path.name: path for path in files}, folders
-
-
-def _download(dataset: str, subset: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(dataset, repo_type="dataset", allow_patterns=[f"{subset}/clips/*", f"{subset}/clips.tar.gz"])
-    )
 
 
 def unpack_clips(folder: Path, target: Path) -> None:

@@ -13,8 +13,8 @@ from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, k
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.imports import import_string
+from rlinf.models.base_weights import base_tensors, trained_names
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.lora import base_tensors, trained_names
 from rlinf.models.merged_weights import MergedWeights
 from rlinf.types import ActionPrediction, Observation
 

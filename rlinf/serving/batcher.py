@@ -84,7 +84,9 @@ class Batcher:
             if not self._waiting:  # a client has left
                 continue
             deadline = loop.time() + self.wait_s
-            while not self._is_full() and (left := deadline - loop.time()) > 0:
+            while len(self._waiting) < self.num_clients() and (left := deadline - loop.time()) > 0:
+                if sum(len(ask.rows) for ask in self._waiting) >= self.max_rows:
+                    break
                 try:
                     await asyncio.wait_for(self._next(), left)
                 except TimeoutError:
@@ -97,10 +99,6 @@ class Batcher:
         """Wait until a request comes that has not been seen yet."""
         await self._came.wait()
         self._came.clear()
-
-    def _is_full(self) -> bool:
-        num_rows = sum(len(ask.rows) for ask in self._waiting)
-        return num_rows >= self.max_rows or len(self._waiting) >= self.num_clients()
 
     def _taken(self) -> list[_Ask]:
         """Take the oldest requests, as many as fit into a batch, at least one."""

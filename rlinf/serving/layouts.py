@@ -141,10 +141,11 @@ class Names:
         places = [(place,) if isinstance(place, str) else tuple(place) for place in images]
         own = [*places, *((key,) for key in states), *([] if self.prompt is None else [(self.prompt,)])]
         shared = [_text(one) for at, one in enumerate(own) if any(one[: len(x)] == x[: len(one)] for x in own[:at])]
-        odd = [width for width in states.values() if width is not None and (type(width) is not int or width < 1)]
+        whole = (None,) if len(states) == 1 else ()  # the one part may be all of the state
+        odd = [width for width in states.values() if width not in whole and (type(width) is not int or width < 1)]
         if shared or odd or not own:
             found = (
-                f"{section}.state has the width {odd[0]!r}"
+                f"{section}.state has the width {override_text(odd[0])}"
                 if odd
                 else f"{section} names {shared[0] if shared else 'nothing'}"
             )

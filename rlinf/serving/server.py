@@ -9,7 +9,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,8 +131,15 @@ class PolicyServer:
         return None
 
     def _make_room(self) -> bool:
-        """Say goodbye to the client that has asked nothing for longest; return whether there is one that may go."""
-        idle = {connection: since for connection, since in self._idle_since.items() if since is not None}
+        """Say goodbye to the client that has asked nothing for longest; return whether there is one that may go.
+
+        A client of vla-eval stays: it counts an episode whose connection is closed as failed.
+        """
+        idle = {
+            connection: since
+            for connection, since in self._idle_since.items()
+            if since is not None and connection.request.path.partition("?")[0] != vla_eval.PATH
+        }
         longest = min(idle, key=idle.__getitem__, default=None)
         if longest is None or time.monotonic() - idle[longest] < IDLE_S:
             return False
@@ -155,12 +162,20 @@ class PolicyServer:
             self._idle_since.pop(connection, None)
             self.batcher.wake()  # all who are left may have asked
 
+    async def _messages(self, connection: ServerConnection) -> AsyncIterator[Any]:
+        """Yield what a client asks, until it has made room for another one: what it still sends is not read."""
+        async for message in connection:
+            if connection not in self._idle_since:
+                return
+            self._idle_since[connection] = None
+            yield message
+
     async def _speak_openpi(self, connection: ServerConnection) -> None:
         """Send the metadata, then one reply for each request; an error is a text, after which the connection ends."""
         await connection.send(encode(dict(self.metadata)))
         previous_s = None
-        async for message in connection:
-            self._idle_since[connection], start = None, time.monotonic()
+        async for message in self._messages(connection):
+            start = time.monotonic()
             try:
                 reply = await self._reply(message)
             except BusyError as error:
@@ -216,8 +231,7 @@ class PolicyServer:
         busy: a client has one observation under way, and ``max_clients`` bounds how many there are.
         """
         session = vla_eval.Session(self.chunks)
-        async for message in connection:
-            self._idle_since[connection] = None
+        async for message in self._messages(connection):
             try:
                 seq, request = session.read(await asyncio.to_thread(decode, message, self.limits.max_prompt))
                 if request is not None:

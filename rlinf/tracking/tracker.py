@@ -14,10 +14,10 @@ from typing import Any
 
 from rlinf.errors import MissingDependencyError
 from rlinf.files import naming, write_text
+from rlinf.run_folder import DAMAGED_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.metrics import check_names
 
-METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 PHASES = ("sft", "rl")
 
 logger = logging.getLogger("rlinf")
@@ -105,7 +105,7 @@ class Tracker:
         self._tensorboard = self._wandb = None
         if config.tensorboard:
             writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
-            self._tensorboard = writer(str(self.folder / "tensorboard"), purge_step=resume_step)
+            self._tensorboard = writer(str(self.folder / TENSORBOARD_FOLDER), purge_step=resume_step)
         if config.wandb:
             self._wandb = self._open_wandb(config, run_config)
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
-from rlinf.checkpoints.folders import CHECKPOINTS_FOLDER
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.collapse import has_collapsed
 from rlinf.evaluation.result import Success
 from rlinf.files import write_text
+from rlinf.run_folder import CHECKPOINTS_FOLDER, ROLLBACKS_FILE
 from rlinf.training.session import Session
 
+IN_A_ROW = 2
+"""Evaluations, one after the other, that must show it."""
 MAX_ROLLBACKS = 3
 """Times that a run goes back: after that the rate is an eighth, and something else is wrong."""
-ROLLBACKS_FILE = "rollbacks.json"
-"""In a checkpoint to which a run has gone back: how often, and the ``trainer.learning_rate`` that was halved."""
 
 
 class RolledBack(Exception):
@@ -59,6 +58,26 @@ def ends_by_collapse(session: Session) -> bool:
     best = "no checkpoint holds the best policy" if name is None else f"the best checkpoint is {name}"
     session.progress.note(f"{text}; the run ends, and {best}")
     return True
+
+
+def is_collapsed(best: Success, later: Success) -> bool:
+    """Return whether ``later`` is certainly less than half of ``best``.
+
+    Its 95 % Wilson interval ends below half of the best success rate, and below the interval of the best. A significant difference
+    alone would not do: the best of many evaluations is best by luck too, so that three of four runs of 50 evaluations that stay
+    where they are would be accused. With this rule, and twice in a row, at most one run in fifty is (100 episodes).
+    """
+    end = later.interval[1]
+    return end < best.success_rate / 2 and end < best.interval[0]
+
+
+def has_collapsed(evaluations: Sequence[Success]) -> bool:
+    """Return whether each of the last ``IN_A_ROW`` evaluations is collapsed against the best one before them."""
+    before, last = evaluations[:-IN_A_ROW], evaluations[-IN_A_ROW:]
+    if not before:
+        return False
+    best = max(before, key=lambda each: each.success_rate)
+    return all(is_collapsed(best, each) for each in last)
 
 
 def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate: float) -> int:

@@ -11,10 +11,10 @@ from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import Episodes, episode_list, evaluate_policy
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER
 from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.run_folder import RECORDINGS_FOLDER, VIDEOS_FOLDER
 from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
@@ -57,7 +57,7 @@ class Evaluator:
                     greedy=settings.greedy,
                     temperature=self.config.rollout.temperature,
                     seed=self.config.seed,
-                    video_folder=folder / "videos" if with_videos else None,
+                    video_folder=folder / VIDEOS_FOLDER if with_videos else None,
                     num_videos_per_task=settings.num_videos_per_task,
                     video_size=settings.video_size,
                     rank=rank(),

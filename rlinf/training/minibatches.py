@@ -62,10 +62,7 @@ class MinibatchPlan:
         dealt = torch.cat(rows)[place.argsort(stable=True)]
         sizes = place.bincount(minlength=self.num_minibatches)
         for m, part in enumerate(dealt.split(sizes.tolist())):
-            yield Minibatch(part, self._max_rows(m))
-
-    def _max_rows(self, m: int) -> int:
-        """Return the most rows that a rank has of minibatch ``m``: of its rows ``start <= p < end`` those with ``p mod M = m``."""
-        # One less than the number of rows of minibatch m before each end; the differences are not changed by that.
-        before = (self._ends_of_ranks - m - 1) // self.num_minibatches
-        return int(before.diff().max())
+            # Of the rows start <= p < end of a rank, those with p mod M = m are in minibatch m. ``before`` is one less than their number
+            # before each end; the differences are not changed by that.
+            before = (self._ends_of_ranks - m - 1) // self.num_minibatches
+            yield Minibatch(part, int(before.diff().max()))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from rlinf.config.schema import RunConfig
-from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import Success, success_table
 from rlinf.files import write_text
+from rlinf.report.run import write_report
 from rlinf.rollout.parity import EXCEEDED
+from rlinf.run_folder import EVALUATIONS_FOLDER, SUMMARY_FILE
 from rlinf.tracking.tracker import read_metrics
 from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
@@ -27,7 +28,7 @@ SUMMARY_VALUES = "success_rate", "successes", "episodes", "interval", "return_me
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
     """Return where result and videos of an evaluation go."""
-    return Path(config.output_dir) / "eval" / tag
+    return Path(config.output_dir) / EVALUATIONS_FOLDER / tag
 
 
 def write_summary(
@@ -45,7 +46,7 @@ def write_summary(
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
     summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(folder))
     summary["played_by"] = played_by
-    write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1))
     report = write_report(folder)
     print(closing_table(summary), f"report: {report}", sep="\n", flush=True)
 

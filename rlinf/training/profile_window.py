@@ -11,7 +11,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig  # the only way to record threads that are there already
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rlinf.evaluation.report_data import PROFILE_FOLDER
+from rlinf.run_folder import PROFILE_FOLDER
 
 
 class ProfileWindow:

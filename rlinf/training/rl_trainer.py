@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.checkpoints.folders import TRAINER_FOLDER
+from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.checkpoints.trainer_state import read_tensors
-from rlinf.cluster.rollouts import played_by
+from rlinf.cluster.players import Players
+from rlinf.cluster.rollouts import make_collector, played_by
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
+from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import importance_ratios
+from rlinf.run_folder import REFERENCE_FILE, TRAINER_FOLDER
 from rlinf.seeding import derive_seed
 from rlinf.training.iterations import Clock, iterate
 from rlinf.training.minibatches import MinibatchPlan
@@ -34,9 +37,6 @@ from rlinf.training.session import Session
 from rlinf.training.state import RolloutAhead
 from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import RolloutBatch
-
-REFERENCE_FILE = "reference.safetensors"
-"""The trained weights with which RL began, in the run folder of a run with a KL penalty."""
 
 
 @dataclass
@@ -54,6 +54,13 @@ class _Issued:
     weights: Reference | None
     handle: Any
     since: float
+
+
+def make_rl_trainer(algorithm: type[Algorithm], session: Session, env: VectorEnv, players: Players | None) -> RLTrainer:
+    """Make the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
+    config = session.config
+    collector = make_collector(config, env, session.sync.rollout_model, session.worker.autocast, players)
+    return RLTrainer(session, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 
 
 class RLTrainer:
@@ -160,7 +167,9 @@ class RLTrainer:
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
         metrics["throughput/samples_per_s"] = plan.num_rows * algorithm.config.update_epochs / clock.seconds["update"]
-        return metrics | means_of(updates) | clock.metrics()
+        for name in updates[0] if updates else ():
+            metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
+        return metrics | clock.metrics()
 
     def _issue_until(self, last: int, step: int) -> None:
         """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
@@ -227,15 +236,11 @@ class RLTrainer:
     def _resample(self, batch: RolloutBatch, step: int) -> None:
         """Play groups that teach nothing again, until there are none or ``max_resamples`` is reached (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
-            blocks = self._uninformative_blocks(batch)
+            uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
+            blocks = [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]
             if sum_counts(len(blocks)) == (0,):
                 break
             self._replace(batch, blocks, step, attempt)
-
-    def _uninformative_blocks(self, batch: RolloutBatch) -> list[int]:
-        """Return the blocks of this rank that teach nothing."""
-        uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
-        return [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]
 
     def _replace(self, batch: RolloutBatch, blocks: Sequence[int], step: int, attempt: int) -> None:
         """Play some blocks of a rollout again, from other initial states, and keep those that now teach something."""
@@ -265,22 +270,14 @@ class RLTrainer:
         if issued.weights is None or played == version:
             metrics = self.gate.check(batch, step)
         else:
-            sampled = one_call_of_each_env(batch, step + self._first_env(batch))
+            blocks = self.collector.blocks
+            first_env = blocks.start * (batch.loss_mask.shape[1] // len(blocks))
+            sampled = one_call_of_each_env(batch, step + first_env)
             with issued.weights.in_place():
                 sampled.old_logprobs, sampled.values = self.worker.evaluate(sampled)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
         metrics["rollout/staleness_iterations"] = issued.ahead.lag
         return metrics | {"rollout/staleness_updates": version - played}
-
-    def _first_env(self, batch: RolloutBatch) -> int:
-        blocks = self.collector.blocks
-        return blocks.start * (batch.loss_mask.shape[1] // len(blocks))
-
-
-def means_of(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the means of the metrics of the updates of an iteration (``train/*``); nothing if there were none."""
-    names = updates[0] if updates else ()
-    return {f"train/{name}": sum(update[name] for update in updates) / len(updates) for name in names}
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:

@@ -22,6 +22,7 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.weight_push import WeightPush
+from rlinf.run_folder import RESULT_FILE
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.evaluator import Evaluator
@@ -125,7 +126,7 @@ class Session:
         result = self.evaluator.run(self.sync.rollout_model, tag)
         if result is not None and rank() == 0:
             folder = evaluation_folder(self.config, tag)
-            result.to_json(folder / "result.json")
+            result.to_json(folder / RESULT_FILE)
             self._manifest().save(folder)
             self.progress.note(f"eval {tag}: {result.headline()}")
             self.warn_of_clipping(*actions_clipped(result.results))

@@ -39,7 +39,7 @@ class StopSignal:
     def handled(self) -> Iterator[None]:
         """Handle the signals inside. The process that starts several ranks itself turns all of them into SIGTERM."""
         numbers = stop_signals() if started_here(world_size()) == 1 else [signal.SIGTERM]
-        self._terminals = open_terminals()
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         previous = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
@@ -91,11 +91,6 @@ def stop_signals() -> list[signal.Signals]:
     """Return the signals that end a run; SIGHUP only where nobody, as `nohup`, has chosen to ignore it."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *([] if ignored else [signal.SIGHUP])]
-
-
-def open_terminals() -> list[int]:
-    """Return which of stdout and stderr are a terminal."""
-    return [number for number in (1, 2) if os.isatty(number)]
 
 
 def leave_lost_terminals(numbers: Sequence[int]) -> None:

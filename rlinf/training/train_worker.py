@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -156,7 +155,9 @@ class TrainWorker:
             for start in range(0, int(maximum(len(valid))[0]), size):
                 rows = valid[start : start + size]
                 rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
-                inputs = model.preprocess(batch.observation.select(_views_if_consecutive(rows)))
+                first, end = int(rows[0]), int(rows[-1]) + 1
+                chosen = slice(first, end) if end - first == len(rows) else rows.numpy()  # a slice copies nothing
+                inputs = model.preprocess(batch.observation.select(chosen))
                 device = next(iter(inputs.values())).device
                 scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
                 if start < len(valid):
@@ -234,12 +235,9 @@ class TrainWorker:
             share = torch.where(valid.to(device), losses.float(), 0.0).sum() / num_rows
             return share, {"loss": share.detach()}
 
-        totals = self.train_step.accumulate(zip(held, self._micro_batches(num_rows), strict=True), loss_of)
+        micro_batches = zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True)
+        totals = self.train_step.accumulate(zip(held, micro_batches, strict=True), loss_of)
         return self._take_step(totals, _Described("sft", step, lambda: observation, {"actions": actions}))
-
-    def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
-        return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
     def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
         """Take the optimiser step, unless something is wrong with it; return the metrics of all ranks."""
@@ -305,12 +303,6 @@ class TrainWorker:
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
             f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. {way_on}"
         ) from cause
-
-
-def _views_if_consecutive(rows: Tensor) -> np.ndarray | slice:
-    """Return rows, ascending, such that ``Observation.select`` copies nothing where there is no gap between them."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first == len(rows) - 1 else rows.numpy()
 
 
 def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.checks.env import check_env
+from rlinf.contracts.env import check_env
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.libero.tasks import ASSETS_VARIABLE
 from rlinf.errors import ConfigError, MissingDependencyError

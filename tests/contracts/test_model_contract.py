@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rlinf.checkpoints.model_files import write_policy
-from rlinf.checks.policy import PolicyChecker
 from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.contracts.policy import PolicyChecker
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import MODELS, build_policy, register_model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, write_tensors
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
@@ -168,7 +168,7 @@ def measure(
         own = shares[rank()]
         train(trained, own[:-RESUMED])
         checkpoint = scratch / f"{name} {learning_rate}"
-        save_trainer_state(checkpoint, trained.model, trained.optimizer)
+        write_tensors(checkpoint, trainer_tensors(trained.model, trained.optimizer))
         before = state_of(trained)
         train(trained, own[-RESUMED:])
         other = build(name, folder, learning_rate, sharded)

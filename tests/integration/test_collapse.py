@@ -11,7 +11,7 @@ import pytest
 import torch
 from run_results import differing_weights, give_success, run_config, untimed_metrics, weights_of
 
-from rlinf.commands import train as commands
+from rlinf.algorithms.base import Algorithm
 from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
@@ -139,9 +139,11 @@ def test_a_run_that_is_killed_after_it_went_back_has_not_forgotten_it(tmp_path, 
     succeed(0.25, 1.0, 0.0, 0.0)
     words = ["trainer.on_collapse=rollback", "trainer.max_steps=9"]
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        make = commands._rl_trainer
+        make = Algorithm.make_trainer.__func__
         context.setattr(
-            commands, "_rl_trainer", lambda session, *rest: killed() if session.resumed_from else make(session, *rest)
+            Algorithm,
+            "make_trainer",
+            classmethod(lambda cls, session, *rest: killed() if session.resumed_from else make(cls, session, *rest)),
         )
         train(config_of(tmp_path, *words))
     assert (tmp_path / "checkpoints" / "superseded_1").is_dir(), (

@@ -60,7 +60,8 @@ def saved(family, folder, *, value_head=True):
         for parameter in policy.parameters():  # nothing is zero or one, as new biases and norms are
             parameter.add_(0.05 * torch.randn_like(parameter))
     policy.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(Path(folder).glob("model*.safetensors"))) > 1
+    if family != "cnn":  # a plain policy is small, so it has one file
+        assert len(list(Path(folder).glob("model*.safetensors"))) > 1
     return str(folder)
 
 

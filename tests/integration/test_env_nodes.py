@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.checks.env import check_env, equal_rows, seeded_actions, spread_specs
 from rlinf.cluster.factory import env_maker
 from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed import deadlines, ray_cluster, stack_dump
+from rlinf.contracts.env import check_env, equal_rows, seeded_actions, spread_specs
+from rlinf.distributed import deadlines, stack_dump
+from rlinf.distributed.ray import cluster as ray_cluster
 from rlinf.distributed.start import what_ranks_share
 from rlinf.envs import make_env
 from rlinf.envs.remote.env import EnvNodes, RemoteVectorEnv

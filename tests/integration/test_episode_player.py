@@ -14,13 +14,14 @@ import torch
 from run_results import run_config
 
 from rlinf.envs import make_env
-from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.player import BASELINE_FOLDER, parting_step
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording, write_recording
+from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
-from rlinf.evaluation.report import write_report
 from rlinf.models import build_policy
+from rlinf.report.compare_folders import compare_folders
+from rlinf.report.player import parting_step
+from rlinf.report.run import write_report
+from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")

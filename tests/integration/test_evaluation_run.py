@@ -19,7 +19,6 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, RLinfError
-from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
@@ -28,6 +27,7 @@ from rlinf.manifest import Manifest, hash_files
 from rlinf.models import build_policy
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
+from rlinf.report.compare_folders import compare_folders
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 OVERRIDES = [
@@ -254,7 +254,7 @@ def test_another_version_of_a_library_is_told_where_it_is_not_refused(quick, tmp
     result = evaluate(replace(configured(quick, tmp_path / "other"), checkpoint=str(folder)))
     line = f'versions.torch: saved "1.0.0", present "{saved.versions["torch"]}"'
     assert result.warnings == [f"another version than the checkpoint was made with: {line}"]
-    assert line in caplog.text and line in (tmp_path / "other" / "report.html").read_text().replace("&quot;", '"')
+    assert line in caplog.text and line in (tmp_path / "other" / "report.html").read_text().replace("&#34;", '"')
 
 
 def test_edited_statistics_file_is_refused(checkpoint, tmp_path):

@@ -19,9 +19,9 @@ from rlinf.cli.doctor import check_choice
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.commands.train import build, train
 from rlinf.envs import make_env
-from rlinf.evaluation.controls import evaluate_noise
 from rlinf.evaluation.evaluator import RowPolicy, episode_list, evaluate_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.offpolicy.control_policies import evaluate_noise
 from rlinf.preflight.validation import validate
 from rlinf.training.stop_signal import StopRequested
 from rlinf.types import Observation
@@ -48,7 +48,7 @@ def trained(folder: Path, *overrides: str) -> Path:
 def run(tmp_path_factory) -> Path:
     """A run whose frozen policy was cloned, and its export next to it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlinf.training.controls.NUM_SELECTION_EPISODES", 2)
+        patch.setattr("rlinf.offpolicy.controls.NUM_SELECTION_EPISODES", 2)
         folder = trained(tmp_path_factory.mktemp("headed") / "run", *HEAD, *CLONED, "algorithm.controls=true")
     assert main(["export", f"checkpoint={folder}", f"output={folder.parent / 'export'}"]) == 0
     return folder
@@ -205,7 +205,7 @@ def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
         session.stop_signal.number = signal.SIGTERM
         return together(lambda: None)
 
-    monkeypatch.setattr("rlinf.training.controls.evaluate_noise", interrupted)
+    monkeypatch.setattr("rlinf.offpolicy.controls.evaluate_noise", interrupted)
     monkeypatch.setattr(session, "evaluate", lambda tag, step: None)
     with pytest.raises(StopRequested, match="stopped by a signal after step 0"):
         built.execute()

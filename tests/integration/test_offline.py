@@ -14,7 +14,8 @@ from run_results import metrics_of
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
-from rlinf.preflight.memory import estimate_memory, offline_bytes, policy_on_meta_device, replay_bytes
+from rlinf.offpolicy.replay import offline_bytes, replay_bytes
+from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_the_machine_must_hold_demonstrations_too(tmp_path, demonstrations, monk
     buffer, data = replay_bytes(config.algorithm, model), offline_bytes(config.algorithm, model)
     assert estimate_memory(config).rollout_buffer == buffer + data and 0 < data < buffer
     without = buffer + sum(each.nbytes for each in model.parameters())
-    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int((without + data / 2) / 0.8))
+    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int((without + data / 2) / 0.8))
     with pytest.raises(ConfigError, match="demonstrations 0.0 GB, and the policy") as error:
         config_of(tmp_path, *offline(demonstrations))
     config_of(tmp_path, *offline(demonstrations), str(error.value).rpartition("Set ")[2])

@@ -27,13 +27,14 @@ from rlinf.models.embodiment.headed import uniforms_by_row
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads.critic import Critics
+from rlinf.offpolicy.checks import rounded_down, update_seconds
+from rlinf.offpolicy.envs_of_ranks import Outcome
+from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
-from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
-from rlinf.preflight.offpolicy import rounded_down, update_seconds
+from rlinf.offpolicy.trainer import _Episodes, largest_value
+from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
-from rlinf.training.envs_of_ranks import Outcome
-from rlinf.training.offpolicy_trainer import _Episodes, largest_value
 from rlinf.types import Proposal
 
 
@@ -309,7 +310,7 @@ def test_updates_on_a_gpu_are_not_timed_as_those_of_one_core(tmp_path, monkeypat
     ]
     with pytest.raises(ConfigError, match="after each policy call"):
         config_of(tmp_path, *wide)
-    monkeypatch.setattr("rlinf.preflight.offpolicy.resolve_device", lambda *_: "cuda")
+    monkeypatch.setattr("rlinf.offpolicy.checks.resolve_device", lambda *_: "cuda")
     config_of(tmp_path, *wide)
     with pytest.raises(ConfigError, match="after each policy call"):  # the control: too many for a GPU, too
         config_of(tmp_path, *wide, "algorithm.updates_per_env_step=1e5")
@@ -319,9 +320,9 @@ def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch)
     config = config_of(tmp_path)
     model = policy_on_meta_device(config)
     needed = replay_bytes(config.algorithm, model) + sum(each.nbytes for each in model.parameters())
-    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int(needed / 0.79))
+    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.79))
     config_of(tmp_path)
-    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int(needed / 0.81))
+    monkeypatch.setattr("rlinf.offpolicy.checks.main_memory_bytes", lambda: int(needed / 0.81))
     with pytest.raises(ConfigError, match="and the policy .* GB; required: at most") as error:
         config_of(tmp_path)
     config_of(tmp_path, str(error.value).rpartition("Set ")[2])
@@ -344,7 +345,7 @@ def test_an_env_without_bounds_is_refused_before_anything_is_cloned(tmp_path, mo
         env.action_high = np.array([1.0, np.inf], dtype=np.float32)
         return env
 
-    monkeypatch.setattr("rlinf.commands.train.env_maker", lambda *_: endless)
+    monkeypatch.setattr("rlinf.offpolicy.trainer.env_maker", lambda *_: endless)
     with pytest.raises(ConfigError, match="required: finite bounds"):
         build(config)
 
@@ -556,7 +557,7 @@ def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):
         read.update(held)
         return read_tensors(folder, held)
 
-    monkeypatch.setattr("rlinf.training.offpolicy_trainer.read_tensors", reading)
+    monkeypatch.setattr("rlinf.offpolicy.trainer.read_tensors", reading)
     trainer._begin(trainer.session.worker.model)
     for name, tensor in trainer.replay.tensors.items():
         assert read[f"replay.{name}"].data_ptr() == tensor.data_ptr()
@@ -571,7 +572,7 @@ def test_a_frozen_policy_has_no_optimiser_and_the_one_of_cloning_goes(tmp_path, 
     run = build(config_of(tmp_path / "frozen", "trainer.max_steps=1"))
     assert run.session.worker.optimizer is None
     run.execute()
-    assert "rollouts: played by the thread that updates\n" in capsys.readouterr().out
+    assert "rollouts of each rank: played by the thread that updates\n" in capsys.readouterr().out
     estimate = estimate_memory(run.session.config)
     assert (estimate.masters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
     assert estimate.rollout_buffer == run.rl.replay.num_bytes

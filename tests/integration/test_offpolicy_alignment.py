@@ -9,7 +9,7 @@ from offpolicy_runs import config_of
 
 from rlinf.commands.train import build
 from rlinf.envs.tabletop.env import TabletopVectorEnv
-from rlinf.training.offpolicy_trainer import OffPolicyTrainer
+from rlinf.offpolicy.trainer import OffPolicyTrainer
 
 NUM_ITERATIONS, NUM_CALLS, NUM_ENVS = 2, 10, 4
 

@@ -17,7 +17,7 @@ from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.launch import launch
 from rlinf.errors import NonFiniteError, RLinfError
-from rlinf.training.offpolicy_trainer import OffPolicyTrainer
+from rlinf.offpolicy.trainer import OffPolicyTrainer
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py"
 EDIT = [
@@ -87,7 +87,7 @@ def test_ranks_whose_heads_differ_end_the_run(tmp_path, monkeypatch):
     trainer = build(config_of(tmp_path)).rl
     trainer._begin(trainer.session.worker.model)
     trainer._check_equal_on_ranks()
-    monkeypatch.setattr("rlinf.training.offpolicy_trainer.gather_objects", lambda own: [own, own + 1])
+    monkeypatch.setattr("rlinf.offpolicy.trainer.gather_objects", lambda own: [own, own + 1])
     with pytest.raises(RLinfError, match="no longer equal.*set cluster.num_processes=1"):
         trainer._check_equal_on_ranks()
 

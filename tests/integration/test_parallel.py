@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, write_tensors
 from rlinf.commands.export import random_observation
 from rlinf.commands.train import _on_ranks
 from rlinf.config.compose import compose_config
@@ -325,7 +325,7 @@ def exchange(arguments):
     for sharded in (False, True):
         worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
         train(worker, config)
-        save_trainer_state(f"{folder}/{sharded}", worker.model, worker.optimizer)
+        write_tensors(f"{folder}/{sharded}", trainer_tensors(worker.model, worker.optimizer))
         other = worker_of(make_parallel(policy_of(config, seed=1), "cpu", not sharded), config)
         assert gap(whole(other.model.state_dict()), whole(worker.model.state_dict())) > 1e-3
         load_trainer_state(f"{folder}/{sharded}", other.model, other.optimizer)

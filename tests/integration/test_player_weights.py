@@ -14,7 +14,7 @@ from rlinf.cluster.weights import WeightStore
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Sharded, full_tensor
 from rlinf.distributed.process_group import barrier, rank
-from rlinf.distributed.ray_cluster import initialise
+from rlinf.distributed.ray.cluster import initialise
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlinf.models.generation
 from rlinf import algorithms, models
-from rlinf.checks import generation as checks
+from rlinf.contracts import generation as checks
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm import batch_checks, generation_interface, policy_interface

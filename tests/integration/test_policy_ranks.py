@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
+from rlinf.distributed.config import DeadlinesConfig
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Replicated, Sharded, full_tensor
 from rlinf.distributed.process_group import rank
@@ -38,10 +42,13 @@ def train_one_rank(arguments) -> None:
     folder, batch, output, sharding = arguments
     number = rank()
     for name, loss_fn in LOSSES.items():
-        policy = HuggingFacePolicy(folder, learning_rate=1e-3, max_new_tokens=8, eos_token_id=[], sharding=sharding)
+        # Two passes of one rank, and one of the other.
+        sizes = {"max_new_tokens": 8, "micro_batch_size": 2}
+        policy = HuggingFacePolicy(folder, learning_rate=1e-3, eos_token_id=[], sharding=sharding, **sizes)
         assert isinstance(policy.parallel, Sharded if sharding == "fsdp2" else Replicated)
         rows = batch.slice(*SHARES[name][number])
-        metrics, gradients = step(policy, rows, loss_fn)
+        with waiting("update"):
+            metrics, gradients = step(policy, rows, loss_fn)
         state = {key: full_tensor(tensor) for key, tensor in policy.model.state_dict().items()}
         torch.save((metrics, gradients, state), f"{output}/{name}_{number}.pt")
     torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{number}.pt")
@@ -72,7 +79,8 @@ def check_refusals(folder, batch, second, sharding) -> None:
 def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tmp_path, sharding):
     prompts["advantages"] = torch.tensor([1.0, -2.0, 0.5, 3.0])
     prompts["reference_logprobs"] = 0.99 * HuggingFacePolicy(tiny_lm()).get_logprobs(prompts)["logprobs"]
-    launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path), sharding), 2, "cpu")
+    deadlines = asdict(DeadlinesConfig(update=60))
+    launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path), sharding), 2, "cpu", deadlines=deadlines)
     for name, loss_fn in LOSSES.items():
         policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)
         metrics, expected = step(policy, prompts, loss_fn)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlinf.checkpoints import checkpoint
 from rlinf.checkpoints.model_files import write_policy
-from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, write_tensors
 from rlinf.commands import train as run_module
 from rlinf.commands.export import random_observation
 from rlinf.config.compose import compose_config
@@ -26,7 +26,8 @@ from rlinf.distributed.parallel import Sharded, grad_norm
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
-from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
+from rlinf.models.lora import apply_lora, merge_lora
+from rlinf.run_folder import ADAPTER_FILE
 from rlinf.training.train_worker import TrainWorker
 
 STACK = "{width: 16, depth: 1, mlp_dim: 32, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
@@ -184,7 +185,7 @@ def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
     finished = train(whole, "bf16", 1e-4, gradients)
     first = policy_of("OFT")
     half = train(first, "bf16", 1e-4, gradients[:2])
-    save_trainer_state(tmp_path / "half", first, half.optimizer)
+    write_tensors(tmp_path / "half", trainer_tensors(first, half.optimizer))
     again = policy_of("OFT")
     worker = worker_of(again, "bf16", 1e-4)
     load_trainer_state(tmp_path / "half", again, worker.optimizer)
@@ -206,7 +207,7 @@ def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
 
 def test_a_checkpoint_without_masters_begins_them_with_its_weights(tmp_path):
     model = policy_of("OFT")
-    save_trainer_state(tmp_path, model, None)
+    write_tensors(tmp_path, trainer_tensors(model, None))
     other = policy_of("OFT")
     with torch.no_grad():
         for parameter in other.parameters():

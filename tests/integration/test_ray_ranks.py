@@ -18,7 +18,7 @@ from run_results import check_equal_runs, run_config
 
 from rlinf.cluster.machine import Machine
 from rlinf.commands.train import train
-from rlinf.distributed.ray_ranks import RankPlaces
+from rlinf.distributed.ray.ranks import RankPlaces
 from rlinf.errors import ConfigError, RankError, RankKilledError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")

@@ -27,9 +27,20 @@ class Letters:
 
 
 def even_share(text, prompt, **facts):
+    """Reward even letters; answers to the one prompt of 8 tokens are rewarded alike."""
     values = [ord(letter) for letter in text]
-    share = sum(value % 2 == 0 for value in values) / max(1, len(values))
+    share = 0.5 if len(prompt.input_ids) == 8 else sum(value % 2 == 0 for value in values) / max(1, len(values))
     return share, {"even": share}
+
+
+class Counted(TorchGenerator):
+    """Counts its calls, in which ranks that share a player wait for each other."""
+
+    calls = 0
+
+    def generate(self, *arguments, **options):
+        self.calls += 1
+        return super().generate(*arguments, **options)
 
 
 def rows_of(pack):
@@ -58,7 +69,7 @@ def make(kind, folder, lora, sharding):
         pairs = rows_of(lambda ids: (sample(ids), sample([*ids[:2], *ids[:1:-1], 5])))
         return DPOTrainer(policy, pairs, loss=DPOLossFn(), validation_rows=pairs, **sizes)
     prompts = rows_of(lambda ids: Prompt(ids, reference="even"))
-    completer = Completer(TorchGenerator(policy), Letters(), even_share, batch_size=8, max_new_tokens=4, end_tokens=[2])
+    completer = Completer(Counted(policy), Letters(), even_share, batch_size=8, max_new_tokens=4, end_tokens=[2])
     sizes["batch_size"] = 16
     answers = Answers(completer, [prompts[number] for number in range(5)])
     return GRPOTrainer(
@@ -74,6 +85,8 @@ def train(kind, folder, lora, sharding):
     numbers |= {f"tokens {i}": each.num_tokens for i, each in enumerate(steps)}
     validation = trainer.validate(2)
     numbers |= validation.metrics
+    if kind == "grpo":
+        numbers["calls"] = trainer.completer.generator.calls
     numbers = {name: value for name, value in numbers.items() if not name.startswith("memory/")}
     weights = {name: full_tensor(p.detach()) for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
     return numbers, weights, validation.samples
@@ -96,6 +109,7 @@ CASES += [("sft", {"rank": 2}, "fsdp2"), ("grpo", {"rank": 2}, "replicate"), ("d
 def test_two_ranks_are_one(tiny_lm, tmp_path):
     launch(train_one_rank, (tiny_lm(), str(tmp_path), CASES), 2, "cpu")
     expected = {(kind, lora is not None): train(kind, tiny_lm(), lora, "auto") for kind in KINDS for lora in LORAS}
+    assert 1 in [expected["grpo", False][0][f"rollout/replaced_groups {step}"] for step in range(2)], "of one rank only"
     for kind, lora, sharding in CASES:
         numbers, weights, samples = expected[kind, lora is not None]
         found = [torch.load(tmp_path / f"{kind}_{lora is not None}_{sharding}_{index}.pt") for index in range(2)]

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.charts import Series, difference_bar, line_chart, log_ticks, nice_ticks
 from rlinf.evaluation.compare import compare
-from rlinf.evaluation.report import _evaluated, write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.video import write_video
 from rlinf.number_formats import format_number
+from rlinf.report.charts import Series, difference_bar, line_chart, log_ticks, nice_ticks
+from rlinf.report.run import _evaluated, write_report
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -177,7 +177,9 @@ def test_headline_holds_the_numbers_of_the_results(run):
 
 
 def gain_tile(page: Path) -> str:
-    return re.search(r'Gain by RL</div>.*?<div class="detail">([^<]*)</div>', page.read_text(encoding="utf-8"))[1]
+    return re.search(
+        r'Gain by RL</div>.*?<div class="detail">([^<]*)</div>', page.read_text(encoding="utf-8"), re.DOTALL
+    )[1]
 
 
 @pytest.mark.parametrize("rates", [(0.41, 0.91), (0.5, 0.52)])
@@ -260,7 +262,7 @@ def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
     result.warnings = ['renderer: saved <b>, present "osmesa"']
     result.to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
-    assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &quot;osmesa&quot;" in text
+    assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &#34;osmesa&#34;" in text
 
 
 @pytest.mark.parametrize("beyond", [[], [1, 2]])

@@ -26,7 +26,6 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, ManifestMismatchError, PolicyServerError
-from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import act_for_rows
 from rlinf.evaluation.partial import PartialResults
 from rlinf.models import build_policy
@@ -34,6 +33,7 @@ from rlinf.options import to_mapping
 from rlinf.policy import Policy
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import validate
+from rlinf.report.compare_folders import compare_folders
 from rlinf.serving import MessageError
 from rlinf.serving.client import PolicyClient
 from rlinf.serving.codec import decode, encode
@@ -429,6 +429,7 @@ def foreign(reply, metadata=None):
         ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
         ("{}", [], "names nothing; required"),
         ("{image: a, state: {s: 0}}", ["env.state=full"], "the width 0"),
+        ("{image: a, state: {s: null, t: null}}", ["env.state=full"], "the width null; required: .* widths of 1 or more"),
         ("{image: a, state: {s: 3, t: 4}}", ["env.state=full"], "a state of width 31; required: 7"),
         ("{image: a}", ["env.cameras=[front,wrist]"], r"at most 1, .* or env.cameras=\[front\]"),
         ("cup", [], "model.keys is 'cup'; required: rlinf, libero, aloha, droid, or {image"),

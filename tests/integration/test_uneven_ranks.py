@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -12,10 +14,12 @@ from run_results import gap, run_config
 
 from rlinf.commands import train as train_module
 from rlinf.commands.train import build
+from rlinf.distributed.config import DeadlinesConfig
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import rank, world_size
-from rlinf.errors import NonFiniteError
+from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 
 SMALL = [
@@ -37,12 +41,25 @@ def weights(run) -> dict[str, torch.Tensor]:
     return {name: full_tensor(p.detach()).clone() for name, p in run.session.worker.model.named_parameters()}
 
 
-def train_with_equal_last_groups(argument: tuple[Path, str]) -> None:
-    """Take one iteration in which the second half of the envs, those of rank 1 of 2, has no return that differs."""
-    folder, sharding = argument
-    run = built(folder / f"run {sharding} {world_size()}", *GRPO, f"trainer.sharding={sharding}")
+def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
+    """Take one iteration in which the second half of the envs, those of rank 1 of 2, has few rows and no return that differs.
+
+    The gradient of the loss is multiplied by a factor; if that is 0, every rank must refuse it.
+    """
+    folder, sharding, factor = argument
+    name = f"run {sharding} {factor} {world_size()}"
+    run = built(folder / name, *GRPO, f"trainer.sharding={sharding}", "model.val_micro_batch_size=5")
     algorithm, first = run.rl.algorithm, run.rl.collector.blocks.start
-    compute, rows = algorithm.compute_advantages, []
+    compute, score, loss_of, rows = algorithm.compute_advantages, run.rl._score, algorithm.loss, []
+
+    def score_fewer(batch):
+        envs = torch.arange(batch.loss_mask.shape[1]) + 2 * first
+        batch.loss_mask[1:, envs >= 4] = False  # fewer passes through the model than on rank 0
+        score(batch)
+
+    def scaled(*arguments):
+        output = loss_of(*arguments)
+        return replace(output, loss=factor * output.loss)
 
     def equal_returns(batch):
         num_envs = batch.action_rewards.shape[1]
@@ -53,20 +70,26 @@ def train_with_equal_last_groups(argument: tuple[Path, str]) -> None:
         rows.append(int(batch.loss_mask.sum()))
         return metrics
 
-    algorithm.compute_advantages = equal_returns
+    algorithm.compute_advantages, run.rl._score, algorithm.loss = equal_returns, score_fewer, scaled
     before = weights(run)
     run.rl.sync.push(0)
-    loss = run.rl.iteration(0)["train/loss"]
-    found = {"rows": rows, "loss": loss, "before": before, "after": weights(run)}
+    refused = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
+    with waiting("update"), refused:
+        loss = run.rl.iteration(0)["train/loss"]
     run.rl.collector.close()
     run.session.close()
+    if not factor:
+        return
+    found = {"rows": rows, "loss": loss, "before": before, "after": weights(run)}
     torch.save(found, folder / f"{sharding} {rank()} of {world_size()}")
 
 
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp2"])
 def test_a_rank_without_a_row_of_any_minibatch_takes_the_steps_of_one_process(tmp_path, sharding):
-    train_with_equal_last_groups((tmp_path, "replicate"))
-    launch(train_with_equal_last_groups, (tmp_path, sharding), 2, "cpu")
+    train_with_equal_last_groups((tmp_path, "replicate", 1.0))
+    launch(
+        train_with_equal_last_groups, (tmp_path, sharding, 1.0), 2, "cpu", deadlines=asdict(DeadlinesConfig(update=60))
+    )
     one = torch.load(tmp_path / "replicate 0 of 1")
     ranks = [torch.load(tmp_path / f"{sharding} {r} of 2") for r in (0, 1)]
     assert ranks[0]["rows"] == one["rows"] and one["rows"][0] > 0 and ranks[1]["rows"] == [0]
@@ -75,6 +98,37 @@ def test_a_rank_without_a_row_of_any_minibatch_takes_the_steps_of_one_process(tm
         assert found["loss"] == pytest.approx(one["loss"], abs=1e-5)
         for name, tensor in found["after"].items():
             assert gap(tensor, one["after"][name]) < 1e-5, name
+
+
+def test_a_loss_without_a_gradient_is_refused_by_a_rank_that_has_no_row_too(tmp_path):
+    deadlines = asdict(DeadlinesConfig(update=60))
+    launch(train_with_equal_last_groups, (tmp_path, "replicate", 0.0), 2, "cpu", deadlines=deadlines)
+
+
+# -- groups that are played again ------------------------------------------------------------------------------------
+
+
+def play_the_last_group_again(folder: Path) -> None:
+    """Take one iteration in which the first episodes of the last group, on rank 1 of 2, teach nothing."""
+    run = built(folder / f"run {world_size()}", *GRPO, "algorithm.max_resamples=2")
+    run.rl.algorithm.uninformative_envs = lambda batch: batch.group_ids[0] == 3
+    run.rl.sync.push(0)
+    with waiting("rollout"):
+        metrics = run.rl.iteration(0)
+    run.rl.collector.close()
+    run.session.close()
+    (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))
+
+
+def test_a_group_of_one_rank_is_played_again_and_counted_on_all(tmp_path):
+    """Ten episodes of six steps: two in each of four groups, and the last group again."""
+    play_the_last_group_again(tmp_path)
+    launch(play_the_last_group_again, tmp_path, 2, "cpu", deadlines=asdict(DeadlinesConfig(rollout=60)))
+    one, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("0 of 1", "0 of 2", "1 of 2"))
+    assert one["rollout/num_episodes"] == 10 and one["rollout/env_steps_total"] == 60
+    names = [name for name in one if name.split("/")[0] in ("rollout", "train")]
+    for found in ranks:
+        assert {name: found[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=1e-5)
 
 
 # -- weights to begin with -------------------------------------------------------------------------------------------
@@ -117,6 +171,34 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
         for found in (first[case], second[case]):
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case
     assert any(not torch.equal(second["control"][name], tensor) for name, tensor in expected.items())
+
+
+# -- a time limit ----------------------------------------------------------------------------------------------------
+
+
+def clone_until_the_limit(folder: Path) -> None:
+    """Clone with a clock that counts 600 s for each step of rank 0, and 400 s for each of rank 1."""
+    limit = ["sft.max_steps=1", "sft.time_limit_s=1000", "sft.num_demonstrations=2", "sft.batch_size=4"]
+    run = built(folder / f"run {world_size()}", *limit)
+    update, state = run.session.worker.sft_update, run.session.state
+
+    def timed(*arguments):
+        state.train_wall_s += 400 if rank() else 600
+        return update(*arguments)
+
+    run.session.worker.sft_update = timed
+    run.sft.fit()
+    run.rl.collector.close()
+    run.session.close()
+    (folder / f"steps {rank()} of {world_size()}").write_text(str(state.sft_step))
+
+
+def test_ranks_clone_until_the_time_of_all_is_over(tmp_path):
+    """Rank 0 is beyond 1000 s after two steps, rank 1 after three: both take three, and a single process two."""
+    clone_until_the_limit(tmp_path)
+    launch(clone_until_the_limit, tmp_path, 2, "cpu", deadlines=asdict(DeadlinesConfig(update=60)))
+    steps = {path.name: path.read_text() for path in tmp_path.glob("steps *")}
+    assert steps == {"steps 0 of 1": "2", "steps 0 of 2": "3", "steps 1 of 2": "3"}
 
 
 # -- the report of numbers that are not finite -----------------------------------------------------------------------

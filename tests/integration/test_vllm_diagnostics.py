@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.checks.policy import NUM_ROWS, PolicyChecker
 from rlinf.cli import main
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineError
 from rlinf.errors import ParityError
@@ -142,7 +142,7 @@ def sends(monkeypatch, player):
                 yield name, change(name, tensor)
 
         monkeypatch.setattr("rlinf.models.merged_weights.merged_tensors", changed)
-        monkeypatch.setattr("rlinf.commands.train.VllmPolicy", Player)
+        monkeypatch.setattr("rlinf.rollout.vllm_policy.VllmPolicy", Player)
         player.engine.version = None
 
     return use

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.evaluation.finding_rules import RULES, explain
-from rlinf.evaluation.findings import Diagnosis, Record, diagnose
+from rlinf.report.why.findings import Diagnosis, Record, diagnose
+from rlinf.report.why.rules import RULES, explain
 
 ROOT = Path(__file__).parents[2]
 RECORDED = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "why_runs.jsonl").read_text().splitlines()]

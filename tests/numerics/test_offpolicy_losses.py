@@ -55,6 +55,8 @@ def test_critics_are_networks_that_share_nothing():
         nn.init.normal_(gain), nn.init.normal_(shift)
     batch = a_batch()
     found = critics(batch.features, batch.base[:, 0], batch.actions)
+    gradients = torch.autograd.grad(found.square().sum(), list(critics.parameters()))
+    slow = 0.0
     for number in range(3):
         x = torch.cat([batch.features, batch.base[:, 0], batch.actions], 1)
         rows = slice(8 * number, 8 * number + 8)
@@ -64,6 +66,10 @@ def test_critics_are_networks_that_share_nothing():
             x = (x - mean) / (variance + 1e-5).sqrt() * critics.gains[layer][number] + critics.shifts[layer][number]
             x = torch.relu(x) @ critics.weights[layer][number] + critics.biases[layer][number]
         torch.testing.assert_close(found[number], x[:, 0], rtol=1e-5, atol=1e-6)
+        slow = slow + x.square().sum()
+    expected = torch.autograd.grad(slow, list(critics.parameters()))
+    assert all(gradient.abs().max() > 1e-3 for gradient in expected)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_critics_compute_in_float32_also_under_autocast():

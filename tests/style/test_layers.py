@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
-    ("errors", "imports", "number_formats", "seeding", "types"),
+    ("errors", "imports", "number_formats", "run_folder", "seeding", "types"),
     ("files", "memory", "options", "registry"),
     ("manifest",),
     ("distributed",),
@@ -22,16 +22,17 @@ LAYERS = (
     ("data",),
     ("engines", "serving"),
     ("models",),
-    ("offpolicy",),
     ("checkpoints",),
     ("evaluation",),
+    ("report",),
     ("rollout",),
     ("llm",),
     ("config",),
-    ("checks",),
+    ("contracts",),
     ("preflight",),
     ("cluster",),
     ("training",),
+    ("offpolicy",),
     ("recipes",),
     ("policy",),
     ("commands",),
@@ -42,8 +43,8 @@ LAYERS = (
 """From the ground up. A module may import what is in its own package, and what is in a layer further down."""
 
 FACES = {
-    "rlinf",
     "rlinf.algorithms",
+    "rlinf.algorithms.base",
     "rlinf.distributed",
     "rlinf.models",
     "rlinf.models.generation",
@@ -51,7 +52,17 @@ FACES = {
     "rlinf.models.interfaces",
     "rlinf.models.validation",
 }
-"""Modules that may name modules of a higher layer in a table of lazy attributes: the import paths that users know."""
+"""Modules that name modules of a higher layer in texts: import paths that users know, and registries."""
+
+FAMILIES = {"rlinf.models.embodiment": {"modules"}, "rlinf.envs": {"graphics", "process", "remote"}}
+"""Packages with a folder for each model or simulator, and their folders that all of these share."""
+
+FAMILY_IMPORTS = {
+    ("rlinf.models.embodiment.openvla_oft", "rlinf.models.embodiment.openvla"),  # the same network with another head
+    ("rlinf.recipes.build", "rlinf.models.embodiment.hf_vla"),  # loads the same processors
+    ("rlinf.data.hdf5", "rlinf.envs.libero"),  # reads the instructions from names of files as LIBERO does
+}
+"""Who imports a family. All others know it by the name in a registry."""
 
 HEAVY = {
     "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "numpy", "peft", "pyarrow", "ray", "robosuite",
@@ -80,12 +91,10 @@ def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
                 yield name if name in known else node.module
 
 
-def named_in_texts(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules that a piece of code names in its tables of lazy attributes."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazy_attributes":
-            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
-            yield from (text for text in texts if text in known)
+def named_in_texts(tree: ast.AST, known: dict[str, Path]) -> set[str]:
+    """Return the modules that a piece of code names in texts: ``"module"`` of lazy attributes, ``"module:name"`` of registries."""
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text.partition(":")[0] for text in texts} & set(known) - {"rlinf"}
 
 
 def layer_of(module: str) -> int:
@@ -94,18 +103,42 @@ def layer_of(module: str) -> int:
     return next(number for number, names in enumerate(LAYERS) if name in names)
 
 
-def arrows_up(package: Path) -> list[str]:
-    """Return each import that does not go down."""
+def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
+    """Return each import that does not go down, and each such name in a text except in ``faces``."""
     known, found = modules(package), []
     for module, path in known.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        targets = set() if module == "rlinf" else set(imports(tree, known))
-        if module not in FACES:
-            targets |= set(named_in_texts(tree, known))
+        targets = set(imports(tree, known))
+        if module not in faces:
+            targets |= named_in_texts(tree, known)
         for target in sorted(targets - {"rlinf"}):
-            same = module.split(".")[1] == target.split(".")[1]
+            same = module.split(".")[1:2] == target.split(".")[1:2]
             if not same and layer_of(target) >= layer_of(module):
                 found.append(f"{module} imports {target}")
+    return found
+
+
+def family_of(module: str) -> str | None:
+    """Return the folder of the model or simulator that a module belongs to; None: it belongs to none."""
+    for home, shared in FAMILIES.items():
+        name = module.removeprefix(f"{home}.").partition(".")[0]
+        if (
+            module.startswith(f"{home}.")
+            and name not in shared
+            and (PACKAGE.parent / home.replace(".", "/") / name).is_dir()
+        ):
+            return f"{home}.{name}"
+    return None
+
+
+def mixed_families(package: Path) -> set[tuple[str, str]]:
+    """Return each module outside a family that imports it, as importer and family; of another family, that family."""
+    known, found = modules(package), set()
+    for module, path in known.items():
+        own = family_of(module)
+        for target in imports(ast.parse(path.read_text(encoding="utf-8")), known):
+            if family_of(target) not in (None, own):
+                found.add((own or module, family_of(target)))
     return found
 
 
@@ -185,6 +218,15 @@ def test_imports_go_down():
     assert arrows_up(PACKAGE) == []
 
 
+def test_every_face_names_a_higher_layer():
+    found = {line.split(" imports ")[0] for line in arrows_up(PACKAGE, faces=set())}
+    assert found == FACES
+
+
+def test_only_the_listed_modules_import_a_family():
+    assert mixed_families(PACKAGE) == FAMILY_IMPORTS
+
+
 def test_no_modules_import_each_other():
     assert circles(PACKAGE) == []
 
@@ -225,6 +267,7 @@ def test_an_import_that_is_hidden_for_nothing_is_seen(tmp_path, line, found):
         "def f():\n    from rlinf.config.schema import RunConfig",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rlinf.config.schema",
         "__getattr__ = lazy_attributes(__name__, {'RunConfig': 'rlinf.config.schema'})",
+        "ROWS = Registry('row', 'rlinf.data', {'run': 'rlinf.config.schema:RunConfig'})",
     ],
 )
 def test_an_import_that_goes_up_is_seen(tmp_path, line):
@@ -238,6 +281,24 @@ def test_an_import_that_goes_up_is_seen(tmp_path, line):
     assert arrows_up(package) == [] and circles(package) == []
     (package / "data" / "rows.py").write_text(line)
     assert arrows_up(package) == ["rlinf.data.rows imports rlinf.config.schema"]
+
+
+@pytest.mark.parametrize(
+    ("importer", "seen_as"),
+    [
+        ("models/embodiment/pi0/policy.py", "rlinf.models.embodiment.pi0"),
+        ("models/embodiment/base.py", "rlinf.models.embodiment.base"),
+        ("rollout.py", "rlinf.rollout"),
+        ("models/embodiment/openvla/policy.py", None),
+    ],
+)
+def test_an_import_of_another_family_is_seen(tmp_path, importer, seen_as):
+    package = tmp_path / "rlinf"
+    for name in ("models/embodiment/openvla/config.py", importer):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (package / importer).write_text("import rlinf.models.embodiment.openvla.config")
+    assert mixed_families(package) == ({(seen_as, "rlinf.models.embodiment.openvla")} if seen_as else set())
 
 
 def test_a_circle_of_modules_is_seen(tmp_path):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rlinf import run_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rlinf", "examples", "benchmarks", "scripts", "tests", "docs", ".ci")
 MAX_LINES = 600
@@ -80,6 +82,14 @@ def holds_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+def file_names(code: str, names: set[str]) -> list[int]:
+    """Lines with a text that is one of ``names``, or a path with one of them."""
+    texts = (
+        node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return [node.lineno for node in texts if names & set(node.value.split("/"))]
+
+
 def test_no_file_is_longer_than_the_limit():
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
@@ -100,6 +110,19 @@ def test_no_dispatch_on_names_of_models_envs_or_algorithms():
     found = {name_of(path): lines for path in files
              if (lines := name_dispatch(path.read_text(encoding="utf-8")))}  # fmt: skip
     assert found == {}
+
+
+def test_files_of_a_run_are_named_in_one_place():
+    names = {
+        value
+        for value in vars(run_folder).values()
+        if isinstance(value, str) and re.fullmatch(r"\.?[a-z_.]+\.[a-z]+", value)
+    }
+    files = [
+        path for path in python_files("rlinf") if path.stem != "run_folder" and path.parent.name != "libero"
+    ]  # its own config.yaml
+    found = {name_of(path): lines for path in files if (lines := file_names(path.read_text(encoding="utf-8"), names))}
+    assert found == {} and "summary.json" in names
 
 
 def test_no_path_of_a_particular_machine():
@@ -130,6 +153,8 @@ def test_the_checks_above_catch_what_they_look_for():
     assert name_dispatch("if cfg.model.model_type == 'openvla':\n    pass\n") == [1]
     assert name_dispatch("if env.name in ('a', 'b'):\n    pass\n") == [1]
     assert name_dispatch("if other.title == 'openvla':\n    pass\n") == []
+    assert file_names("f'{run}/eval/*/result.json'\nread(run / 'result.json')", {"result.json"}) == [1, 2]
+    assert file_names("'There is no result.json.'", {"result.json"}) == []
     assert EXTRA_OF_INDEX.search("pip install 'rlinf[serve]'") and EXTRA_OF_INDEX.search('"rlinf[vllm-cpu]"')
     assert not EXTRA_OF_INDEX.search("pip install -e '.[serve]'")
     assert MACHINE_PATH.search("open('/" + "home/someone/data')")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
-from rlinf.checks.policy import NUM_ROWS, PolicyChecker
 from rlinf.cli import main
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.contracts.policy import NUM_ROWS, PolicyChecker
 from rlinf.models import build_policy
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import to_mapping
@@ -369,7 +369,7 @@ def test_wrong_types_are_named(method, wrong, message, checker):
 
 
 def test_a_failed_check_is_the_exit_status(capsys, monkeypatch):
-    monkeypatch.setattr("rlinf.checks.policy.MAX_GAP", -1.0)
+    monkeypatch.setattr("rlinf.contracts.policy.MAX_GAP", -1.0)
     assert main(["diagnose", "experiment=tabletop_ppo_mlp", "cluster.num_threads=1"]) == 1
     assert " FAIL " in capsys.readouterr().out
 

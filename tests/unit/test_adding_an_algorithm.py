@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from rlinf.algorithms.base import Algorithm, LossCounts
+from rlinf.algorithms.base import Algorithm, AnyAlgorithm, LossCounts
 from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -23,7 +23,7 @@ from rlinf.tracking import METRICS
 from rlinf.types import ActionEvaluation, Observation, RolloutBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
-FILE, PLAIN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FILE, PLAIN, SEARCH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL).group(1)
 COMMAND = re.search(r"rlinf train (--config-dir.*?)\n```", PAGE, re.DOTALL).group(1)
 SMALL = [
@@ -105,6 +105,38 @@ def test_its_options_are_checked_like_any_others(folder):
         composed(folder, "algorithm.baseline=median")
     with pytest.raises(ConfigError, match="no key 'gae_lambda'.*Leave algorithm.gae_lambda out"):  # an option of PPO
         composed(folder, "algorithm.gae_lambda=0.9")
+
+
+def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder):
+    (folder / "random_search.py").write_text(SEARCH, encoding="utf-8")
+    (folder / "my_configs" / "algorithm" / "random_search.yaml").write_text("name: random_search\n", encoding="utf-8")
+    more = ("plugins=[random_search.py]", "algorithm=random_search", "trainer.max_steps=6", "algorithm.std=0.3")
+    config = composed(folder, *more, "env.reward_mode=shaped")
+    derived = validate(config)
+    assert (derived.optimizer_steps, derived.env_steps) == (0, 6 * 8 * 8 * config.model.action_chunks_len)
+    run, trace = build(config), []
+    model, iteration = run.session.worker.model, run.rl.iteration
+
+    def traced(step: int) -> dict[str, float]:
+        before, best = torch.cat([each.flatten() for each in model.parameters()]).detach(), run.rl.best
+        metrics = iteration(step)
+        is_kept = not torch.equal(torch.cat([each.flatten() for each in model.parameters()]), before)
+        trace.append((is_kept, metrics["rollout/return_mean"] > best))
+        return metrics
+
+    run.rl.iteration = traced
+    run.execute()
+    assert trace[0] == (False, True), "the first rollout is that of the weights as they are"
+    assert [kept for kept, _ in trace[1:]] == [better for _, better in trace[1:]]
+    assert len(set(trace[1:])) == 2, "control: of the changes, some are better and some are not"
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("rollout/return_mean" in line for line in lines) == 6
+    assert (folder / "run" / "checkpoints" / "rl_000006").is_dir() and (folder / "run" / "report.html").is_file()
+
+
+def test_an_algorithm_without_a_trainer_says_so():
+    with pytest.raises(NotImplementedError, match="AnyAlgorithm does not implement make_trainer"):
+        AnyAlgorithm.make_trainer(None, None, None)
 
 
 def rollout(**fields: torch.Tensor) -> RolloutBatch:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rlinf
-from rlinf.commands.audit import check
+from rlinf.commands.audit import check, write_audit
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
@@ -15,7 +15,6 @@ from rlinf.envs.tabletop.env import MOVED_M, TabletopVectorEnv
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.audit import Audit, Auditor, brighten, check_episodes, paraphrased, shift, swapped
-from rlinf.evaluation.audit_page import write_audit
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, Push, fixed, push_of, pushed
 from rlinf.evaluation.evaluator import evaluate_policy

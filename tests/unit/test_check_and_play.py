@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.checks.env import PROPERTIES
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.cli.play import show
 from rlinf.commands.audit import NOT_KNOWN, audit, configured, seen_episodes
 from rlinf.commands.hydra_app import parse
+from rlinf.contracts.env import PROPERTIES
 from rlinf.envs import make_env
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.seeding import derive_seed

@@ -50,6 +50,17 @@ def test_a_path_with_a_comma_gets_the_quotes_to_type(command, capsys):
     assert f"Set '{key}=\"runs/a,b\"'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["evaluate", "audit", "serve", "play", "collect", "export"])
+def test_a_folder_that_comes_first_is_the_checkpoint(command, tmp_path, capsys):
+    run, others = tmp_path / "run", [f"output={tmp_path / 'new'}"] if command == "export" else []
+    for words in ([str(run), *others], [f"checkpoint={run}", *others]):
+        assert main([command, *words]) == EXIT_USER_ERROR
+        assert f"There is no folder {run}; required: a checkpoint folder or a run folder" in capsys.readouterr().err
+    run.mkdir()
+    assert main([command, str(run), *others]) == EXIT_USER_ERROR
+    assert f"{run} holds no usable checkpoint" in capsys.readouterr().err
+
+
 def test_a_list_that_is_not_closed_is_one_line(capsys):
     assert main(["train", "env.tasks=[reach"]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.startswith("ConfigError: The override 'env.tasks=[reach' cannot be read: ")
@@ -143,7 +154,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("evaluate env=libero_spatial env.task=some", "Set 'env.tasks=[some]'"),
         ("train experiment quickstart", "Set experiment=quickstart"),
         ("train model openvla_tiny seed=3", "Set model=openvla_tiny"),
-        ("audit .", "Set checkpoint=. to evaluate"),
+        ("audit .", ". holds no usable checkpoint"),
         (
             "train experiment=quikstart",
             "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart",

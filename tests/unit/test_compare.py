@@ -14,10 +14,10 @@ import yaml
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import Pairs, compare, mcnemar_exact
-from rlinf.evaluation.compare_folders import check_one_list, compare_folders
 from rlinf.evaluation.intervals import paired_difference_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest
+from rlinf.report.compare_folders import check_one_list, compare_folders
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 TASKS = ("reach", "push")

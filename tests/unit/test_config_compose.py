@@ -155,6 +155,8 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("algorithm.adam_eps=1", ["no key 'algorithm.adam_eps'. Set trainer.adam_eps=1"]),
         ("evalution.num_episodes=7", ["no key 'evalution'. Set evaluation.num_episodes=7"]),
         ("qqq.seed=3", ["no key 'qqq'. Set seed=3"]),
+        ("sft.expert.spee=3", ["no key 'sft.expert.spee'. Known: aim_offset_m"]),  # not seed=3
+        ("model.num_images_in_input=0", ["model.init_config.num_images_in_input=0 for random weights"]),
         ("generation.top_k=1", ["no key 'generation'. Known: algorithm"]),
         ("trainer.zzz=1", ["no key 'trainer.zzz'. Known: adam_beta1"]),
         ("lr=1e-3", ["no key 'lr'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
@@ -277,6 +279,13 @@ def test_plugin_that_does_not_exist_is_named():
         build("plugins=[no_such_module]")
     with pytest.raises(ConfigError, match="does not exist"):
         build("plugins=[no_such_file.py]")
+
+
+def test_an_experiment_that_is_no_mapping_is_refused(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "listed.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="listed"):
+        compose_config(["experiment=listed"], str(tmp_path))
 
 
 def test_error_inside_a_plugin_is_not_hidden(tmp_path):

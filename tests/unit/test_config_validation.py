@@ -124,6 +124,38 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
         assert validate(build(*overrides, *words)), (message, words)
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+@pytest.mark.parametrize("model", ["openvla_tiny", "openvla_oft_tiny", "cnn"])
+def test_a_model_of_pictures_that_sees_none_is_refused_with_the_range(model, number):
+    words = [f"model={model}", "env.cameras=[front]", "env.state=proprio"]
+    with pytest.raises(ConfigError) as caught:
+        validate(build(*words, f"model.init_config.num_images_in_input={number}"))
+    if (model, number) == ("cnn", "two"):  # its configuration has types
+        assert "num_images_in_input is 'two' (str); required: int." in str(caught.value)
+    else:
+        assert f"num_images_in_input={number}; required: 1 or more, the cameras" in str(caught.value)
+    assert "Set e.g. model.init_config.num_images_in_input=1" in str(caught.value) or "=1 for random weights" in str(
+        caught.value
+    )
+    validate(build(*words, "model.init_config.num_images_in_input=1"))
+
+
+@pytest.mark.parametrize(
+    ("model", "family"), [("hf_vla", "hf_vla_tiny"), ("pi05", "pi0_tiny"), ("openvla_oft", "openvla_oft_tiny")]
+)
+def test_random_weights_are_advised_of_the_family_that_was_asked_for(model, family):
+    with pytest.raises(ConfigError, match=f"or model={family}$"):
+        validate(build(f"model={model}"))
+
+
+def test_a_command_that_does_not_clone_advises_no_key_of_cloning(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pyarrow" else real(name))
+    with pytest.raises(MissingDependencyError) as caught:
+        validate(build("dataset=data/new"), "collect")
+    assert str(caught.value) == "`rlinf collect` needs the package 'pyarrow'. Run pip install pyarrow"
+
+
 def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
     """64 envs x 16 calls of a picture of 64 pixels (and its state), however many ranks share them."""
     envs = ["rollout.num_envs=64", "rollout.num_chunks=16", "trainer.minibatch_size=64"]
@@ -247,7 +279,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)
     monkeypatch.setattr("rlinf.preflight.folders.resolve_checkpoint", lambda folder: checkpoint)
-    monkeypatch.setattr("rlinf.preflight.offpolicy.resolve_checkpoint", lambda source: checkpoint)
+    monkeypatch.setattr("rlinf.preflight.saved.resolve_checkpoint", lambda source: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run"):

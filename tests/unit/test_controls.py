@@ -12,9 +12,9 @@ import torch
 from rlinf.algorithms.offpolicy_config import SACConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.training.controls import FROZEN, constant_offsets, is_easy, note_warmup
+from rlinf.offpolicy.control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
+from rlinf.offpolicy.controls import FROZEN, constant_offsets, is_easy, note_warmup
 from rlinf.types import ActionPrediction
 
 NUM_EPISODES = 24

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from rlinf.evaluation.report import write_report
-from rlinf.evaluation.report_offpolicy import warmup_success
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.offpolicy.corrections import NUM_LARGEST, Corrections
+from rlinf.report.offpolicy import warmup_success
+from rlinf.report.run import write_report
 from rlinf.tracking import Tracker, TrackingConfig
-from rlinf.training.corrections import NUM_LARGEST, Corrections
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 

@@ -12,9 +12,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rlinf.checks.env import check_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.contracts.env import check_env
 from rlinf.envs import make_env
 from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.gymnasium import env as gymnasium_env

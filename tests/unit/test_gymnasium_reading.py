@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import rlinf
-from rlinf.checks.env import check_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.contracts.env import check_env
 from rlinf.envs import make_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig
 from rlinf.errors import ConfigError
+from rlinf.evaluation.result import EvaluationResult
 
 MODULE = '''
 import gymnasium
@@ -62,6 +63,7 @@ for name, changes in {
     "Listed-v0": {"observation_space": Dict({"grip": SPACES["grip"]}), "reset_info": {"instruction": ["lift", "it"]}},
     "Renamed-v0": {"told": ("task_success",)},
     "Untold-v0": {"told": ()},
+    "AtTheEnd-v0": {"step": lambda self, action: (*Arm.step(self, action)[:2], self.at > 2, False, {"is_success": False} if self.at > 2 else {})},
     "Planes-v0": {"observation_space": Dict({"top": Box(0, 255, (3, 6, 9), np.uint8)})},
 }.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Arm,), changes), max_episode_steps=4)
@@ -155,3 +157,18 @@ def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
     assert untold.headline().startswith("return 2.5") and told.headline().startswith("5/5 = 100.0%")
     data = json.loads(untold.to_json(tmp_path / "result.json").read_text())
     assert (data["return_mean"], data["return_interval"], data["tells_success"]) == (2.5, [2.5, 2.5], False)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_env_that_tells_success_at_the_end_alone_shows_a_rate_once_an_episode_has_told_a_failure(
+    tmp_path, processes
+):
+    env = ["env.id=arm_for_tests:AtTheEnd-v0", f"env.num_processes={processes}"]
+    # Four steps of 0.75 pass 2, where the env ends the episode with a failure; those of 0.25 meet the time limit, untold.
+    ended, cut = (
+        rlinf.evaluate(lambda seen, size=size: np.full((len(seen), 1), size), "gymnasium", episodes=3, overrides=env)
+        for size in (0.75, 0.25)
+    )
+    assert ended.headline().startswith("0/3 = 0.0%") and "0.0%" in ended.table() and ended.summary()["tells_success"]
+    assert cut.headline().startswith("return 2.5") and not cut.summary()["tells_success"]
+    assert EvaluationResult.from_json(ended.to_json(tmp_path / "result.json")).total.is_told

@@ -188,6 +188,15 @@ def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that
     said = capsys.readouterr().err
     assert "validation.dataset.name=arithmetic/test.jsonl does not exist" in said and "train_policy" not in said
     assert "Make it with python scripts/make_arithmetic_data.py arithmetic" in said and calls == []
+
+
+@pytest.mark.parametrize("word", ["train.train_policy.dataset.name=./no.jsonl", "policy.model_name_or_path=/no/model"])
+def test_what_is_not_there_is_refused_before_the_plan_is_printed_and_planned_by_a_dry_run(recipe, calls, capsys, word):
+    assert main(["launch", "--config", recipe(), word]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "Error: " in told.err and calls == []
+    assert main(["launch", "--config", recipe(), word, "--dry-run"]) == 0
+    assert "recipe:" in capsys.readouterr().out
     assert all((ROOT / script).is_file() for script in MAKERS.values())
 
 

@@ -8,7 +8,6 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import (
-    FULL_FILE,
     adapter_fingerprint,
     adapter_state_dict,
     apply_lora,
@@ -18,6 +17,7 @@ from rlinf.models.lora import (
     merged_state_dict,
     save_adapter,
 )
+from rlinf.run_folder import FULL_FILE
 
 SECTION = {
     "model_type": "openvla",

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlinf.algorithms import NLLLossFn
-from rlinf.checks import generation as diagnostics
-from rlinf.checks.generation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.cli import main
+from rlinf.contracts import generation as diagnostics
+from rlinf.contracts.generation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
 from rlinf.llm.decoding import StaticLayer

@@ -146,7 +146,11 @@ def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):
     packer = ready(ChatPacker(), processors("llava"), tmp_path)
     expected = packer.sample({"messages": TALK, "images": [one, two]}).model_inputs["pixel_values"]
     second = {"bytes": stored.getvalue(), "path": None}
-    for images in (["one.png", second], [{"bytes": None, "path": str(tmp_path / "one.png")}, np.asarray(two)]):
+    for images in (
+        ["one.png", second],
+        ["one.png", stored.getvalue()],
+        [{"bytes": None, "path": str(tmp_path / "one.png")}, np.asarray(two)],
+    ):
         assert torch.equal(packer.sample({"messages": TALK, "images": images}).model_inputs["pixel_values"], expected)
     inside = [said("user", IMAGE | {"image": "one.png", "index": None, "text": None}, "what is this?"), TALK[1],
               said("user", "and ", IMAGE | {"image": second}, " this?"), TALK[3]]  # fmt: skip

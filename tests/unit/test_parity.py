@@ -11,6 +11,8 @@ import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.errors import ParityError
 from rlinf.preflight.derived import accepted_gap, parity_gate
 from rlinf.rollout.parity import ParityGate, check_parity
@@ -47,6 +49,32 @@ def test_gaps_and_ratios_by_hand():
         "rollout/importance_ratio_mean": sum(RATIOS) / 4,
         "rollout/importance_ratio_max": math.exp(0.5),
     })  # fmt: skip
+
+
+def check_on_ranks(folder):
+    """The rollout has the high density on rank 0 and the trainer on rank 1, where the values are large too."""
+    peaked, flat = [math.log(10.0)] + [0.0] * 7, [0.0] * 8
+    if rank() == 0:
+        own = batch(peaked, flat, values=([0.5, 0.0], [1.0, 0.0]))
+    else:
+        own = batch(flat, peaked, values=([0.0, 100.0], [0.0, 100.0]))
+    torch.save(check_parity(own, 0, max_gap=1.0), folder / f"rank{rank()}.pt")
+
+
+def test_limits_gaps_and_ratios_are_those_of_all_ranks(tmp_path):
+    """By hand. On its own each rank has a density of 1 in one of the two, and so a limit below its gap of log 10."""
+    launch(check_on_ranks, tmp_path, 2, "cpu")
+    for number in range(2):
+        metrics, fault = torch.load(tmp_path / f"rank{number}.pt")
+        assert fault is None
+        assert metrics == pytest.approx({
+            "rollout/logprob_gap_mean": 2 * math.log(10) / 16,
+            "rollout/logprob_gap_max": math.log(10),
+            "rollout/logprob_gap_exp_mean": (10 + 10 + 14) / 16,
+            "rollout/importance_ratio_mean": (0.1 + 10 + 6) / 8,
+            "rollout/importance_ratio_max": 10.0,
+            "rollout/value_gap_max": 0.5 / 100,
+        })  # fmt: skip
 
 
 def test_actions_that_were_not_executed_or_do_not_count_are_left_out():

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.cluster.player import player_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed.ray_ranks import neighbours_first
+from rlinf.distributed.ray.ranks import neighbours_first
+from rlinf.distributed.sums import own_blocks
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_players, check_placement
 from rlinf.preflight.validation import validate
+from rlinf.rollout.policy_shell import PolicyShell
 
 SPLIT = [
     "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=split",
@@ -150,7 +153,7 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
     placement = Placement.of(config)
     owned = [list(placement.players_of(rank)) for rank in range(ranks)]
     assert sum(owned, []) == list(range(players)) and {len(each) for each in owned} == {per_rank}
-    blocks = [list(placement.blocks_of(player)) for player in range(players)]
+    blocks = [list(own_blocks(placement.num_blocks, player, placement.num_players)) for player in range(players)]
     assert sum(blocks, []) == list(range(players * per_player))
     for rank, own in enumerate(owned):
         assert sum((blocks[player] for player in own), []) == list(
@@ -164,6 +167,22 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
 def test_players_share_the_worker_threads_of_the_ranks(ranks, players, of_rank, of_player):
     placement = Placement(ranks, players, num_blocks=64, gpus_per_player=0)
     assert placement.worker_threads(of_rank) == of_player
+
+
+@pytest.mark.parametrize(
+    ("key", "variable", "expected"), [(6, "2", 3), (None, "2", 1), (None, "16", 8), (None, None, 5)]
+)
+def test_a_player_has_its_part_of_the_threads_of_the_key_then_of_the_variable_then_of_the_cores(
+    key, variable, expected, monkeypatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = config_of(f"cluster.num_threads={key or 'null'}")
+    placement = Placement(1, 2, num_blocks=64, gpus_per_player=0)
+    make = player_maker(config, PolicyShell(b""), placement)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the player
+    assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected
 
 
 LAPTOP = """

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import shlex
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
+from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from rlinf.commands.serve import env_overrides
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.serving import MessageError
 from rlinf.serving.codec import decode, encode, encode_named
 from rlinf.serving.server import BATCH, Limits, PolicyServer
@@ -283,6 +288,38 @@ def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeyp
         assert np.array_equal(decode(asking.recv(timeout=30))["actions"], CHUNK), "one that waits keeps its place"
 
 
+def test_a_silent_client_of_vla_eval_keeps_its_place(monkeypatch):
+    """It counts an episode whose connection is closed as failed."""
+    with serving(max_clients=1) as (port, _, _), connect(f"ws://127.0.0.1:{port}{PATH}"):
+        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
+        with pytest.raises(InvalidStatus, match="503"):
+            open_client(port)
+
+
+def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
+    leave = threading.Event()
+
+    async def slow_goodbye(connection, *reason):
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+        await close(connection, *reason)
+
+    close = ServerConnection.close
+    with serving(max_clients=1, batch_wait_s=0) as (port, policy, _), open_client(port) as idle:
+        idle.recv(timeout=30)
+        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
+        monkeypatch.setattr(ServerConnection, "close", slow_goodbye)
+        with open_client(port) as other, ExitStack() as at_the_end:
+            at_the_end.callback(leave.set)
+            other.recv(timeout=30)
+            idle.send(encode({"prompt": "go"}))
+            other.send(encode({"prompt": "go"}))
+            assert np.array_equal(decode(other.recv(timeout=30))["actions"], CHUNK)
+            with pytest.raises(TimeoutError):
+                idle.recv(timeout=1)
+            assert policy.num_read == 1
+
+
 def test_more_waiting_rows_than_allowed_are_refused():
     with (
         serving(max_batch=1, batch_wait_s=0) as (port, policy, _),
@@ -465,3 +502,16 @@ def test_vla_evals_client_sends_pictures_and_gets_actions(shared):
     info, found = asyncio.run(play())
     assert info["model_server"] == "numbers"
     assert [action["actions"].tolist() for action in found] == [[2, 3], [4, 5]]
+
+
+def test_the_command_that_evaluates_a_server_can_be_typed():
+    """Its words, as a shell and Hydra read them, give the env of the policy."""
+    given = [
+        "env=gymnasium",
+        "env.id=CartPole-v1",
+        "env.kwargs={sutton_barto_reward: true, why: 'a, b'}",
+        "env.instruction='keep it up'",
+    ]
+    config = build_config(compose_config(["model=mlp", *given]))
+    again = build_config(compose_config(["model=mlp", *shlex.split(env_overrides(config))]))
+    assert again.env == config.env and again.env.kwargs["why"] == "a, b"

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from processes import is_running
 
-from rlinf.checks.env import equal_rows, play, spread_specs
+from rlinf.contracts.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.worker_handle import Worker

@@ -196,7 +196,9 @@ def test_all_objects_reach_every_rank():
     assert process_group.gather_objects("x") == ["x"]
 
 
-@pytest.mark.parametrize(("key", "variable", "expected"), [(5, "1", 5), (None, "1", 1), (None, None, 4)])
+@pytest.mark.parametrize(
+    ("key", "variable", "expected"), [(5, "1", 5), (None, "1", 1), (None, "3,2", 3), (None, None, 4)]
+)
 def test_the_threads_of_a_rank_are_those_of_the_key_then_of_the_variable_then_its_share_of_the_cores(
     key, variable, expected
 ):

@@ -272,6 +272,8 @@ def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsy
     assert "4 questions and the second 4, 3 of them in common" in capsys.readouterr().err
     assert main(["evaluate", "--compare", a, b, "evaluation.allow_mismatch=[questions]"]) == 0
     assert capsys.readouterr().out.count("0/3") == 2, "the common ones"
+    page = (tmp_path / "b" / "report.html").read_text(encoding="utf-8")
+    assert "2 questions that only one has run are left out. Accepted: questions.sha256" in page
     allowed = "evaluation.allow_mismatch=[questions.sha256]"
     assert main(["evaluate", "--compare", a, str(tmp_path / "c"), allowed]) == 0, "another order is the same list"
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.distributed.ray_cluster import initialise
+from rlinf.distributed.ray.cluster import initialise
 from rlinf.errors import ConfigError
 
 HEAD = "192.0.2.1:6379"

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from rlinf.cluster.machine import Machine
-from rlinf.distributed import ray_ranks
 from rlinf.distributed.launch import launch
-from rlinf.distributed.ray_ranks import RankAgent, RemoteRank
+from rlinf.distributed.ray import ranks as ray_ranks
+from rlinf.distributed.ray.ranks import RankAgent, RemoteRank
 from rlinf.errors import ConfigError, RankError, RankKilledError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
@@ -73,7 +73,7 @@ def test_a_child_that_keeps_the_output_open_does_not_hide_the_end_of_a_rank(tmp_
 
 AGENT = """
 import sys
-from rlinf.distributed.ray_ranks import RankAgent
+from rlinf.distributed.ray.ranks import RankAgent
 for told in RankAgent().run(bytes.fromhex(sys.argv[1]), sys.path, {}, "."):
     print(told[1].decode(), flush=True)
 """
@@ -98,7 +98,7 @@ def test_a_rank_runs_the_code_of_the_command_and_not_what_lies_in_its_folder(tmp
     (tmp_path / "rlinf" / "__init__.py").write_text("raise RuntimeError('another rlinf')")
     source = "import rlinf; print(rlinf.__file__)"
     streams, status = told(RankAgent(), source, tmp_path)
-    assert status == 0 and streams[1] == f"{Path(ray_ranks.__file__).parents[1] / '__init__.py'}\n"
+    assert status == 0 and streams[1] == f"{Path(ray_ranks.__file__).parents[2] / '__init__.py'}\n"
     *written, status = RankAgent().run(work(source), [str(tmp_path)], {}, str(tmp_path))
     assert status == 1 and b"another rlinf" in b"".join(data for _, data in written), "control"
 
@@ -130,7 +130,7 @@ def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(m
     def write(stream, data):
         raise BrokenPipeError
 
-    monkeypatch.setattr("rlinf.distributed.ray_ranks._write", write)
+    monkeypatch.setattr("rlinf.distributed.ray.ranks._write", write)
     rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
     assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)
 
@@ -173,7 +173,7 @@ def test_two_threads_end_a_rank_once(monkeypatch):
     held = threading.Event()
     monkeypatch.setattr("ray.get", lambda told: held.wait(60) and told)
     rank, closed, close = Slow(Agent(), [3]), [], os.close
-    monkeypatch.setattr("rlinf.distributed.ray_ranks.os.close", lambda number: (closed.append(number), close(number)))
+    monkeypatch.setattr("rlinf.distributed.ray.ranks.os.close", lambda number: (closed.append(number), close(number)))
     ends = [threading.Thread(target=rank._end, args=(-9, f"end {number}")) for number in range(2)]
     for end in ends:
         end.start()
@@ -213,7 +213,7 @@ def test_a_loss_at_the_start_is_no_fault_of_the_installation(monkeypatch, error,
 def test_a_device_of_egl_that_was_chosen_for_the_command_is_not_that_of_a_rank(tmp_path, monkeypatch):
     sent = []
     remote = types.SimpleNamespace(remote=lambda work, path, environment, folder: sent.append((path, environment)))
-    monkeypatch.setattr("rlinf.distributed.ray_ranks.RemoteRank", lambda agent, output: None)
+    monkeypatch.setattr("rlinf.distributed.ray.ranks.RemoteRank", lambda agent, output: None)
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "2")
     places = ray_ranks.RankPlaces("127.0.0.1", [types.SimpleNamespace(run=remote)], ["here"])
     places.start(print, (), 1)

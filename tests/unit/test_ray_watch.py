@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.distributed import ray_cluster, ray_watch
+from rlinf.distributed.ray import cluster as ray_cluster
+from rlinf.distributed.ray import watch as ray_watch
 from rlinf.errors import ConfigError, RankError
 
 grpc = pytest.importorskip("grpc", reason="not installed: grpcio; extra 'ray'")

@@ -209,6 +209,13 @@ def test_a_run_that_is_stopped_saves_its_step_once(tmp_path, monkeypatch, stops_
     assert [name for name, *_ in manager.saved] == saved and one.state.step == stops_in + 1
 
 
+def test_a_rank_that_heard_no_signal_stops_with_the_one_that_did(tmp_path, monkeypatch):
+    one, *_ = watched(tmp_path, monkeypatch, Validated(5))
+    monkeypatch.setattr(loops, "any_rank", lambda mine: not mine and one.state.step == 3)
+    with pytest.raises(StopRequested, match="after step 3"):
+        one.fit()
+
+
 def test_a_run_that_is_stopped_in_its_last_step_ends_as_any_other(tmp_path, monkeypatch):
     trainer = Validated(2)
     trainer.stops_in = 1

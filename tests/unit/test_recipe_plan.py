@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3Config
+from transformers import Gemma3Config, Qwen2_5_VLConfig
 
 from rlinf.cli import launch as launching
 from rlinf.cli import main
@@ -36,7 +36,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(planning, "find_spec", lambda name: name)
 
 
-def make_vlm(folder):
+def make_vlm(folder, family):
     """Write the configuration of a model that reads images."""
     text = {
         "vocab_size": 64,
@@ -46,8 +46,12 @@ def make_vlm(folder):
         "num_attention_heads": 2,
     }
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(folder)
-    return folder
+    if family == "qwen2_5_vl":
+        vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
+        text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    configs = {"gemma3": Gemma3Config, "qwen2_5_vl": Qwen2_5_VLConfig}
+    configs[family](text_config=text, vision_config=vision).save_pretrained(folder / family)
+    return folder / family
 
 
 def plan_of(name, *overrides):
@@ -143,6 +147,7 @@ def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fe
     policy, rollout = GPUS.get(Path(recipe).stem, (0, 0))  # no GPUs: those for a laptop, which name none
     monkeypatch.setattr(torch.cuda, "device_count", lambda: policy + rollout)
     monkeypatch.setattr(launching, "count_rows", lambda *_: (None, "not needed here"))
+    monkeypatch.setattr(launching, "_check_sources", lambda *_: None)  # their data and models are not here
     for words in (run_words(recipe), run_words(recipe, "--dry-run")):
         assert main(words) == 0, capsys.readouterr().err
     [(num_ranks, device, placement)] = started
@@ -257,27 +262,30 @@ def test_a_player_in_torch_has_one_gpu():
 
 def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engine(tiny_lm, tmp_path, monkeypatch):
     """An engine's two GPUs would be reserved, and one of them used."""
-    reads_images, why = make_vlm(tmp_path), "vLLM is not used: it gets token ids only, and the model reads images"
-    for model, is_installed, players, each, line in (
-        (tiny_lm(), True, 1, "tensor parallel 2", None),
-        (tiny_lm(), False, 2, "1, in torch", "vLLM is not used: the package vllm is not installed"),
-        (reads_images, True, 2, "1, in torch", why),
+    gemma, qwen = (make_vlm(tmp_path, family) for family in ("gemma3", "qwen2_5_vl"))
+    everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the package {} is not installed"
+    for model, installed, players, each, line in (
+        (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
+        (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),
+        (gemma, everything, 2, "1, in torch", "it gets images of qwen2_5_vl, qwen3_vl, and the model type is gemma3"),
+        (qwen, everything, 1, "tensor parallel 2", None),
+        (qwen, ("vllm",), 2, "1, in torch", lacks.format("torchvision")),
         (
             "owner/unknown",
-            True,
+            everything,
             1,
             "tensor parallel 2",
             "on each of these GPUs, if the model, which is not on this machine",
         ),
     ):
-        monkeypatch.setattr(planning, "find_spec", lambda name, found=is_installed: found or None)
+        monkeypatch.setattr(planning, "find_spec", lambda name, found=installed: name in found or None)
         config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
         text = describe(config, plan, 100)
         assert (plan.players, plan.rollout_gpus, plan.gpus_per_player) == (players, 2, 2 // players)
         assert f"rollout GPUs: 2 ({players} x {each})" in text
         assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
         assert ("the engine takes" in text) == (players == 1 and model != "owner/unknown")
-    overrides = [f"policy.model_name_or_path={reads_images}", "policy.parallelism.dp_shard_size=4"]
+    overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
     assert plan.players == 1, "three cannot be shared by four ranks"
 

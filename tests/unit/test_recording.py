@@ -16,11 +16,12 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.player import BASELINE_FOLDER, copy_baseline, executed_actions, parting_step, short_names
-from rlinf.evaluation.recorded import RECORDINGS_FOLDER, read_recording, write_recording
+from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import JudgedPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
+from rlinf.report.player import copy_baseline, executed_actions, parting_step, short_names
+from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
 MLP = ["model=mlp", "env=tabletop", "env.tasks=[reach,push]", "env.max_episode_steps=6", "model.action_chunks_len=4"]

@@ -12,8 +12,8 @@ import rlinf
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.compare import SequentialPairs, compare
-from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.report.run import write_report
 from rlinf.training.outcome import closing_table, summary_of
 from rlinf.training.state import LoopState
 from rlinf.types import EpisodeResult, EpisodeSpec

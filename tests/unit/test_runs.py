@@ -15,13 +15,13 @@ import yaml
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.charts import Series, line_chart
-from rlinf.evaluation.compare_folders import evaluation_folder
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.runs import closing_evaluation, group_runs, read_runs, sweep_table
-from rlinf.evaluation.runs_report import curve
 from rlinf.files import follow_latest, mark_latest
+from rlinf.report.charts import Series, line_chart
+from rlinf.report.compare_folders import evaluation_folder
+from rlinf.report.runs import closing_evaluation, group_runs, read_runs, sweep_table
+from rlinf.report.runs_page import curve
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 

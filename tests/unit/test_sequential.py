@@ -14,9 +14,9 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation import sequential
 from rlinf.evaluation.compare import compare, mcnemar_exact
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.report_page import comparisons
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.stopping import UntilDecided, UntilNarrow, episode_of
+from rlinf.report.page import pages
 from tests.unit.test_compare import A, B, result_of
 from tests.unit.test_evaluation import BinPolicy, NumberLineEnv, specs_of
 
@@ -224,7 +224,8 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     )
     data = json.loads(json.dumps(found.as_dict()))
     assert data["total"]["p_value"] == found.total.p_value
-    assert "p (sequential)" in comparisons(data) and "Robbins" in comparisons(data)
+    shown = pages().get_template("parts.html").module.comparison(data)
+    assert "p (sequential)" in shown and "Robbins" in shown
     assert compare(better, result_of([False] * 20)).total.p_value == found.total.p_value, "the other way round"
     undecided = compare(result_of(A), replace(result_of(B), stopping={"stop_when": "decided", "num_planned": 8}))
     assert "Not decided after 8 of 8 episodes: a list of about" in undecided.table()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlinf.cluster import reservation
-from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES
+from rlinf.distributed.ray.cluster import OBJECT_STORE_BYTES
 from rlinf.errors import ConfigError
 from rlinf.preflight.placement import StoreRoom
 

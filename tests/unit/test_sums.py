@@ -14,7 +14,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import sums
 from rlinf.distributed.launch import launch
-from rlinf.distributed.process_group import rank, world_size
+from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.errors import ConfigError
 from rlinf.preflight.validation import check_blocks
 
@@ -67,6 +67,7 @@ def note_sums(folder: Path) -> None:
         sums.gather_blocks(own.long()).tolist(),
         sums.sum_counts(2**62 // world_size(), rank() + 1),
         sums.maximum(float(rank()), -float(rank())),
+        [any_rank(rank() == number) for number in range(world_size() + 1)],
     )
     torch.save(noted, folder / f"{rank()} of {world_size()}")
 
@@ -79,7 +80,8 @@ def test_sums_of_blocks_have_the_same_bits_on_any_number_of_ranks(tmp_path):
         launch(note_sums, tmp_path, ranks, "cpu")
     for ranks in (1, 2, 4):
         for r in range(ranks):
-            total, gathered, counts, largest = torch.load(tmp_path / f"{r} of {ranks}")
+            total, gathered, counts, largest, asked = torch.load(tmp_path / f"{r} of {ranks}")
             assert total == [1.0, 10.0, 28.0] and gathered == NUMBERS.long().tolist()
             assert counts == (2**62, ranks * (ranks + 1) // 2), "integers, exact beyond the 53 bits of a float"
             assert largest == (ranks - 1, 0.0)
+            assert asked == [True] * ranks + [False], "one rank says yes, then no rank"

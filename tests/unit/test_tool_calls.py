@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.recipes.packers import ChatPacker
+from rlinf.recipes.packers import ChatPacker, PromptPacker, RawTextPacker
 from rlinf.recipes.samples import BadRowError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
@@ -33,6 +33,13 @@ BLIND = (
     "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
 )
+NO_HEADER = (  # as Mistral: no generation prompt, and calls as a list after a special token
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_sep|>{% elif m.role == 'tool' %}[{{ m.content }}]"
+    "{% elif m.tool_calls %}[CALLS] [{% for call in m.tool_calls %}"
+    '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]<|im_end|>'
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
 QUESTION = {"role": "user", "content": "Sum?", "tool_calls": None}
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2, "c": None}}}]
 ANSWER = {"role": "tool", "content": "3", "tool_calls": None}
@@ -41,14 +48,14 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": None}}]
 SHOWN_TOOL = '{"type": "function", "function": {"name": "add"}}'
 
 
-def packer(template: str) -> ChatPacker:
+def packer(template: str, kind: type = ChatPacker) -> ChatPacker:
     tokenizer = chat_tokenizer("phi")
     tokenizer.chat_template = template
     method = SimpleNamespace(
         conversation_column_name="messages", prompt_column_name="prompt", response_column_name="answer", system_prompt="",
         dataset=SimpleNamespace(name="no folder", subset=""),
     )  # fmt: skip
-    found = ChatPacker()
+    found = kind()
     found.setup(
         SimpleNamespace(policy=SimpleNamespace(model_max_length=1000), train=SimpleNamespace(train_policy=method)),
         tokenizer,
@@ -97,6 +104,38 @@ def test_a_template_that_shows_the_call_in_place_of_the_content():
         shown(CALL_ALONE, row("I add."))
 
 
+def test_calls_are_learned_from_their_beginning_where_the_template_has_no_generation_prompt():
+    text, learned = shown(NO_HEADER, row(None))
+    assert text.startswith("add;<|im_start|>Sum?<|im_sep|>[CALLS] [")
+    assert learned == f"[CALLS] [{JSON_CALL}]<|im_end|>Yes.<|im_end|>"
+
+
+def test_the_nulls_of_a_json_text_are_kept_and_calls_may_be_one():
+    tools = [{"type": "function", "function": {"name": "add", "default": None}}]
+    text, learned = shown(HERMES, row(None, json.dumps(tools), json.dumps(CALLS)))
+    assert '"default": null' in text and JSON_CALL in learned
+    assert '"default"' not in shown(HERMES, row(None, tools))[0], "control: those of a table are no part of the schema"
+
+
+def test_what_shows_no_tools_refuses_them():
+    raw, prompts = RawTextPacker("messages"), packer(HERMES, PromptPacker)
+    for made in (raw, prompts):
+        made.tokenizer, made.max_length = packer(HERMES).tokenizer, 1000
+    with pytest.raises(BadRowError, match="raw text shows no tools"):
+        raw.sample(row(None))
+    with pytest.raises(BadRowError, match="raw text shows no tools"):
+        raw.sample({"messages": [QUESTION, LAST], "tools": TOOLS})
+    assert raw.sample({"messages": [QUESTION, LAST], "tools": None}).input_ids, "control"
+    method = prompts.config.train.train_policy
+    method.response_column_name = ""
+    assert prompts.prompt({"prompt": "2+2?"}).input_ids, "control"
+    with pytest.raises(BadRowError, match="without its column 'tools'"):
+        prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
+    method.system_prompt = "Be brief."
+    with pytest.raises(BadRowError, match="without train.train_policy.system_prompt; required: a list of messages"):
+        prompts.prompt({"prompt": "2+2?"})
+
+
 def test_arguments_and_tools_may_be_json_texts():
     calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}]
     assert shown(HERMES, row(None, json.dumps(TOOLS).replace(', "description": null', ""), calls)) == shown(
@@ -121,8 +160,9 @@ def test_the_tools_reach_a_prompt():
         (HERMES, row(None, "[oops"), "the column 'tools' is '\\[oops'; required: JSON"),
         (HERMES, row(None, 3), "its column 'tools' is 3; required: a list of JSON schemas"),
         (HERMES, row(None, None, []), "message 1 has no 'content'"),
+        (HERMES, row(None, None, 5), "message 1 has the tool calls 5; required: a list"),
     ],
-    ids=["blind to calls", "blind to tools", "no name", "no JSON", "no list", "neither"],
+    ids=["blind to calls", "blind to tools", "no name", "no JSON", "no list", "neither", "a number"],
 )  # fmt: skip
 def test_calls_that_the_model_would_not_see_are_refused(template, given, message):
     with pytest.raises(BadRowError, match=message):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen2_5_VLConfig
 
 from rlinf.cli import doctor
 from rlinf.config.compose import compose_config
@@ -254,9 +255,9 @@ class Recorded:
         return GenerateResult([[1]] * len(request.prompts), [[-1.0]] * len(request.prompts), 0)
 
 
-def recorded(**config):
+def recorded(model_config=None, **config):
     generation = VllmGeneration(None, {"model_name": "x", **config})
-    generation.worker.engine, generation.worker.vocab_size = Recorded(), 48
+    generation.worker.engine, generation.worker.model_config = Recorded(), model_config or LlamaConfig(vocab_size=48)
     return generation
 
 
@@ -295,9 +296,30 @@ def test_images_and_positions_are_refused_by_name(has_vllm):
     assert len(generation.worker.engine.requests) == 1
 
 
-def test_the_number_format_is_the_checkpoints(tmp_path):
-    from transformers import LlamaConfig
+def test_images_of_a_family_that_vllm_knows_go_to_the_engine_row_by_row(has_vllm):
+    tokens = {"image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9, "vision_end_token_id": 10}
+    model_config = Qwen2_5_VLConfig(text_config={"vocab_size": 48}, **tokens)
+    generation = recorded(model_config)
+    patches = torch.arange(8.0).view(4, 2)
+    data = {
+        "input_ids": torch.tensor([[1, 7], [1, 2]]), "attention_mask": torch.ones(2, 2, dtype=torch.long),
+        "pixel_values": [patches, patches[:0]],
+        "image_grid_thw": [torch.tensor([[1, 2, 2]]), torch.zeros(0, 3, dtype=torch.long)],
+    }  # fmt: skip
+    generation.generate(BatchedDataDict(data), greedy=True)
+    (request,) = generation.worker.engine.requests
+    assert request.prompts[1] == {"prompt_token_ids": [1, 2]}
+    image = request.prompts[0]["image"]
+    assert image["pixel_values"].tolist() == patches.tolist() and image["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert request.sampling["logit_bias"] == dict.fromkeys((7, 8, 9, 10), -100.0)
+    with pytest.raises(ConfigError, match="'image_grid_thw' as Tensor; required: a list with a tensor"):
+        generation.generate(BatchedDataDict({**data, "image_grid_thw": torch.ones(2, 3)}), greedy=True)
+    with pytest.raises(ConfigError, match="'position_ids'.*takes token ids only"):
+        generation.generate(BatchedDataDict({**data, "position_ids": torch.ones(2, 2)}), greedy=True)
+    assert len(generation.worker.engine.requests) == 1
 
+
+def test_the_number_format_is_the_checkpoints(tmp_path):
     for dtype in ("float32", "bfloat16"):
         LlamaConfig(hidden_size=64, num_attention_heads=2, dtype=dtype).save_pretrained(tmp_path / dtype)
         assert language_model_arguments(str(tmp_path / dtype), {})["dtype"] == dtype

@@ -20,7 +20,8 @@ from torch import nn
 
 from rlinf.engines.weight_handle import WeightBuckets, WeightsRefusedError
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, PushHeader, push
-from rlinf.models.lora import merged_state_dict, merged_tensors, trained_names
+from rlinf.models.base_weights import trained_names
+from rlinf.models.lora import merged_state_dict, merged_tensors
 from rlinf.models.merged_weights import MergedWeights, block_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")

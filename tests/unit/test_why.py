@@ -14,13 +14,13 @@ import yaml
 
 from rlinf.cli import main
 from rlinf.config.schema import field_types
-from rlinf.evaluation.collapse import has_collapsed, is_collapsed
-from rlinf.evaluation.finding_rules import RULES, USUAL, rate_of
-from rlinf.evaluation.findings import NotMeasured, Record, Series, diagnose
 from rlinf.evaluation.intervals import difference_interval
-from rlinf.evaluation.outcome import change_interval, outcome_of_counts, outcome_of_values
 from rlinf.evaluation.result import Success
 from rlinf.recipes.config import RecipeConfig
+from rlinf.report.why.findings import NotMeasured, Record, Series, diagnose
+from rlinf.report.why.outcome import change_interval, outcome_of_counts, outcome_of_values
+from rlinf.report.why.rules import RULES, USUAL, rate_of
+from rlinf.training.collapse import has_collapsed, is_collapsed
 
 BY_NAME = {rule.__name__: rule for group in RULES.values() for rule in group}
 STEPS = 12

@@ -107,8 +107,8 @@ def probe_rendering() -> tuple[str | None, str]:
     """Return MuJoCo's GL backend here and a sentence, or None and what to install (about one second)."""
     if importlib.util.find_spec("mujoco") is None:
         return None, "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
-    failures = []
-    for backend in _candidates():
+    failures, wanted = [], os.environ.get("MUJOCO_GL", "").lower()
+    for backend in [wanted] if wanted else ["cgl"] if sys.platform == "darwin" else ["egl", "osmesa"]:
         if backend not in CONTEXT_MODULES:
             failures.append(f"MUJOCO_GL={backend}: unknown, use one of {', '.join(CONTEXT_MODULES)}")
             continue
@@ -195,11 +195,6 @@ def list_egl_devices() -> list[int | None]:
     return _ask_driver(_EGL_DEVICES)
 
 
-def list_cuda_names() -> list[str]:
-    """Return the UUIDs (``GPU-...``) of all GPUs in the order of their CUDA numbers."""
-    return _ask_driver(_CUDA_NAMES)
-
-
 def _ask_driver(script: str) -> list:
     """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
     environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
@@ -209,20 +204,13 @@ def _ask_driver(script: str) -> list:
     return json.loads(result.stdout) if result.returncode == 0 else []
 
 
-def _candidates() -> list[str]:
-    wanted = os.environ.get("MUJOCO_GL", "").lower()
-    if wanted:
-        return [wanted]
-    return ["cgl"] if sys.platform == "darwin" else ["egl", "osmesa"]
-
-
 def _environment_of(backend: str) -> dict[str, str]:
     names = {"MUJOCO_GL": backend}
     if backend in ("egl", "osmesa"):
         names["PYOPENGL_PLATFORM"] = backend
     if backend == "egl" and EGL_DEVICE not in os.environ and _has_gpu():
         by_name = os.environ.get(VISIBLE, "").strip().startswith("GPU-")
-        device = egl_device(os.environ, list_egl_devices(), list_cuda_names() if by_name else ())
+        device = egl_device(os.environ, list_egl_devices(), _ask_driver(_CUDA_NAMES) if by_name else ())
         if device is not None:
             names |= {EGL_DEVICE: device, CHOSEN_EGL_DEVICE: device}
     return names

@@ -58,7 +58,9 @@ class StateRenderer:
         self.model.vis.global_.offwidth = self.model.vis.global_.offheight = self.size
         if self._fast:
             self.model.vis.quality.offsamples = 0
-        failures = (ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError, *_gl_errors(backend))
+        failures = [ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError]
+        if backend in ("egl", "osmesa"):
+            failures.append(importlib.import_module("OpenGL.error").Error)
         with ExitStack() as opened:  # a signal that raises in here leaves nothing half open
             try:
                 gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
@@ -66,7 +68,7 @@ class StateRenderer:
                 gl.make_current()
                 self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
                 opened.callback(self._context.free)
-            except failures as error:
+            except tuple(failures) as error:
                 raise cannot_render(backend, error) from error
             mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
             self._scene = mujoco.MjvScene(self.model, maxgeom=self._max_geoms)
@@ -156,11 +158,6 @@ class StateRenderer:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _gl_errors(backend: str) -> tuple[type[Exception], ...]:
-    """Return the errors of a backend's Python binding, besides Python's own."""
-    return (importlib.import_module("OpenGL.error").Error,) if backend in ("egl", "osmesa") else ()
 
 
 def _release_function(backend: str) -> Any:

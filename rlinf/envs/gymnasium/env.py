@@ -323,7 +323,7 @@ class GymnasiumSimulator(Simulator):
         else:
             success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
         self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id) or self.sentence
-        return SingleStep(self.config.reward_scale * float(reward), bool(success), over)
+        return SingleStep(self.config.reward_scale * float(reward), success, over)
 
     def observe(self) -> View:
         """Return cameras, state and sentence."""

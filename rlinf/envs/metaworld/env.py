@@ -246,7 +246,9 @@ class MetaWorldSimulator(Simulator):
     def close(self) -> None:
         """Hand the scene to other simulators of this process."""
         if self._env is not None:
-            _give_scene(self._task, self._env)
+            with _idle_scenes_lock:
+                _idle_scenes.append((self._task, self._env))
+                del _idle_scenes[:-MAX_IDLE_SCENES]
         self._task, self._env = "", None
 
     def _state(self) -> np.ndarray | None:
@@ -292,12 +294,6 @@ def _take_scene(task: str) -> Any:
     del env.sawyer_observation_space  # cached while the goal was still hidden
     env.max_path_length = sys.maxsize  # VectorEnv truncates
     return env
-
-
-def _give_scene(task: str, env: Any) -> None:
-    with _idle_scenes_lock:
-        _idle_scenes.append((task, env))
-        del _idle_scenes[:-MAX_IDLE_SCENES]
 
 
 def _restart(env: Any, seed: int) -> np.ndarray:

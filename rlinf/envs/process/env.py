@@ -24,6 +24,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
 from rlinf.envs.process.worker_handle import Worker
 from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
+from rlinf.envs.spread import SpreadVectorEnv
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.imports import import_string
@@ -37,7 +38,7 @@ MAX_FAILURES = 3
 CLOSE_TIMEOUT_S = 5.0
 
 
-class ProcessVectorEnv(VectorEnv):
+class ProcessVectorEnv(SpreadVectorEnv):
     """``num_envs`` simulators of one kind, spread over worker processes.
 
     A subclass sets ``simulator_class``, ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. The processes start
@@ -93,37 +94,9 @@ class ProcessVectorEnv(VectorEnv):
         self._check_reset()
         ids = self._rows_in_use()
         actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
-        for worker, answer in self._ask("expert_actions", ids, options).items():
+        for worker, answer in self._ask_rows("expert_actions", ids, options).items():
             actions[ids[worker.positions(ids)]] = answer
         return actions
-
-    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]``."""
-        self._check_reset()
-        ids = np.asarray(ids, dtype=np.int64)
-        frames = np.empty((len(ids), size, size, 3), dtype=np.uint8)
-        for worker, answer in self._ask("render_frames", ids, size).items():
-            frames[worker.positions(ids)] = answer
-        return frames
-
-    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return those of the simulators, ``[K, C + 1, 2]``."""
-        self._check_reset()
-        ids, paths = np.asarray(ids, dtype=np.int64), np.empty((len(ids), chunks.shape[1] + 1, 2))
-        for worker, answer in self._ask("chunk_paths", ids, size, of_rows=(chunks,)).items():
-            if answer is None:
-                return None
-            paths[worker.positions(ids)] = answer
-        return paths
-
-    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of the rows ``ids``."""
-        self._check_reset()
-        ids = np.asarray(ids, dtype=np.int64)
-        found = {}
-        for worker, answer in self._ask("poses", ids).items():
-            found |= dict(zip(worker.positions(ids).tolist(), answer, strict=True))
-        return [found[position] for position in range(len(ids))]
 
     def worker_processes(self) -> list[subprocess.Popen]:
         """Return the running processes, in the order of their rows."""
@@ -179,13 +152,9 @@ class ProcessVectorEnv(VectorEnv):
         state = self._rows["state"][ids] if self.state_dim else None
         return Observation(images, state, self._instructions[ids].tolist())
 
-    def _ask(
+    def _ask_rows(
         self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
     ) -> dict[Worker, Any]:
-        """Ask each worker about its rows among ``ids``. Ask a replaced worker again.
-
-        ``of_rows``: arrays ``[K, ...]`` of which a worker gets its rows, before the other arguments.
-        """
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
             raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")

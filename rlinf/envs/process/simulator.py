@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``."""
+    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. No success (None): the env says nothing of it."""
 
     dense_reward: float
-    success: bool
+    success: bool | None
     terminated: bool = False
 
 

@@ -8,22 +8,14 @@ import socket
 import struct
 from typing import Any
 
-import numpy as np
-
 from rlinf.distributed.child_process import ChildProcess, Failure, SharedMemory
 from rlinf.distributed.stack_dump import dump_stacks
 from rlinf.envs.process.worker_process import SimulatorTask
+from rlinf.envs.spread import Part
 
 
-class Worker(ChildProcess):
+class Worker(Part, ChildProcess):
     """The parent's end of a worker process and the rows that it owns. The process may be replaced."""
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-
-    def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions of this worker's rows in ``ids``."""
-        return np.flatnonzero((ids >= self.ids[0]) & (ids <= self.ids[-1]))
 
     def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
         # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.

@@ -81,8 +81,8 @@ class SimulatorRows:
                 step = simulator.step(actions[row, position])
                 self._count(index)
                 chunk.dense_reward[row, position] = step.dense_reward
-                chunk.success[row, position], chunk.terminated[row, position] = step.success, step.terminated
-                chunk.executed[row, position] = True
+                chunk.success[row, position], chunk.terminated[row, position] = bool(step.success), step.terminated
+                chunk.executed[row, position], chunk.told[row, position] = True, step.success is not None
                 if step.terminated or (step.success and self.task.config.terminate_on_success):
                     break
             instructions.append(self._show(index))

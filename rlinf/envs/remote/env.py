@@ -21,12 +21,13 @@ import numpy as np
 
 import rlinf.errors
 from rlinf.distributed.child_process import Failure
-from rlinf.distributed.ray_cluster import connect
+from rlinf.distributed.ray.cluster import connect
 from rlinf.distributed.stack_dump import REMOTE_S, own_remote
 from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import Answer, EnvFacts, EnvHost, HostTask
+from rlinf.envs.spread import Part, SpreadVectorEnv
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
@@ -63,7 +64,7 @@ class EnvNodes:
     prepare: Callable[[], object] = bool
 
 
-class _Actor:
+class _Actor(Part):
     """The rows of an env that are in one actor of Ray, which may be replaced.
 
     Attributes:
@@ -73,19 +74,15 @@ class _Actor:
     """
 
     def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
+        super().__init__(ids)
         self.handle: Any = None
         self.host, self.pid, self.num_restarts = NOWHERE, 0, 0
-
-    def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions of this actor's rows in ``ids``."""
-        return np.flatnonzero((ids >= self.ids[0]) & (ids <= self.ids[-1]))
 
     def __str__(self) -> str:
         return f"The env actor of the rows {self.ids[0]} to {self.ids[-1]} on {self.host} (process {self.pid})"
 
 
-class RemoteVectorEnv(VectorEnv):
+class RemoteVectorEnv(SpreadVectorEnv):
     """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class of a kind of env.
 
     Attributes:
@@ -181,34 +178,6 @@ class RemoteVectorEnv(VectorEnv):
             actions[actor.ids] = answer
         return actions
 
-    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]``."""
-        self._check_reset()
-        rows = np.asarray(ids, dtype=np.int64)
-        frames = np.empty((len(rows), size, size, 3), dtype=np.uint8)
-        for actor, answer in self._ask(self._calls("render_frames", rows, size)).items():
-            frames[actor.positions(rows)] = answer
-        return frames
-
-    def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return those of the env in the actors, ``[K, C + 1, 2]``."""
-        self._check_reset()
-        rows, paths = np.asarray(ids, dtype=np.int64), np.empty((len(ids), chunks.shape[1] + 1, 2))
-        for actor, answer in self._ask(self._calls("chunk_paths", rows, size, of_rows=(chunks,))).items():
-            if answer is None:
-                return None
-            paths[actor.positions(rows)] = answer
-        return paths
-
-    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of the rows ``ids``."""
-        self._check_reset()
-        rows = np.asarray(ids, dtype=np.int64)
-        found: dict[int, dict[str, list[float]]] = {}
-        for actor, answer in self._ask(self._calls("poses", rows)).items():
-            found |= dict(zip(actor.positions(rows).tolist(), answer, strict=True))
-        return [found[position] for position in range(len(rows))]
-
     def places(self) -> list[tuple[str, int]]:
         """Return host and process id of each actor, in the order of their rows."""
         return [(actor.host, actor.pid) for actor in self._actors]
@@ -285,15 +254,15 @@ class RemoteVectorEnv(VectorEnv):
 
     # How the actors are asked.
 
-    def _calls(
+    def _ask_rows(
         self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
-    ) -> dict[_Actor, tuple[str, tuple]]:
-        """Return the call of ``name`` for each actor that has rows among ``ids``, which gets its rows of ``of_rows``."""
-        return {
+    ) -> dict[_Actor, Any]:
+        calls = {
             actor: (name, (ids[at] - actor.ids[0], *(array[at] for array in of_rows), *arguments))
             for actor in self._actors
             if len(at := actor.positions(ids))
         }
+        return self._ask(calls)
 
     def _ask(self, calls: dict[_Actor, tuple[str, tuple]]) -> dict[_Actor, Any]:
         """Call, and call again in actors that were replaced."""

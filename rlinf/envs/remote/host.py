@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlinf.distributed.child_process import Failure, failure_of
-from rlinf.distributed.stack_dump import stacks_of_children
+from rlinf.distributed.stack_dump import all_stacks
 from rlinf.distributed.start import what_ranks_share
 from rlinf.envs import make_env
 from rlinf.envs.config import EnvConfig, with_share_of_cores
@@ -176,11 +174,7 @@ class EnvHost:
 
     def stacks(self) -> str:
         """Return the stacks of this process and of its simulators; from any thread."""
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            own = file.read().decode(errors="replace")
-        return own + stacks_of_children()
+        return all_stacks()
 
     def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> Answer:
         env = self._env

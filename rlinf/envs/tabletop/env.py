@@ -140,7 +140,9 @@ class TabletopVectorEnv(VectorEnv):
         offsets = np.tile(np.asarray(aim_offset_m, dtype=np.float64), (self.num_envs, 1))
         if aim_offset_rule == "by_sentence":
             number = self._tasks * NUM_COLOURS + self._goals[:, 0]
-            offsets = _turned(offsets, 2 * np.pi * number / (len(self._families) * NUM_COLOURS))
+            angles = 2 * np.pi * number / (len(self._families) * NUM_COLOURS)  # to the left
+            cos, sin, (x, y) = np.cos(angles), np.sin(angles), offsets.T
+            offsets = np.stack([cos * x - sin * y, sin * x + cos * y], axis=1)
         elif aim_offset_rule == "half":
             offsets[self._init_states % 2 == 0] = 0.0
         for rows, family in self._by_family(np.arange(self.num_envs)):
@@ -223,9 +225,3 @@ class TabletopVectorEnv(VectorEnv):
         families = np.eye(len(FAMILIES))[self._family_ids[self._tasks[ids]]]
         metres = np.concatenate([aim, carry, objects], axis=1) / WORKSPACE_M
         return np.concatenate([proprio, metres, goals, families, self._stages[ids, None]], axis=1).astype(np.float32)
-
-
-def _turned(vectors: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """Turn vectors ``[K, 2]`` to the left by ``angles [K]`` in radians."""
-    cos, sin, (x, y) = np.cos(angles), np.sin(angles), vectors.T
-    return np.stack([cos * x - sin * y, sin * x + cos * y], axis=1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
+from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
@@ -52,6 +53,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         fills_calls: An evaluation fills its calls up to one number of rows, so that they round alike. False for a policy that acts
             elsewhere, where this is done.
         manifest: Of a policy that acts elsewhere: the conditions under which it was made; None: they are not known here.
+        without_state: Overrides of a model that reads no state.
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
     """
 
@@ -64,6 +66,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head", NAME)
     fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[str | None] = None
+    without_state: ClassVar[str] = "model=openvla_tiny"
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
@@ -106,6 +109,10 @@ class ActionModel(Module, metaclass=ABCMeta):
         The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
         """
         wanted, given = cls.num_cameras(config), len(env.cameras)
+        own = vars(config).get("num_images_in_input", 1)
+        if not isinstance(own, int) or own < 1:
+            found = f"num_images_in_input={override_text(own)}; required: 1 or more, the cameras that the model sees"
+            raise field_error(found, f"num_images_in_input={given or 1}")
         if wanted and given != wanted:
             known = list(env.cameras or env.default_cameras)
             fix = f"model.init_config.num_images_in_input={given or len(known)} for random weights, or {wanted} env.cameras"
@@ -120,7 +127,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             own = (
                 f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another folder>"
             )
-            fix = env.override_for_state(width, width) or (own if env.state_dim else "model=openvla_tiny")
+            fix = env.override_for_state(width, width) or (own if env.state_dim else cls.without_state)
             raise ConfigError(
                 f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "
                 f"{f'one of width {env.state_dim}' if env.state_dim else 'no state'}. Set {fix}"

@@ -1,198 +1,40 @@
-"""Policies whose checkpoint folder fits exactly, or is refused."""
+"""Policies made of modules of transformers, whose checkpoint folder fits exactly, or is refused."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import logging as python_logging
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from rlinf.distributed.deferred import FileTensor, Weight, in_memory, open_tensors
-from rlinf.errors import CheckpointError
-from rlinf.files import write_text
-from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.loading import check_fit, checkpoint_folder, read_json, without_load_report
-from rlinf.models.precision import heads_in_float32
-
-logger = python_logging.getLogger("rlinf")
-
-POLICY_FILE = "policy.json"
-"""Arguments of the constructor that the public config.json does not hold, in folders that we saved."""
+from rlinf.models.embodiment.folder_policy import FolderPolicy
+from rlinf.models.loading import without_load_report
 
 
-class CheckpointPolicy(ActionModel, PreTrainedModel):
-    """Policy that reads and writes ``model*.safetensors``; its class says what is special about its folders, below."""
+class CheckpointPolicy(FolderPolicy, PreTrainedModel):
+    """``FolderPolicy`` that is a ``PreTrainedModel``."""
 
     @classmethod
-    def check_settings(cls, config: Any, **arguments: Any) -> None:
-        """Refuse what can be seen to be wrong without weights.
-
-        Args:
-            config: Configuration of the model.
-            **arguments: Of the constructor; ``attn_implementation`` among them, while it is not in ``config`` yet.
-        """
-
-    @classmethod
-    def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Weight]:
-        """Return the tensors of a folder under the names of our modules; those of ``open_safetensors`` are read later."""
-        return open_safetensors(folder)
-
-    @classmethod
-    def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        """Return heads with new weights, which a folder need not have, by name; None: the model is to have none."""
-        return {}
-
-    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Undo ``_read_weights``."""
-        return state_dict
-
-    @classmethod
-    def _cure(cls, config: Any) -> dict[str, Any]:
-        """Return what mends weights that do not fit, besides another folder."""
-        return {}
-
-    @property
-    def frozen_modules(self) -> list[str]:
-        """Names of modules that are never trained."""
-        return []
-
-    @property
-    def lora_exclude_modules(self) -> str | None:
-        """``frozen_modules``, where an adapter would get no gradient."""
-        names = "|".join(map(re.escape, self.frozen_modules))
-        return rf"({names})(\..*)?" if names else None
-
-    def _freeze(self) -> None:
-        """Take ``frozen_modules`` out of training: at the end of the constructor, and after loading, which makes new parameters."""
-        for name in self.frozen_modules:
-            self.get_submodule(name).requires_grad_(False)
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *args: Any, deferred: bool = False, **kwargs: Any
-    ) -> Any:
-        """Load a public folder or hub id, or a folder that we saved.
-
-        Arguments of the constructor that are not given are read from a folder that we saved. Settings are checked before
-        weights are read. Every weight must fit; only heads may be absent as a whole, and are then drawn again.
-        With ``deferred``, the weights stay in their files, if they can (``rlinf.models.deferred``).
-        """
-        folder = checkpoint_folder(pretrained_model_name_or_path)
-        config = kwargs.pop("config", None)
-        if not isinstance(config, cls.config_class):
-            config = cls.config_class.from_pretrained(config or folder)
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
-        saved = read_json(folder / POLICY_FILE) if (folder / POLICY_FILE).is_file() else {}
-        for each in parameters[len(args) :]:
-            if each.name in saved:
-                kwargs.setdefault(each.name, saved[each.name])
-        arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
-        arguments |= dict(zip(arguments, args, strict=False))
-        cls.check_settings(config, attn_implementation=kwargs.get("attn_implementation"), **arguments)
-        weights = cls._read_weights(folder, config, arguments)
-        for name, head in cls._new_heads(config, arguments).items():
-            own = {key for key in weights if key.startswith(f"{name}.")}
-            if head is None and own:
-                logger.warning("%s: the weights of %s are not used: the model is configured without it", folder, name)
-                weights = {key: weight for key, weight in weights.items() if key not in own}
-            elif head is not None and not own:
-                weights |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
-        because = None
-        if deferred:
-            try:
-                return cls._deferred(config, weights, arguments, kwargs)
-            except NotDeferredError as reason:
-                because = str(reason)
-        state_dict = {name: in_memory(weight) for name, weight in weights.items()}
-        wanted_info = kwargs.pop("output_loading_info", False)
+    def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         with no_progress_bars(), without_load_report():
-            model, info = super().from_pretrained(
+            return super(ActionModel, cls).from_pretrained(
                 None,
                 *args,
                 config=config,
                 state_dict=state_dict,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                ignore_mismatched_sizes=True,  # ``check_fit`` reports them, with everything else that does not fit
                 **kwargs,
             )
-        check_fit(folder, info, **cls._cure(config))
-        model._freeze()
-        setattr(model, READ_WHOLE, because)
-        return (model, info) if wanted_info else model
 
-    @classmethod
-    def _deferred(
-        cls, config: Any, weights: Mapping[str, Weight], arguments: dict[str, Any], options: Mapping[str, Any]
-    ) -> Any:
-        """Build the policy with its heads read and everything else in files.
-
-        Raise NotDeferredError if the class turns its files into other numbers, or they do not fit.
-        """
-        if not any(isinstance(each, FileTensor) for each in weights.values()):
-            raise NotDeferredError(f"{cls.__name__} reads its files itself")
-        attention = options.get("attn_implementation")
-        given = {} if attention is None else {"attn_implementation": attention}
-        dtype = options.get("torch_dtype", options.get("dtype", torch.float32))
-        with torch.random.fork_rng(devices=[]):  # adapters, which come next, are drawn as without this
-            model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
-        defer_weights(model, weights, whole=cls.trained_in_full)
-        model._freeze()
-        return model.eval()
-
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write a folder in the public layout; ``state_dict``: gathered weights under our names, if any."""
-        state_dict = self.state_dict() if state_dict is None else state_dict
-        refuse_adapters(state_dict)
+    def _write(self, folder: str | Path, state_dict: dict[str, Tensor], **kwargs: Any) -> None:
         with no_progress_bars():
-            super().save_pretrained(save_directory, state_dict=self._public_weights(state_dict), **kwargs)
-        own = {"action_dim": self.action_dim, "action_chunks_len": self.action_chunks_len}
-        if getattr(self, "unnorm_key", None) is not None:
-            own["unnorm_key"] = self.unnorm_key
-        write_text(Path(save_directory) / POLICY_FILE, json.dumps(own, indent=1))
-        if self.processor is not None:
-            self.processor.save_pretrained(save_directory)
-
-
-def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Read all ``model*.safetensors`` of a checkpoint folder; refuse a folder in which a shard is missing."""
-    return {name: tensor.rows() for name, tensor in open_safetensors(folder).items()}
-
-
-def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
-    """Return what ``read_safetensors`` would read; only the headers of the files are read."""
-    folder = Path(folder)
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"'{folder}' holds no model*.safetensors; model.model_path needs a checkpoint folder.")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = set(read_json(index).get("weight_map", {}).values())
-        missing = sorted(wanted - {file.name for file in files})
-        if missing:
-            raise CheckpointError(f"'{folder}' is incomplete: {', '.join(missing)} named by its index is missing.")
-        files = [folder / name for name in sorted(wanted)]
-    return open_tensors(files)
-
-
-def refuse_adapters(names: Iterable[str]) -> None:
-    """Refuse to write LoRA layers, which ``names`` of tensors tell, into a folder of another format."""
-    if any(".lora_" in name for name in names):
-        raise CheckpointError(
-            "The model has LoRA layers, which a public folder cannot hold; write them with "
-            "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
-        )
+            super(ActionModel, self).save_pretrained(folder, state_dict=state_dict, **kwargs)
 
 
 @contextmanager

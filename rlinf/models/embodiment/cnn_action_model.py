@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
 
 
+@dataclass
 class CNNConfig(MLPConfig):
     """Sizes of the image policy.
 
@@ -28,10 +30,10 @@ class CNNConfig(MLPConfig):
         num_words: Rows of the table of word vectors; a word's row is its CRC-32 modulo this number.
         state_dim: Width of ``Observation.state``, which is read in addition to the images; 0: not read.
         image_mean, image_std: Of images in [0, 1].
-        **kwargs: See ``MLPConfig``.
+        hidden_sizes, initial_log_std, norm_stats, architectures, dtype: See ``MLPConfig``.
     """
 
-    model_type = "cnn"
+    model_type: ClassVar[str] = "cnn"
     manifest_fields: ClassVar[tuple[str, ...]] = ("image_mean", "image_std")
 
     image_size: int = 64
@@ -51,7 +53,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     """
 
     config_class = CNNConfig
-    needs_state = False
+    needs_state, without_state = False, "model.init_config.state_dim=0"
     base_model_prefix = "cnn"
     main_input_name = "images"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is not a module: see ``shard``
@@ -117,7 +119,10 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
                 f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "
                 f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
-        words = [[self._row(word) for word in each.lower().split()] for each in observation.instruction]
+        rows = config.num_words - 1  # row 0 is padding
+        words = [
+            [1 + zlib.crc32(word.encode()) % rows for word in each.lower().split()] for each in observation.instruction
+        ]
         longest = max(1, *(len(each) for each in words))
         words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
         inputs = {"images": images.to(self.device, non_blocking=True), "words": words.to(self.device)}
@@ -126,10 +131,6 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Words of each row."""
         return [len(each.split()) for each in observation.instruction]
-
-    def _row(self, word: str) -> int:
-        """Row of a word; row 0 is padding."""
-        return 1 + zlib.crc32(word.encode()) % (self.config.num_words - 1)
 
     def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
         pixels = images.permute(0, 3, 1, 2).to(self.encoder[0].weight.dtype).contiguous()

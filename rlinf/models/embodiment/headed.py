@@ -16,19 +16,15 @@ from torch import Tensor, nn
 from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
-from rlinf.models.base_weights import HEAD_SETTINGS, weights_digest
+from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import from_mapping, override_text
+from rlinf.run_folder import FROZEN_FOLDER, HEAD_SETTINGS, HEAD_WEIGHTS
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
-
-HEAD_WEIGHTS = "head.safetensors"
-"""File of a head, next to its settings and to the files of the policy that it learns on."""
-KEPT_FOLDER = "frozen"
-"""Of a run folder: the frozen policies below the heads of its checkpoints, by the digests of their weights."""
 
 
 class HeadedPolicy(ActionModel, nn.Module):
@@ -309,7 +305,7 @@ def head_settings(folder: str | Path) -> dict[str, Any]:
 
 def kept_place(run: str | Path, digest: str) -> Path:
     """Return the folder in a run folder for the frozen policy whose weight files have a digest."""
-    return Path(run) / KEPT_FOLDER / digest[:16]
+    return Path(run) / FROZEN_FOLDER / digest[:16]
 
 
 def base_folder(folder: str | Path) -> Path:

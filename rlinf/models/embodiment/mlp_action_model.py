@@ -4,46 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import check_hidden_size
-from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.plain_policy import PlainConfig, PlainPolicy
+from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 
-class MLPConfig(PreTrainedConfig):
+@dataclass
+class MLPConfig(PlainConfig):
     """Sizes of the state policy.
 
     Args:
         state_dim: Width of ``Observation.state``.
         hidden_sizes: Widths of the hidden layers of policy and critic.
         initial_log_std: Logarithm of the initial deviation, in normalised action units.
-        norm_stats: Data set name to action statistics.
+        norm_stats, architectures, dtype: See ``PlainConfig``.
     """
 
-    model_type = "mlp"
-    num_images_in_input = 0  # the env draws no pictures for it
+    model_type: ClassVar[str] = "mlp"
+    num_images_in_input: ClassVar[int] = 0  # the env draws no pictures for it
 
     state_dim: int = 1
     hidden_sizes: list[int] | None = None
     initial_log_std: float = -0.5
-    norm_stats: dict[str, Any] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self) -> None:
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
         self.norm_stats = self.norm_stats or {}
-        super().__post_init__(**kwargs)
+        if min(self.hidden_sizes) < 1:
+            raise field_error(
+                f"hidden_sizes is {self.hidden_sizes}; required: 1 or more units each", "hidden_sizes=[256,256]"
+            )
 
 
-class MLPForRLActionPrediction(CheckpointPolicy):
+class MLPForRLActionPrediction(PlainPolicy):
     """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
 
     Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
@@ -54,7 +58,6 @@ class MLPForRLActionPrediction(CheckpointPolicy):
     config_class = MLPConfig
     base_model_prefix = "mlp"
     main_input_name = "state"
-    _supports_flash_attn = True  # there is no attention, so any kernel will do
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
     needs_state: ClassVar[bool] = True

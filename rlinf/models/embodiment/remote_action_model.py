@@ -186,22 +186,17 @@ class RemotePolicy(ActionModel, nn.Module):
         requests = [layout.request(observation, row) for row in range(len(observation))]
         if do_sample:
             self._add_draws(requests, temperature, uniforms)
+        shape = (self.action_chunks_len, self.action_dim)
         if self._batch_key is None:
-            replies = [
-                self._actions(self.client.ask(request), (self.action_chunks_len, self.action_dim))
-                for request in requests
-            ]
-            actions = np.stack(replies)
-        else:
+            actions = np.stack([self._actions(self.client.ask(request), shape) for request in requests])
+        else:  # our server takes in one message no more requests than a call of its policy
             firsts = range(0, len(requests), self.rows_of_call)
-            actions = np.concatenate([self._ask_together(requests[at : at + self.rows_of_call]) for at in firsts])
+            calls = [requests[first : first + self.rows_of_call] for first in firsts]
+            actions = np.concatenate(
+                [self._actions(self.client.ask({self._batch_key: call}), (len(call), *shape)) for call in calls]
+            )
         empty = torch.zeros(len(actions), 0)
         return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
-
-    def _ask_together(self, requests: list[dict[str, Any]]) -> np.ndarray:
-        """Return the actions of requests in one message, which our server takes if they are no more than a call of its policy."""
-        shape = (len(requests), self.action_chunks_len, self.action_dim)
-        return self._actions(self.client.ask({self._batch_key: requests}), shape)
 
     def _add_draws(self, requests: Sequence[dict[str, Any]], temperature: float, uniforms: Tensor | None) -> None:
         if not self.is_ours:

@@ -23,7 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.base import check_hidden_size
-from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
+from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
+from rlinf.models.embodiment.folder_policy import refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32

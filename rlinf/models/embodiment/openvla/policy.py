@@ -18,7 +18,8 @@ from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.base import check_hidden_size
-from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
+from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats

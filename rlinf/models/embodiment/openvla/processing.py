@@ -163,10 +163,12 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     def _resize(self, images: Tensor, size: int | tuple[int, int], crop: tuple[int, int]) -> Tensor:
         if self._letterbox_fill is not None:
-            left, top = _square_padding(*images.shape[-2:])
+            height, width = images.shape[-2:]
+            side = max(height, width)
+            left, top = (side - width) // 2, (side - height) // 2  # an odd rest leaves it one pixel short of a square
             colour = torch.tensor(self._letterbox_fill, dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
-            square = colour.repeat(len(images), 1, images.shape[-2] + 2 * top, images.shape[-1] + 2 * left)
-            square[..., top : top + images.shape[-2], left : left + images.shape[-1]] = images
+            square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
+            square[..., top : top + height, left : left + width] = images
             images = square
         target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
         images = resize_bicubic(images, target)
@@ -207,12 +209,6 @@ def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
     if height <= width:
         return size, int(size * width / height)
     return int(size * height / width), size
-
-
-def _square_padding(height: int, width: int) -> tuple[int, int]:
-    """Return the padding left and right, and above and below, of a centred square (one pixel short of it, if odd)."""
-    side = max(height, width)
-    return (side - width) // 2, (side - height) // 2
 
 
 class PrismaticProcessor:

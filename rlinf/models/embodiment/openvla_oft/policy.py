@@ -36,6 +36,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     """
 
     config_class = OpenVLAOFTConfig
+    without_state = "model.init_config.use_proprio=false model.init_config.state_dim=null"
     vllm_adapter: ClassVar[None] = None  # vLLM decodes causally, one token after the other
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (

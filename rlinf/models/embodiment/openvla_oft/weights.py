@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import CheckpointError
-from rlinf.models.embodiment.checkpoint_policy import open_safetensors
+from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import NEW_PARTS, OpenVLAOFTConfig
 

@@ -17,7 +17,8 @@ from transformers import initialization as init
 from rlinf.distributed.deferred import Weight, in_memory
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
-from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
+from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.readout_token import ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead

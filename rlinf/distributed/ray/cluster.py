@@ -1,0 +1,146 @@
+"""The connection of a process to a Ray cluster: that of ``RAY_ADDRESS``, or one that it starts on this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.distributed.ray.end import children, end_with_this_process
+from rlinf.errors import ConfigError, MissingDependencyError
+
+CONNECT_S = 5.0
+"""Seconds that the machine of RAY_ADDRESS has to accept a connection."""
+OBJECT_STORE_BYTES = 2 * 2**30
+"""Shared memory of a cluster on this machine that has simulators only; Ray would take 30 % of the main memory."""
+
+
+def import_ray(needed_by: str) -> ModuleType:
+    """Return the module ``ray``; raise MissingDependencyError, naming the setting that needs it, if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{needed_by} needs Ray, which is not installed ({error}). Run: pip install -e '.[ray]' in the clone of rlinf"
+        ) from error
+    return ray
+
+
+def check_address(needed_by: str) -> str | None:
+    """Return ``RAY_ADDRESS``, or None where it is not set or asks for a cluster of this machine's own.
+
+    Raise ConfigError if it is not ``host:port``, nothing listens there, or the cluster asks for another token.
+    """
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    if address in ("", "local"):
+        return None
+    if address == "auto":
+        return address
+    host, _, port = address.rpartition(":")
+    cure = "Set RAY_ADDRESS=<host of `ray start --head`>:6379, or unset it to start Ray on this machine"
+    if not host or not port.isdigit() or "/" in host:
+        raise ConfigError(f"RAY_ADDRESS is '{address}', and {needed_by} needs host:port. {cure}")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster answers there ({error}). {cure}") from error
+    _check_token(address)
+    return address
+
+
+def _check_token(address: str) -> None:
+    """Raise ConfigError if a cluster asks for a token and does not get the right one. Ray would try again for a minute, then say less."""
+    import grpc
+
+    token = _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=CONNECT_S, metadata=[] if token is None else [("authorization", f"Bearer {token}")])
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                return  # Ray tells what it is
+        else:
+            return
+    if token is not None:
+        raise ConfigError(
+            f"The Ray cluster at RAY_ADDRESS={address} does not accept the token of this machine. Copy ~/.ray/auth_token of the machine "
+            "of `ray start --head`, or set RAY_AUTH_TOKEN to what is in it"
+        )
+    raise ConfigError(
+        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and RAY_AUTH_MODE is "
+        f"'{os.environ.get('RAY_AUTH_MODE', '')}' here. Have the ~/.ray/auth_token of its head on this machine, then type: "
+        f"RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
+    )
+
+
+def _token() -> str:
+    """Return the token of this machine, which Ray finds in the same places; raise ConfigError if there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not path.is_file():
+        raise ConfigError(
+            f"RAY_AUTH_MODE is 'token', and there is no token in {path}. Copy that file from the machine of `ray start --head`, set "
+            "RAY_AUTH_TOKEN to what is in it, or unset RAY_AUTH_MODE for a cluster without tokens"
+        )
+    return path.read_text(encoding="utf-8").strip()
+
+
+def connect(needed_by: str) -> ModuleType:
+    """Connect to the Ray cluster of ``RAY_ADDRESS``, or start one on this machine; a collective call.
+
+    All ranks use the cluster that rank 0 has found or started. Raise MissingDependencyError if Ray is not installed; ConfigError if the
+    cluster cannot be reached. Return the module ``ray``.
+
+    Args:
+        needed_by: The setting that needs it, such as ``cluster.env_nodes=2``, for errors.
+    """
+    ray = import_ray(needed_by)
+    address = None
+    if rank() == 0:
+        address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+        address = address or initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
+    address = gather_objects(address)[0]
+    if not ray.is_initialized():
+        initialise(ray, address)
+    return ray
+
+
+def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
+    """Connect to a cluster, and return its address. Raise ConfigError if Ray cannot connect or start.
+
+    Args:
+        ray: The module.
+        address: Of the cluster; None: start one on this machine.
+        log_to_driver: Whether what actors print appears here.
+        of_new: Arguments of ``ray.init`` for a cluster that is started.
+    """
+    how: dict[str, Any] = {"address": address}
+    if address is None:
+        how = {"address": "local", "include_dashboard": False, **of_new}
+    handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
+    # Ray draws the name of a connection from these. With one name, two ranks would receive each other's messages and poll without a pause.
+    random.seed()
+    others = children(os.getpid())
+    try:
+        ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
+            "the same versions of Python and Ray"
+        ) from error
+    finally:
+        random.setstate(numbers)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's would end the process; ours saves a checkpoint first
+    if address is None:
+        end_with_this_process([pid for pid in children(os.getpid()) if pid not in others])
+    return ray.get_runtime_context().gcs_address

@@ -1,0 +1,316 @@
+"""Ranks that Ray places: each is a process below an actor, which passes on its output, signals and its exit status.
+
+Ray starts the actors; what a rank runs, and how ranks find each other and end together, is that of ``rlinf.distributed.launch``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.distributed.child_process import Failure, exit_with_parent, failure_of
+from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
+from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
+
+KILL_S = 10.0
+"""Seconds in which the actor of a rank must have killed it; else its machine is taken for lost."""
+DRAIN_S = 1.0
+"""Seconds after the end of a rank in which its own children may still hold its output open."""
+FORWARDED = (
+    "HF_",
+    "MUJOCO_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+    "WANDB_",
+)
+"""Beginnings of the variables that a rank has from the command. All others are those of Ray's daemon on its machine."""
+_START = """
+import os, sys
+# A rank runs the code of the command: what the command imports comes before what this machine would find.
+path = sys.argv[1].split(os.pathsep)
+sys.path[:] = path + [entry for entry in sys.path[1:] if entry not in path]
+from rlinf.distributed.ray.ranks import run_rank
+run_rank()
+"""
+
+
+class RankAgent:
+    """An actor: starts one rank as a child process, as an agent of torchrun does."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._started = threading.Event()
+
+    def where(self) -> str:
+        """Return the id that Ray gives this machine."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def check(self, check: Callable[[], None]) -> Failure | None:
+        """Check something about this machine; return why it is refused."""
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - the command raises it
+            return failure_of(error)
+        return None
+
+    def run(
+        self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> Iterator[tuple[int, bytes] | int]:
+        """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
+
+        Args:
+            work: What ``run_rank`` reads.
+            path: Where the rank looks for modules first.
+            environment: Laid over that of this process.
+            folder: In which the rank starts.
+        """
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", _START, os.pathsep.join(path), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=own | dict(environment),
+            cwd=folder,
+            start_new_session=True,  # a terminal on this machine signals the command, which passes it on
+        )
+        self._started.set()
+        with process.stdin:
+            process.stdin.write(work)
+        yield from _output(process)
+        yield process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank, unless it has ended."""
+        self._started.wait()
+        self._process.send_signal(number)
+
+
+def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
+    """Yield what a process writes, with 1 or 2 for stdout or stderr, until it has ended."""
+    end = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, 1)
+        selector.register(process.stderr, selectors.EVENT_READ, 2)
+        while selector.get_map() and (end is None or time.monotonic() < end):
+            for key, _ in selector.select(timeout=0.5):
+                data = os.read(key.fd, 1 << 16)
+                if data:
+                    yield key.data, data
+                else:
+                    selector.unregister(key.fileobj)
+            if end is None and process.poll() is not None:
+                end = time.monotonic() + DRAIN_S
+
+
+def run_rank() -> None:
+    """Be a rank: run the function that the command has sent to stdin."""
+    threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    del sys.argv[1:]  # some simulators read it
+    function, arguments = pickle.load(sys.stdin.buffer)
+    function(*arguments)
+
+
+class RemoteRank:
+    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses.
+
+    Attributes:
+        sentinel: A file that becomes readable when the rank has ended.
+        exitcode: None: it runs.
+        lost: Why nothing is known of its end; None: it is known, or the rank runs.
+        fault: Error of its actor, for which the rank could not run or its end not be known; None: there is none.
+    """
+
+    def __init__(self, agent: Any, output: Any) -> None:
+        self._agent, self._output = agent, output
+        self.exitcode: int | None = None
+        self.lost: str | None = None
+        self.fault: str | None = None
+        self._killed_at: float | None = None
+        self._ending = threading.Lock()
+        self.sentinel, self._writer = os.pipe()
+        self._thread = threading.Thread(target=self._follow, name="rank output", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        """Write what the rank writes to the streams of this process, until it has ended."""
+        import ray
+
+        try:
+            for reference in self._output:
+                told = ray.get(reference)
+                if isinstance(told, int):
+                    self._end(told)
+                else:
+                    # Where nobody reads it, or the disk is full, the rank must be followed all the same.
+                    with suppress(OSError):
+                        _write(*told)
+            self._end(-signal.SIGKILL, "its actor has ended without a word")
+        except ray.exceptions.RayTaskError as error:
+            self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
+        except ray.exceptions.RayError as error:
+            self._end(-signal.SIGKILL, str(error).strip().partition("\n")[0].rstrip("."))
+        except Exception as error:  # noqa: BLE001 - the command waits for an end of the rank, whatever has happened
+            self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
+
+    def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
+        """Note the end of the rank, unless it is known: the thread that follows it and ``join`` may both come here."""
+        with self._ending:
+            if self.exitcode is None:
+                self.lost, self.fault = lost, fault
+                self.exitcode = exitcode
+                os.close(self._writer)
+
+    def is_alive(self) -> bool:
+        """Return whether the rank runs, as far as is known."""
+        return self.exitcode is None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank; do not wait."""
+        self._agent.signal.remote(number)
+
+    def terminate(self) -> None:
+        """Ask the rank to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the rank; ``join`` then takes ``KILL_S`` at most."""
+        self._killed_at = time.monotonic()
+        self.send_signal(signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the rank has ended."""
+        if self._killed_at is not None:
+            timeout = max(0.0, self._killed_at + KILL_S - time.monotonic())
+        self._thread.join(timeout)
+        if self._killed_at is not None and self.is_alive():
+            self._end(-signal.SIGKILL, "its machine does not answer")
+
+    def end_agent(self) -> None:
+        """End the actor, and with it what is left of the rank."""
+        import ray
+
+        ray.kill(self._agent)
+
+
+def _write(stream: int, data: bytes) -> None:
+    """Write to a stream of this process, as a child process would."""
+    while data:
+        data = data[os.write(stream, data) :]
+
+
+@dataclass(frozen=True)
+class RankPlaces:
+    """Where ranks can start: an actor on its machine for each of them.
+
+    Attributes:
+        host: Address of this machine at which the ranks reach it.
+        agents: Actors in the order of the ranks. Those on one machine are neighbours.
+        nodes: Id of the machine of each.
+    """
+
+    host: str
+    agents: Sequence[Any]
+    nodes: Sequence[str]
+
+    @classmethod
+    def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
+        """Start an actor in each place of a group of Ray, and let each check its machine.
+
+        Raises:
+            ConfigError: That of a check; or no machine has had room for an actor for ``start_s`` seconds.
+            RankKilledError: An actor or its machine is lost.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        places = placement_group(group)
+        agents: list[Any] = []
+        for bundle, needs in enumerate(places.bundle_specs):
+            place = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=bundle)
+            options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 2}
+            agents.append(ray.remote(scheduling_strategy=place, **options)(RankAgent).remote())
+        try:
+            nodes = _nodes_of(agents, start_s, check)
+        except Exception:
+            for agent in agents:
+                ray.kill(agent)  # else it would hold its place, and the next actor could not start there
+            raise
+        order = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
+        return cls(host, [agents[index] for index in order], [nodes[index] for index in order])
+
+    def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
+        """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
+        shared = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        if shared.get(EGL_DEVICE) == os.environ.get(CHOSEN_EGL_DEVICE):
+            shared.pop(EGL_DEVICE, None)  # chosen for the first GPU of this machine, not by the user
+        shared |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
+        path = [os.path.abspath(entry) for entry in sys.path]
+        ranks = []
+        for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(self.nodes[:rank].count(node)),
+                "LOCAL_WORLD_SIZE": str(self.nodes.count(node)),
+            }
+            work = pickle.dumps((function, (rank, *arguments)))
+            ranks.append(RemoteRank(agent, agent.run.remote(work, path, shared | own, os.getcwd())))
+        return ranks
+
+
+def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
+    """Return the ids of the machines of actors, each of which has checked its own."""
+    import ray
+
+    try:
+        nodes = ray.get([agent.where.remote() for agent in agents], timeout=start_s)
+        failures = [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
+    except ray.exceptions.GetTimeoutError:
+        raise ConfigError(
+            f"The Ray cluster has had no room for {len(agents)} ranks for {start_s:g} s, or a machine does not answer. Add machines "
+            "in place of those that are lost, or set a longer cluster.deadlines.start"
+        ) from None
+    except ray.exceptions.RayError as error:
+        lost = ray.exceptions
+        died = isinstance(error, (lost.RayActorError, lost.NodeDiedError, lost.OutOfMemoryError))
+        if died and not getattr(error, "actor_init_failed", False):  # an actor that cannot import its class fails so
+            first = str(error).strip().partition("\n")[0].rstrip(".")
+            raise RankKilledError(f"A rank was lost before it could start: {first}") from error
+        raise ConfigError(
+            f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
+        ) from error
+    for failure in failures:
+        if failure is not None:
+            raise ConfigError(failure.message)
+    return nodes
+
+
+def placement_group(number: str) -> Any:
+    """Return Ray's placement group with an id."""
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(number)))
+
+
+def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
+    """Return the order in which places with the same machine are neighbours, those on the machine ``first`` before all others."""
+    return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

@@ -1,0 +1,48 @@
+"""Images of a prompt, as the trainer's own processor made them, for vLLM. Only the engine's process imports this; it needs vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from transformers import BatchFeature
+from vllm.inputs.engine import DecoderOnlyEngineInput, mm_input, tokens_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+from rlinf.errors import ConfigError
+
+
+def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: Any) -> DecoderOnlyEngineInput:
+    """Return a prompt as vLLM's renderer would, but with the given patches, which nothing resizes or normalises again.
+
+    Raise ConfigError if its image tokens are not as many as its images need.
+
+    Args:
+        ids: Tokens of the prompt.
+        tensors: ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]`` of its images; empty for text.
+        model_config: Of a model that reads images in this form (``rlinf.llm.vllm_generation.IMAGE_FAMILIES``).
+    """
+    if not tensors:
+        return tokens_input(ids)
+    num_patches = tensors["image_grid_thw"].prod(-1)
+    num_tokens = (num_patches // model_config.vision_config.spatial_merge_size**2).tolist()
+    places = [place for place, token in enumerate(ids) if token == model_config.image_token_id]
+    if len(places) != sum(num_tokens):
+        raise ConfigError(
+            f"A prompt has {len(places)} tokens of images (id {model_config.image_token_id}), and its {len(num_tokens)} images need "
+            f"{sum(num_tokens)}. Give the tokens that the model's processor returns with the images"
+        )
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)
+    # vLLM encodes images of equal hashes once, also those of other prompts.
+    parts = zip(tensors["pixel_values"].split(num_patches.tolist()), tensors["image_grid_thw"], strict=True)
+    hashes = [hashlib.sha256(patches.numpy().tobytes() + grid.numpy().tobytes()).hexdigest() for patches, grid in parts]
+    rest = iter(places)
+    ranges = [PlaceholderRange(next(islice(rest, count - 1, None)) - count + 1, count) for count in num_tokens]
+    return mm_input(ids, items, {"image": hashes}, {"image": ranges})

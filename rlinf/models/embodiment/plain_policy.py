@@ -1,0 +1,122 @@
+"""Small policies of plain PyTorch. They need nothing of transformers, whose import takes longer than the first step of such a policy."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.files import write_text
+from rlinf.models.embodiment.folder_policy import FolderPolicy, write_safetensors
+from rlinf.models.loading import read_json
+from rlinf.models.precision import torch_dtype_of
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass
+class PlainConfig:
+    """Configuration in ``config.json``, as ``PreTrainedConfig`` has it; the Auto classes of transformers read it, too.
+
+    Args:
+        norm_stats: Data set name to action statistics.
+        architectures: Name of the class of the policy, in a folder.
+        dtype: Number format of the weights that are not float32 anyway.
+    """
+
+    model_type: ClassVar[str] = ""
+    sub_configs: ClassVar[dict[str, Any]] = {}  # AutoModel asks for them
+    is_plain: ClassVar[bool] = True
+    """Importing it does not import transformers, so its registration with the Auto classes waits for ``register_auto_classes``."""
+
+    norm_stats: dict[str, Any] | None = None
+    architectures: list[str] | None = None
+    dtype: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return the configuration that ``to_dict`` has described; names that are no fields become attributes."""
+        known = {field.name for field in fields(cls)}
+        config = cls(**{name: value for name, value in values.items() if name in known})
+        for name in values.keys() - known - {"model_type"}:
+            setattr(config, name, values[name])
+        return (config, kwargs) if return_unused_kwargs else config
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+        """Read the configuration of a checkpoint folder."""
+        return cls.from_dict(read_json(Path(folder) / CONFIG_FILE), **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values, which JSON can hold."""
+        return {"model_type": self.model_type} | vars(self)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json``."""
+        write_text(Path(folder) / CONFIG_FILE, json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+
+class PlainPolicy(FolderPolicy, nn.Module):
+    """``FolderPolicy`` without transformers. The constructor of a subclass ends with ``self.post_init()``."""
+
+    def __init__(self, config: Any) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+
+    def post_init(self) -> None:
+        """Draw the weights: ``_init_weights`` of each module, children first."""
+        if torch.get_default_device().type != "meta":
+            self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the weights of one module; the default keeps those that PyTorch has drawn."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of its first parameter."""
+        return next(self.parameters()).dtype
+
+    @classmethod
+    def _from_config(
+        cls, config: Any, dtype: torch.dtype | None = None, attn_implementation: str | None = None, **arguments: Any
+    ) -> Any:
+        """Build the policy with random weights. ``attn_implementation`` has no effect: there is no attention."""
+        return cls(config, **arguments)._in_format(dtype)
+
+    def _in_format(self, dtype: torch.dtype | str | None) -> Any:
+        """Turn weights outside ``float32_modules`` into a number format; None: the one that ``config`` names, else float32."""
+        dtype = torch_dtype_of(dtype or self.config.dtype or "float32")
+        for name, parameter in self.named_parameters():
+            if name.split(".")[0] not in self.float32_modules:
+                parameter.data = parameter.data.to(dtype)
+        self.config.dtype = str(dtype).removeprefix("torch.")
+        return self
+
+    @classmethod
+    def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
+        names = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and config
+        with torch.random.fork_rng(devices=[]):  # what is drawn here is replaced
+            model = cls(config, *args, **{name: kwargs[name] for name in names if name in kwargs})
+        own = model.state_dict()
+        mismatched = {name for name in state_dict.keys() & own if state_dict[name].shape != own[name].shape}
+        model.load_state_dict({name: state_dict[name] for name in state_dict.keys() - mismatched}, strict=False)
+        missing, unexpected = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        info = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+        dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
+        return model._in_format(None if dtype == "auto" else dtype).eval(), info
+
+    def _write(self, folder: str | Path, state_dict: dict[str, Tensor], **kwargs: Any) -> None:
+        self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
+        self.config.save_pretrained(folder)
+        write_safetensors(Path(folder) / "model.safetensors", state_dict)

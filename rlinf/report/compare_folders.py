@@ -1,0 +1,179 @@
+"""Compare two evaluations on disk: check that their conditions agree, and store what was found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.distributed.process_group import rank
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.answers import AnswerResult, holds_answers
+from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.stopping import DECIDED
+from rlinf.files import follow_latest, write_text
+from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
+from rlinf.manifest import compare as compare_manifests
+from rlinf.report.player import copy_baseline
+from rlinf.report.run import write_report
+from rlinf.report.run_data import closing_tags
+from rlinf.run_folder import COMPARISON_FILE, CONFIG_FILE, EVALUATIONS_FOLDER, MANIFEST_FILE, RESULT_FILE
+from rlinf.tracking.tracker import read_metrics
+
+logger = logging.getLogger("rlinf")
+
+CONDITIONS = "conditions"
+"""Name in ``evaluation.allow_mismatch`` that lets a manifest be missing."""
+COMPARISON_NAMES = (EPISODES, QUESTIONS, CONDITIONS, "greedy", "temperature")
+"""Names in ``evaluation.allow_mismatch`` that are not fields of a manifest."""
+
+
+def compare_folders(
+    folder_a: str | os.PathLike, folder_b: str | os.PathLike, allow_mismatch: Sequence[str] = ()
+) -> Comparison:
+    """Compare two evaluations on disk, write ``compare.json`` into the second folder and update its report.
+
+    Args:
+        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
+            evaluation. The first is the baseline.
+        allow_mismatch: Fields of the manifest in which conditions may differ (those of the policy always may). Also
+            accepted: ``"episodes"`` or ``"questions"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
+            ``"temperature"`` and ``"seed"`` (how actions were drawn).
+
+    Raises:
+        CheckpointError: A folder holds no result, or no manifest.
+        ManifestMismatchError: The simulator, its settings or versions, or how actions were drawn, differ.
+        ConfigError: The lists of episodes or questions differ, or both are one folder.
+    """
+    folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
+    if folders[0].resolve() == folders[1].resolve():
+        raise ConfigError(
+            f"{folder_a} and {folder_b} are one evaluation. Run rlinf evaluate --compare <baseline folder> <other folder>"
+        )
+    mismatches = check_conditions(*folders, allow_mismatch)
+    comparison = _compare(*(folder / RESULT_FILE for folder in folders), allow_mismatch)
+    comparison.a, comparison.b = (str(path) for path in folders)
+    comparison.mismatches = mismatches + comparison.mismatches
+    write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
+    copy_baseline(*folders)
+    write_report(folders[1])
+    return comparison
+
+
+def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Comparison:
+    is_a, is_b = holds_answers(file_a), holds_answers(file_b)
+    if is_a != is_b:
+        kinds = [f"{file} holds {'questions' if one else 'episodes'}" for file, one in ((file_a, is_a), (file_b, is_b))]
+        raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of one kind. Name another folder")
+    if is_a:
+        return compare_answers(AnswerResult.from_json(file_a), AnswerResult.from_json(file_b), allow_mismatch)
+    return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
+
+
+def evaluation_folder(path: str | os.PathLike) -> Path:
+    """Return the folder of an evaluation, given itself, its ``result.json``, or the run that it closed."""
+    folder = follow_latest(Path(path).expanduser())
+    folder = folder.parent if folder.name == RESULT_FILE else folder
+    if (folder / RESULT_FILE).is_file():
+        return folder
+    below = sorted(str(found.parent) for found in folder.glob(f"{EVALUATIONS_FOLDER}/*/{RESULT_FILE}"))
+    for place in (folder / EVALUATIONS_FOLDER / tag for tag in closing_tags(read_metrics(folder) if below else [])):
+        if (place / RESULT_FILE).is_file():
+            return place
+    hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
+    raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
+
+
+def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, planned: EvaluationResult) -> None:
+    """Refuse another list for two policies that a folder next to ``output`` has compared by the sequential test.
+
+    Its threshold spends the whole 5 % on one list. Whoever reads a second one gets a second chance to find a difference that is none.
+    Another list has other episodes of the same suite, or as many episodes and other draws of the actions. Folders that cannot be read
+    are left out with a warning. Raise ConfigError if there is one with another list.
+
+    Args:
+        output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
+        settings: Its configuration, as ``config.yaml`` holds it.
+        baseline: Folder of the evaluation to compare with.
+        planned: One row for each episode of its list; what the rows say of success is not read.
+    """
+    for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
+        folder = path.parent
+        if folder.resolve() == output.resolve() or not (folder / RESULT_FILE).is_file():
+            continue
+        try:
+            if holds_answers(folder / RESULT_FILE):
+                continue
+            earlier, saved = EvaluationResult.from_json(folder / RESULT_FILE), read_saved_config(folder)
+            if earlier.stopping is None or earlier.stopping["stop_when"] != DECIDED:
+                continue
+            compared = Path(saved["evaluation"]["compare"])
+            same_policies = _policy_of(saved) == _policy_of(settings) and _same_baseline(compared, baseline)
+        except (CheckpointError, AttributeError, KeyError, TypeError) as error:
+            if rank() == 0:
+                logger.warning(
+                    "%s is not read, so it is not known whether it compared these policies: %s", folder, error
+                )
+            continue
+        if same_policies and _is_another_list(earlier, planned):
+            count = earlier.stopping["num_planned"]
+            raise ConfigError(
+                f"{folder} has compared this policy with that of {baseline} on a list of {count} episodes, and this one of "
+                f"{planned.episodes} is another: two lists tell equally good policies apart in more than 5 %; required: one, planned "
+                f"from the start. Set evaluation.num_episodes={count} and tasks, split and seed as there, or move that folder away and "
+                "tell of both"
+            )
+
+
+def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
+    """Return what says which policy acts."""
+    model = settings["model"]
+    places = [settings.get("checkpoint"), model.get("model_path"), model.get("lora_path")]
+    return [model.get("url"), *(None if place is None else str(Path(place).resolve()) for place in places)]
+
+
+def _same_baseline(compared: Path, baseline: Path) -> bool:
+    """Return whether two baselines are one folder, or evaluations of one policy that their ``config.yaml`` names."""
+    try:
+        compared = evaluation_folder(compared)
+    except CheckpointError:
+        return False  # it was deleted
+    if compared.resolve() == baseline.resolve():
+        return True
+    if not all((folder / CONFIG_FILE).is_file() for folder in (compared, baseline)):
+        return False  # that of a run has none
+    policy = _policy_of(read_saved_config(baseline))
+    return any(policy) and _policy_of(read_saved_config(compared)) == policy
+
+
+def _is_another_list(earlier: EvaluationResult, planned: EvaluationResult) -> bool:
+    """Return whether two lists of one suite differ. ``earlier`` may hold the beginning of its list only."""
+    before, now = ({row.spec for row in result.results} for result in (earlier, planned))
+    if {spec.suite for spec in before}.isdisjoint(spec.suite for spec in now):
+        return False  # it asks something else
+    draws = [None if one.greedy else (one.temperature, one.seed) for one in (earlier, planned)]
+    return earlier.stopping["num_planned"] != planned.episodes or not before <= now or draws[0] != draws[1]
+
+
+def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
+    """Return the accepted differences between the conditions of two evaluations; policies may differ.
+
+    ``folder_b`` may be the manifest of an evaluation that has not run yet; the errors are those of ``compare_folders``.
+    """
+    places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
+    missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]
+    if missing:
+        if CONDITIONS in allow_mismatch:
+            return [f"{folder} has no {MANIFEST_FILE}; its conditions are unknown" for folder in missing]
+        cure = f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
+        raise CheckpointError(f"{' and '.join(missing)} has no {MANIFEST_FILE}, so conditions are unknown. {cure}")
+    first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
+    check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
+    worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
+    sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
+    return [str(one) for one in refuse_mismatches(worlds, allow_mismatch, sentence) if one.must_match]

@@ -1,0 +1,66 @@
+"""Fill the pages: their templates are in ``pages``, and charts are drawn here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from markupsafe import Markup
+
+from rlinf.files import write_text
+from rlinf.number_formats import format_bytes, format_interval, format_number, format_p_value, format_points
+from rlinf.report.charts import Series, difference_bar, interval_bar, legend, line_chart
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from rlinf.evaluation.audit import Audit
+    from rlinf.evaluation.result import EvaluationResult
+
+FOLDER = Path(__file__).parent
+STYLE = FOLDER / "report.css"
+
+
+@functools.cache
+def pages() -> Environment:
+    """Return the templates, which escape what is not ``Markup``, and refuse a name that they are not given."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
+        loader=FileSystemLoader(FOLDER / "pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    formats = (format_bytes, format_interval, format_number, format_p_value, format_points, quote)
+    found.globals |= {each.__name__: each for each in formats}
+    found.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
+    for draw in (interval_bar, difference_bar):
+        found.globals[draw.__name__] = lambda *numbers, draw=draw: Markup(draw(*numbers))
+    found.filters["script"] = lambda value: Markup(json.dumps(value).replace("<", "\\u003c"))
+    return found
+
+
+def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) -> Path:
+    """Fill ``template``, whose title is ``tab``, write it to ``path`` and return that."""
+    return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
+
+
+def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> Markup:
+    """Return a chart with its title and legend; "" if there is nothing to draw."""
+    chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
+    return Markup(f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else "")
+
+
+def clipped_text(result: EvaluationResult | Audit) -> str | None:
+    """Return the share of cut numbers of actions and the largest magnitude as text; None: not recorded."""
+    if result.actions_clipped_fraction is None:
+        return None
+    return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"

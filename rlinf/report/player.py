@@ -1,0 +1,143 @@
+"""The episode player of a report: recorded episodes step by step, alone or two policies side by side."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.recorded import read_recording
+from rlinf.files import replace_folder
+from rlinf.report.run_data import RunData
+from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
+from rlinf.types import EpisodeSpec
+
+PARTING_SHARE = 0.1
+"""Two actions differ if one of their numbers does by more than this share of its range."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Recordings of one policy.
+
+    Attributes:
+        name: Of the policy, for the reader.
+        folder: Relative to the page.
+        colour: Number of its colour in the charts.
+    """
+
+    name: str
+    folder: str
+    colour: int
+
+
+def copy_baseline(baseline: Path, folder: Path) -> None:
+    """Copy the recordings of the evaluation ``baseline`` into the evaluation ``folder``, in place of earlier copies."""
+    target = folder / BASELINE_FOLDER
+    shutil.rmtree(target, ignore_errors=True)
+    if (folder / RECORDINGS_FOLDER).is_dir() and (baseline / RECORDINGS_FOLDER).is_dir():
+        partial = folder / f".{BASELINE_FOLDER}.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(baseline / RECORDINGS_FOLDER, partial)
+        replace_folder(partial, target)
+
+
+def player(data: RunData) -> dict[str, Any]:
+    """Return the values of ``pages/player.html``."""
+    sides = _sides(data)
+    left_out: list[str] = []
+    found = [read_recordings(data.folder / side.folder, left_out) for side in sides]
+    both = list(zip(sides, found, strict=True))
+    specs = dict.fromkeys(spec for recordings in found for spec in recordings)
+    episodes = [
+        _episode([(side, recordings[spec]) for side, recordings in both if spec in recordings]) for spec in specs
+    ]
+    return {"episodes": episodes, "left_out": left_out, "num_sides": len(sides), "parting_share": PARTING_SHARE}
+
+
+def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
+    """Return the file name and content of each recording in a folder, by episode, in the order of their names.
+
+    Why a file cannot be shown is added to ``left_out``.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.js")):
+        try:
+            content = read_recording(path)
+        except CheckpointError as error:
+            left_out.append(str(error))
+        else:
+            found[EpisodeSpec(**content["spec"])] = (path.name, content)
+    return found
+
+
+def executed_actions(recording: dict[str, Any]) -> np.ndarray:
+    """Return what the env executed, within its bounds: ``[T, D]``."""
+    num_steps, calls = len(recording["rewards"]), recording["calls"]
+    ends = [*(call["step"] for call in calls[1:]), num_steps]
+    taken = [np.asarray(call["chunk"])[: end - call["step"]] for call, end in zip(calls, ends, strict=True)]
+    return np.clip(np.concatenate(taken), recording["low"], recording["high"])
+
+
+def parting_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
+    """Return the first env step (from 0) at which two recordings of an episode take different actions; None: at none.
+
+    Actions differ by more than ``PARTING_SHARE``. One that goes on where the other has ended parts there.
+    """
+    one, other = executed_actions(first), executed_actions(second)
+    if one.shape[1] != other.shape[1]:
+        return 0
+    common = min(len(one), len(other))
+    width = np.subtract(first["high"], first["low"])
+    tolerance = PARTING_SHARE * np.where(np.isfinite(width), width, 1.0)
+    differs = (np.abs(one[:common] - other[:common]) > tolerance).any(1)
+    if differs.any():
+        return int(differs.argmax())
+    return common if len(one) != len(other) else None
+
+
+def _sides(data: RunData) -> list[Side]:
+    """Return the baseline and the evaluation that was compared with it, or else what the table of tasks shows."""
+    compared = data.comparison is not None and (data.folder / BASELINE_FOLDER).is_dir()
+    if compared:
+        first, second = short_names(data.comparison["a"], data.comparison["b"])
+        return [Side(f"a: {first}", BASELINE_FOLDER, 2), Side(f"b: {second}", RECORDINGS_FOLDER, 1)]
+    return [
+        Side(one.name, (Path(one.folder) / RECORDINGS_FOLDER).as_posix(), colour) for one, colour in data.in_the_table
+    ]
+
+
+def short_names(first: str, second: str) -> tuple[str, str]:
+    """Return the ends of two paths: as few parts as tell them apart."""
+    parts = [Path(path).parts for path in (first, second)]
+    for count in range(1, max(map(len, parts)) + 1):
+        one, other = (Path(*path[-count:]).as_posix() for path in parts)
+        if one != other:
+            return one, other
+    return first, second
+
+
+def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
+    """Return what the page knows of an episode before its recordings are loaded."""
+    contents = [content for _, (_, content) in sides]
+    first = contents[0]
+    shown = [
+        {
+            "name": side.name, "colour": side.colour, "source": quote(f"{side.folder}/{name}"),
+            "success": content["success"], "steps": len(content["rewards"]), "as_counted": content["as_counted"],
+        }
+        for side, (name, content) in sides
+    ]  # fmt: skip
+    is_pair = len(contents) == 2
+    pictures, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
+    same_start = len(pictures) == 1 if len(sizes) == 1 else None  # None: pictures of other sizes always differ
+    return {
+        "task": first["task"], "instruction": first["instruction"], "number": first["number"],
+        "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": same_start,
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""Write the report of a recipe's run, or of an evaluation on questions: one HTML file, as ``rlinf.report.run``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.result import Success
+from rlinf.number_formats import format_duration
+from rlinf.report.charts import NUM_COLOURS, SMALL, Series
+from rlinf.report.page import card, write_page
+from rlinf.report.recipe_data import TokenRun, read_token_run
+from rlinf.report.why.findings import record_of
+from rlinf.report.why.rules import findings_of
+from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
+
+MAX_COMPLETIONS = 40
+"""Completions on the page; the files of the run hold all."""
+
+CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
+    (
+        "Loss", {"sft/loss": "training", "train/loss": "training", "eval/loss": "validation"}, "loss (nat)", {},
+    ),
+    ("Learning rate", {"sft/learning_rate": "learning rate", "train/learning_rate": "learning rate"}, "learning rate", {}),
+    (
+        "Gradient norm", {"sft/grad_norm": "gradient norm", "train/grad_norm": "gradient norm"}, "norm before clipping",
+        {"zero": True},
+    ),
+    ("Completion length", {"rollout/completion_length_max": "longest", "rollout/completion_length_mean": "mean",
+                           "eval/completion_length_mean": "mean, validation"}, "tokens", {"zero": True}),
+    (
+        "Cut completions", {"rollout/truncated_fraction": "training", "eval/truncated_fraction": "validation"},
+        "share without an end", {"zero": True},
+    ),
+    ("Spread of rewards", {"rollout/reward_std": "standard deviation"}, "reward", {"zero": True}),
+    (
+        "Groups with equal rewards", {"rollout/zero_variance_group_fraction": "equal rewards"}, "share of groups",
+        {"zero": True},
+    ),
+    (
+        "KL", {"train/approx_kl": "old to new policy", "train/kl_to_reference": "policy to reference"}, "KL (nat)",
+        {"zero": True},
+    ),
+    ("Entropy", {"sft/entropy": "entropy", "train/entropy": "entropy"}, "entropy (nat)", {}),
+    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "share of ratios", {"zero": True}),
+    ("Gap of generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
+    (
+        "Preference accuracy", {"train/preference_accuracy": "training", "eval/preference_accuracy": "validation"},
+        "share of pairs", {"percent": True},
+    ),
+    ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
+    ("Throughput", {"throughput/tokens_per_s": "tokens"}, "tokens/s", {"zero": True}),
+    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "share of the peak", {"percent": True}),
+    ("Time of a step", {"time/update_s": "step"}, "s", {"zero": True}),
+)  # fmt: skip
+"""Title, metric to label, y axis and options of each curve over steps. Metrics of equal label are one curve."""
+
+
+def write_token_report(folder: str | os.PathLike) -> Path:
+    """Write ``report.html`` into the folder of a recipe's run or an evaluation on questions, and return its path.
+
+    Raise CheckpointError if the folder has neither metrics nor a result.
+    """
+    run = read_token_run(folder)
+    title = _title(run)
+    newest = next(reversed(run.results.values()), None)
+    return write_page(
+        run.folder / REPORT_FILE, "recipe.html", f"{title}: {newest.total}" if newest else title, title=title, run=run,
+        facts=_facts(run), gains=_gains(run), tiles=_tiles(run), findings=findings_of(record_of(run)), rewards=_rewards(run),
+        curves=_training_curves(run), stored=_stored, max_completions=MAX_COMPLETIONS, **_completions(run),
+        versions=json.loads(run.manifest).get("versions", {}) if run.manifest else {},
+    )  # fmt: skip
+
+
+def _title(run: TokenRun) -> str:
+    name = run.setting("logging.experiment_name")
+    if run.lines:
+        place = run.folder.resolve()
+        return f"{place.parent.name if name in (None, '', 'None') else name}/{place.name}"
+    result = next(iter(run.results.values()))
+    source = Path(run.setting("checkpoint") or run.folder)
+    model = source.parents[1].name if source.parent.name == SAFETENSORS_FOLDER else source.name
+    return f"{model} on {Path(result.file).name}"
+
+
+def _facts(run: TokenRun) -> dict[str, Any]:
+    steps = max((line["steps"] for line in run.lines), default=None)
+    seconds = next((line["time/total_s"] for line in reversed(run.lines) if "time/total_s" in line), None)
+    results = list(run.results.values())
+    sampling = {"greedy" if one.temperature == 0 else f"temperature {one.temperature:g}" for one in results}
+    return {
+        "method": run.setting("train.train_policy.type"), "model": run.setting("policy.model_name_or_path"),
+        "dataset": run.setting("train.train_policy.dataset.name"), "steps": steps,
+        "training time": None if seconds is None else format_duration(seconds),
+        "seed": run.setting("train.seed"), "checkpoint": run.setting("checkpoint"),
+        "questions": results[0].file if len(results) == 1 else None,
+        "answers": sampling.pop() if len(sampling) == 1 else None,
+    }  # fmt: skip
+
+
+def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Success], Pairs]]:
+    """Return each reward of 0 and 1 before and after training, with its paired comparison."""
+    if run.before_and_after is None:
+        return []
+    ends = [(samples.name, samples.successes()) for samples in run.before_and_after]
+    compared = {part: run.paired(part) for part in ends[1][1]}
+    return [
+        (part, *((name, successes[part]) for name, successes in ends), pairs)
+        for part, pairs in compared.items() if pairs is not None
+    ]  # fmt: skip
+
+
+def _tiles(run: TokenRun) -> dict[str, Success]:
+    """Return the rewards of 0 and 1 of the newest validation, where they cannot be compared with the first one."""
+    if run.before_and_after is not None or not run.samples:
+        return {}
+    last = run.samples[-1]
+    return {f"{part}, {last.name}": success for part, success in last.successes().items()}
+
+
+def _rewards(run: TokenRun) -> list[Markup]:
+    """Return a chart for the sum of rewards, and one for each part: of training, and of validations with intervals."""
+    names = dict.fromkeys(
+        name.split("/", 1)[1] for line in run.lines for name in line
+        if name.startswith(("rollout/reward_mean", "eval/reward_mean"))
+    )  # fmt: skip
+    if len(names) == 2:  # the only part is the sum, but for its weight
+        del names["reward_mean"]
+    return [_reward_card(run, name) for name in names]
+
+
+def _reward_card(run: TokenRun, name: str) -> Markup:
+    part = name.partition("/")[2]
+    training = _series(run, [f"rollout/{name}"], "training (sampled)", 3)
+    validation = _series(run, [f"eval/{name}"], "validation (most likely tokens)", 1)
+    counted = {samples.step: samples.successes().get(part) for samples in run.samples}
+    known = [counted.get(round(x)) for x, _ in validation.points]
+    validation.bands = [None if one is None else one.interval for one in known]
+    validation.markers = True
+    values = [y for one in (training, validation) for _, y in one.points if y is not None]
+    percent = all(0 <= value <= 1 for value in values) and bool(part)
+    return card(f"Reward {part}" if part else "Reward", [training, validation], "step", "mean reward", percent=percent)
+
+
+def _completions(run: TokenRun) -> dict[str, Any]:
+    """Return the validations that are shown side by side, the first and the last or the last alone, and the order of their prompts."""
+    shown = list(run.before_and_after or run.samples[-1:])
+    rewards = [[row["reward"] for row in samples.rows] for samples in shown]
+    changed = [len(set(values)) > 1 for values in zip(*rewards, strict=True)]
+    order = sorted(range(len(changed)), key=lambda number: not changed[number])
+    return {"shown": shown, "order": order, "num_changed": sum(changed)}
+
+
+def _stored(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the images of a prompt in base64, to be in the page itself."""
+    files = [folder / name for name in names]
+    return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]
+
+
+def _training_curves(run: TokenRun) -> list[Markup]:
+    cards = []
+    for title, names, y_label, options in CURVES:
+        labels = dict.fromkeys(names.values())
+        series = [
+            _series(run, [name for name, its in names.items() if its == label], label, 1 + number % NUM_COLOURS)
+            for number, label in enumerate(labels)
+        ]
+        cards.append(card(title, series, "step", y_label, size=SMALL, **options))
+    return cards
+
+
+def _series(run: TokenRun, names: Sequence[str], label: str, colour: int) -> Series:
+    points = [(float(line["steps"]), line[name]) for line in run.lines for name in names if name in line]
+    return Series(label, points, colour)

@@ -1,0 +1,162 @@
+"""Read the folder of a recipe's run, or of an evaluation on questions, for its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.answers import AnswerResult, holds_answers
+from rlinf.evaluation.compare import Pairs
+from rlinf.evaluation.result import Success
+from rlinf.report.run_data import results_of, saved_texts, traces_of
+from rlinf.run_folder import COMPARISON_FILE, RESULT_FILE, SAMPLES_FOLDER
+from rlinf.tracking.tracker import read_metrics
+
+TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
+"""Only runs of recipes have these metrics."""
+
+
+@dataclass
+class Samples:
+    """Completions of one validation.
+
+    Attributes:
+        step: Optimiser steps before it.
+        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each; ``images`` of a
+            prompt that has some, as files relative to the folder.
+    """
+
+    step: int
+    rows: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """When it was, in words."""
+        return f"after step {self.step}" if self.step else "before training"
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the values of each reward by name."""
+        return {name: [row["rewards"][name] for row in self.rows] for name in self.rows[0]["rewards"]}
+
+    def successes(self) -> dict[str, Success]:
+        """Return the counts of the rewards whose values are all 0 or 1."""
+        counted = {name: values for name, values in self.parts().items() if set(values) <= {0, 1}}
+        return {name: Success(int(sum(values)), len(values)) for name, values in counted.items()}
+
+
+@dataclass
+class TokenRun:
+    """The content of a folder; missing parts are empty.
+
+    Attributes:
+        lines: Lines of ``metrics.jsonl`` with ``steps``: the optimiser steps done by then.
+        samples: Completions of the validations, oldest first.
+        results: Results on questions by name: ``result.json``, or those below ``eval/``.
+        comparison: From ``compare.json``.
+        config, manifest: Texts of the run, or else of its newest checkpoint.
+        checkpoints: Folder relative to the run, and its bytes.
+        traces: See ``traces_of``.
+    """
+
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Samples] = field(default_factory=list)
+    results: dict[str, AnswerResult] = field(default_factory=dict)
+    comparison: dict[str, Any] | None = None
+    config: str = ""
+    manifest: str = ""
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    traces: list[str] = field(default_factory=list)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as a mapping; empty without one."""
+        return yaml.safe_load(self.config) or {}
+
+    def setting(self, path: str) -> Any:
+        """Return a value of the configuration by its dotted path; None if it is not there."""
+        value: Any = self.settings
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @cached_property
+    def before_and_after(self) -> tuple[Samples, Samples] | None:
+        """The first and the last validation, with the same prompts in the same order; None without two such."""
+        if len(self.samples) < 2:
+            return None
+        first, last = self.samples[0], self.samples[-1]
+        same = [row["prompt"] for row in first.rows] == [row["prompt"] for row in last.rows]
+        return (first, last) if same else None
+
+    def paired(self, part: str) -> Pairs | None:
+        """Return a reward of 0 and 1 before (a) and after (b), pair by pair; None without both."""
+        if self.before_and_after is None:
+            return None
+        columns = [samples.parts().get(part, []) for samples in self.before_and_after]
+        if not all(column and set(column) <= {0, 1} for column in columns):
+            return None
+        pairs = list(zip(*columns, strict=True))
+        return Pairs(*(pairs.count(cell) for cell in ((1, 1), (1, 0), (0, 1), (0, 0))))
+
+
+def is_token_folder(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is that of a recipe's run, or of an evaluation on questions."""
+    folder = Path(folder)
+    if (folder / RESULT_FILE).is_file():
+        return holds_answers(folder / RESULT_FILE)
+    if (folder / SAMPLES_FOLDER).is_dir():
+        return True
+    return any(name in line for line in read_metrics(folder) for name in TOKEN_METRICS)
+
+
+def read_token_run(folder: str | os.PathLike) -> TokenRun:
+    """Read a folder; raise CheckpointError if it has neither metrics nor a result."""
+    folder = Path(folder)
+    run = TokenRun(folder, lines=_with_steps(read_metrics(folder)), traces=traces_of(folder))
+    for path in sorted(folder.glob(f"{SAMPLES_FOLDER}/step_*.jsonl"), key=_step_of):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if rows:
+            run.samples.append(Samples(_step_of(path), rows))
+    for path in results_of(folder):
+        if holds_answers(path):
+            name = path.parent.name if path.parent != folder else ""
+            run.results[name] = AnswerResult.from_json(path)
+    if not run.lines and not run.results:
+        raise CheckpointError(f"{folder} is not a run folder: it has neither metrics.jsonl nor result.json.")
+    if (folder / COMPARISON_FILE).is_file():
+        run.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
+    run.config, run.manifest = saved_texts(folder, sorted(folder.glob("safetensors/*")))
+    saved = [*folder.glob("checkpoints/*/"), *folder.glob("safetensors/*/")]
+    saved = [path for path in saved if not path.name.startswith(".") and not path.is_symlink()]
+    for path in sorted(saved, key=lambda path: (path.parent.name, _step_of(path))):
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        run.checkpoints[path.relative_to(folder).as_posix()] = size
+    return run
+
+
+def _step_of(path: Path) -> int:
+    """Return the number in ``step_<number>``; of another name, one after all steps."""
+    match = re.fullmatch(r"step_(\d+)", path.name.removesuffix(".jsonl"))
+    return int(match[1]) if match else 2**63
+
+
+def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines with ``steps``; a line of a validation has those of the update before it, and 0 before the first."""
+
+    def found() -> Iterator[dict[str, Any]]:
+        steps = 0
+        for line in lines:
+            steps = line["step"] + 1 if "time/update_s" in line else steps
+            yield {**line, "steps": steps}
+
+    return list(found())

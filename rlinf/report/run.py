@@ -1,0 +1,200 @@
+"""Write the report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
+
+The page uses no script, font or picture from elsewhere and links videos and recorded episodes by relative paths, so the run
+folder can be moved or served as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from rlinf.evaluation.result import Success
+from rlinf.number_formats import format_duration
+from rlinf.report.charts import SMALL, Interval, Series
+from rlinf.report.offpolicy import MAX_SENTENCES, head_section, head_warnings
+from rlinf.report.page import card, clipped_text, write_page
+from rlinf.report.player import player
+from rlinf.report.recipe import write_token_report
+from rlinf.report.recipe_data import is_token_folder
+from rlinf.report.run_data import RunData, read_run
+from rlinf.report.why.findings import record_of
+from rlinf.report.why.rules import findings_of
+from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
+
+
+def write_report(run_folder: str | os.PathLike) -> Path:
+    """Write ``report.html`` into the folder of a run or an evaluation, and return its path.
+
+    The page shows what the folder holds: ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``,
+    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``; of both ``episodes/``. Raise
+    CheckpointError if the folder has neither metrics nor an evaluation.
+    """
+    if is_token_folder(run_folder):
+        return write_token_report(run_folder)
+    data = read_run(run_folder)
+    title = _title(data)
+    newest = data.after or next(reversed(data.evaluations), None)
+    return write_page(
+        data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
+        facts=_facts(data), warnings=_warnings(data), findings=findings_of(record_of(data)), success_curves=_success_curves(data),
+        tasks=_tasks(data), success_by_step=_success_by_step(data), head=head_section(data), max_sentences=MAX_SENTENCES,
+        curves=_training_curves(data), profile_steps=_get(data.settings, "trainer", "profile_steps"), **player(data),
+    )  # fmt: skip
+
+
+def _title(data: RunData) -> str:
+    """Return the run or policy, and the env: ``reach_ppo on tabletop``, ``run1/rl_000012 on libero_spatial``."""
+    config = data.settings
+    if data.lines or data.summary:
+        name = data.summary.get("experiment") or config.get("experiment_name")
+    else:
+        source = config.get("checkpoint") or _get(config, "model", "model_path")
+        name = _place(Path(source)) if source else _get(config, "model", "model_type")
+    env = data.suite or _get(config, "env", "name")
+    return f"{name or _place(data.folder.resolve())}{f' on {env}' if env else ''}"
+
+
+def _place(folder: Path) -> str:
+    """Return the folder's name, preceded by that of its run if the path shows it."""
+    run = folder.parents[1].name if folder.parent.name in (CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER) else ""
+    return f"{run}/{folder.name}" if run else folder.name
+
+
+def _facts(data: RunData) -> dict[str, Any]:
+    config = data.settings
+    return {
+        "model": _get(config, "model", "model_type"), "env": data.suite or _get(config, "env", "name"),
+        "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
+        "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
+        "checkpoint": config.get("checkpoint"), "actions": _actions(data),
+        "actions cut": clipped_text(data.evaluations[-1].result) if data.evaluations else None,
+        "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
+    }  # fmt: skip
+
+
+def _warnings(data: RunData) -> list[str]:
+    """Return the warnings of the newest evaluation, of the parity gate, and of a head that noise equals."""
+    lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
+    checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
+    beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
+    if beyond:
+        lines.append(
+            f"At {len(beyond)} of {len(checked)} iterations (the first: {beyond[0]}) rollout and trainer differed by more than the "
+            "parity gate accepts; see the curve of the parity gap"
+        )
+    return [*lines, *head_warnings(data)]
+
+
+def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
+    """Return each task, and all together, with its success in each evaluation of the table."""
+    results = [one.result for one, _ in data.in_the_table]
+    tasks = dict.fromkeys(task for result in results for task in result.per_task)
+    rows: list[tuple[str, list[Success | None]]] = [
+        (task, [result.per_task.get(task) for result in results]) for task in tasks
+    ]
+    return [*rows, ("all tasks", [result.total for result in results])] if len(rows) > 1 else rows
+
+
+def _actions(data: RunData) -> str | None:
+    results = [one.result for one in data.evaluations]
+    found = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
+    return found.pop() if len(found) == 1 else None
+
+
+EVALUATED = (
+    ("Success rate", "success_rate", "interval_low", "interval_high"),
+    ("Return", "return_mean", "return_low", "return_high"),
+)
+"""What evaluations are drawn by: metric and ends of its interval."""
+
+
+def _success_curves(data: RunData) -> list[Markup]:
+    lines = with_axes(data.lines)
+    rl = [line for line in lines if line["phase"] == "rl"]
+    cards = []
+    is_told = not data.evaluations or data.evaluations[-1].result.total.is_told
+    for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
+        # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
+        for y, *names in EVALUATED if is_told else EVALUATED[1:]:
+            rollouts = _series(shown, x, f"rollout/{names[0]}", "rollouts (sampled, training episodes)", 3)
+            series, title = (
+                [rollouts, _evaluated(shown, x, data.episodes, names)],
+                f"{y} against {x_label.partition(' (')[0]}",
+            )
+            cards.append(card(title, series, x_label, y.lower(), percent=y == "Success rate"))
+    return cards
+
+
+def _success_by_step(data: RunData) -> Markup:
+    """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
+    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
+    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
+    return card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
+
+
+RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
+    ("Return", {"rollout/return_mean": "return"}, "return", {}),
+    ("Episode length", {"rollout/episode_len": "length"}, "env steps", {"zero": True}),
+    ("Policy loss", {"train/policy_loss": "policy loss"}, "policy loss", {}),
+    ("Value loss", {"train/value_loss": "value loss"}, "value loss", {"zero": True}),
+    (
+        "KL", {"train/approx_kl": "old to new policy", "train/kl_to_reference": "policy to reference"}, "KL (nat)",
+        {"zero": True},
+    ),
+    ("Entropy", {"train/entropy": "entropy"}, "entropy (nat)", {}),
+    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "share of ratios", {"zero": True}),
+    (
+        "Parity gap: rollout and trainer log-probs",
+        {"rollout/logprob_gap_max": "largest", "rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True},
+    ),
+    ("Explained variance of the critic", {"train/explained_variance": "explained variance"}, "explained variance", {}),
+    ("Gradient norm", {"train/grad_norm": "gradient norm"}, "norm before clipping", {"zero": True}),
+    ("Throughput", {"throughput/env_steps_per_s": "env steps"}, "env steps/s", {"zero": True}),
+)  # fmt: skip
+"""Title, metric to label, y axis and options of each curve over RL iterations."""
+
+
+def _training_curves(data: RunData) -> list[Markup]:
+    sft = [line for line in data.lines if line["phase"] == "sft"]
+    rl = [line for line in data.lines if line["phase"] == "rl"]
+    loss = _series(sft, "step", "sft/loss", "loss", 2)
+    cards = [card("Behaviour cloning loss", [loss], "SFT step", "loss (nat)", size=SMALL)]
+    for title, names, y_label, options in RL_CURVES:
+        shown = [_series(rl, "step", name, label, 1 + number) for number, (name, label) in enumerate(names.items())]
+        cards.append(card(title, shown, "RL iteration", y_label, size=SMALL, **options))
+    return cards
+
+
+def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines with ``env_steps`` of RL and training ``minutes``, carried forward if a line has none."""
+    found, env_steps, seconds = [], 0.0, 0.0
+    for line in lines:
+        env_steps = line.get("rollout/env_steps_total") or env_steps
+        seconds = line.get("time/total_s") or seconds
+        found.append({**line, "env_steps": env_steps, "minutes": seconds / 60})
+    return found
+
+
+def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colour: int) -> Series:
+    return Series(label, [(line[x], line[name]) for line in lines if name in line], colour)
+
+
+def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Sequence[str]) -> Series:
+    """Return the curve of an evaluated number (the first of ``names``) with its interval (the others)."""
+    value, low, high = (f"eval/{name}" for name in names)
+    found = [line for line in lines if line.get(value) is not None]
+    bands: list[Interval | None] = [(line[low], line[high]) if line[low] is not None else None for line in found]
+    points: list[tuple[float, float | None]] = [(line[x], line[value]) for line in found]
+    if len(points) == 2:  # before and after: no line, because nothing was measured in between
+        points.insert(1, (points[1][0], None))
+        bands.insert(1, None)
+    return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)
+
+
+def _get(config: dict[str, Any], section: str, key: str) -> Any:
+    return (config.get(section) or {}).get(key)

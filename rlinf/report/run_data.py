@@ -1,0 +1,170 @@
+"""Read the folder of a run or an evaluation for its report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf import run_folder
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.compare import compare, sampling_differences
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.tracking.tracker import read_metrics
+
+TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
+
+CLOSING_TAGS = ("after_rl", "after_sft")
+"""Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
+
+
+@dataclass
+class Evaluation:
+    """An evaluation in a run folder; ``folder`` is relative to that."""
+
+    tag: str
+    folder: str
+    result: EvaluationResult
+
+    @property
+    def name(self) -> str:
+        """The tag as words."""
+        return TAG_NAMES.get(self.tag, self.tag.replace("_", " "))
+
+
+@dataclass
+class RunData:
+    """The content of a run folder.
+
+    Attributes:
+        lines: Lines of ``metrics.jsonl``.
+        evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
+        summary: From ``summary.json``.
+        comparison: From ``compare.json``, or else before against after RL, or None.
+        corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
+        traces: See ``traces_of``.
+        config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
+    """
+
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    comparison: dict[str, Any] | None = None
+    corrections: dict[str, Any] = field(default_factory=dict)
+    controls: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
+    config: str = ""
+    manifest: str = ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as a mapping; empty without one."""
+        return yaml.safe_load(self.config) or {}
+
+    @property
+    def episodes(self) -> str:
+        """The kind of evaluation episodes, in words."""
+        split = (self.settings.get("evaluation") or {}).get("split")
+        return "training episodes" if split == "train" else "held-out episodes"
+
+    @property
+    def suite(self) -> str | None:
+        """The suite of the evaluation episodes; None without evaluations."""
+        return self.evaluations[-1].result.results[0].spec.suite if self.evaluations else None
+
+    def evaluation(self, *tags: str) -> Evaluation | None:
+        """Return the evaluation of the first tag that exists, or None."""
+        found = {one.tag: one for one in self.evaluations}
+        return next((found[tag] for tag in tags if tag in found), None)
+
+    @property
+    def before(self) -> Evaluation | None:
+        """The evaluation before RL, or else after SFT, or else before training."""
+        return self.evaluation("before_rl", "after_sft", "before_training")
+
+    @property
+    def in_the_table(self) -> list[tuple[Evaluation, int]]:
+        """The evaluations whose tasks are shown, with their colours: before and after RL, or else the newest."""
+        shown = [one for one in (self.before, self.after) if one] or self.evaluations[-1:]
+        return list(zip(shown, [1] if len(shown) == 1 else [2, 1], strict=False))
+
+    @property
+    def after(self) -> Evaluation | None:
+        """The evaluation after RL."""
+        return self.evaluation("after_rl")
+
+    @cached_property
+    def gain(self) -> dict[str, Any] | None:
+        """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``.
+
+        None if one is missing, if the env tells no success, or if episodes or the way of drawing actions differ.
+        """
+        if self.before is None or self.after is None:
+            return None
+        first, second = self.before.result, self.after.result
+        if not second.total.is_told:
+            return None
+        if {one.spec for one in first.results} != {one.spec for one in second.results}:
+            return None
+        if sampling_differences(first, second):
+            return None
+        comparison = compare(first, second)
+        comparison.a, comparison.b = self.before.name, self.after.name
+        return comparison.as_dict()
+
+
+def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; once RL has begun, only that of RL."""
+    return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
+
+
+def read_run(folder: str | os.PathLike) -> RunData:
+    """Read a run folder; missing parts are empty. Raise CheckpointError if it has neither metrics nor an evaluation."""
+    folder = Path(folder)
+    data = RunData(folder, lines=read_metrics(folder))
+    for path in sorted(results_of(folder), key=lambda path: (path.parent == folder, path.stat().st_mtime, path)):
+        relative = path.parent.relative_to(folder).as_posix()
+        tag = path.parent.name if relative != "." else "evaluation"
+        data.evaluations.append(Evaluation(tag, relative, EvaluationResult.from_json(path)))
+    if not data.lines and not data.evaluations:
+        missing = "neither metrics.jsonl nor eval/*/result.json nor result.json"
+        raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
+    if (folder / run_folder.SUMMARY_FILE).exists():
+        data.summary = json.loads((folder / run_folder.SUMMARY_FILE).read_text(encoding="utf-8"))
+    for name, file in (("corrections", run_folder.CORRECTIONS_FILE), ("controls", run_folder.CONTROLS_FILE)):
+        if (folder / file).exists():
+            setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))
+    if (folder / run_folder.COMPARISON_FILE).exists():
+        data.comparison = json.loads((folder / run_folder.COMPARISON_FILE).read_text(encoding="utf-8"))
+    else:
+        data.comparison = data.gain
+    data.traces = traces_of(folder)
+    data.config, data.manifest = saved_texts(folder)
+    return data
+
+
+def results_of(folder: Path) -> list[Path]:
+    """Return the files of results of a run, or of an evaluation."""
+    below = f"{run_folder.EVALUATIONS_FOLDER}/*/{run_folder.RESULT_FILE}"
+    return [*sorted(folder.glob(below)), *folder.glob(run_folder.RESULT_FILE)]
+
+
+def saved_texts(folder: Path, others: Sequence[Path] = ()) -> list[str]:
+    """Return the texts of configuration and manifest of a folder, else of its newest checkpoint or ``others``; "" without."""
+    states = folder.glob(f"{run_folder.CHECKPOINTS_FOLDER}/*/{run_folder.STATE_FILE}")
+    newest_first = sorted(states, key=lambda path: -path.stat().st_mtime)
+    places = [folder, *(path.parent for path in newest_first), *others]
+    paths = ([place / file for place in places] for file in (run_folder.CONFIG_FILE, run_folder.MANIFEST_FILE))
+    return [next((path.read_text(encoding="utf-8") for path in each if path.is_file()), "") for each in paths]
+
+
+def traces_of(folder: Path) -> list[str]:
+    """Return the files of recorded steps, relative to the folder, one a rank."""
+    return sorted(str(path.relative_to(folder)) for path in folder.glob(f"{run_folder.PROFILE_FOLDER}/trace_*.json.gz"))

@@ -1,0 +1,168 @@
+"""Group runs that differ only in their seed, and summarise each group."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.intervals import mean_interval
+from rlinf.files import follow_latest
+from rlinf.number_formats import format_interval
+from rlinf.options import override_text
+from rlinf.report.run_data import Evaluation, RunData, closing_tags, read_run
+from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+
+SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
+"""Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
+(``init_from``) differ in more than their seed."""
+MAX_KEYS = 3
+"""Number of keys in a label."""
+
+
+@dataclass
+class RunGroup:
+    """Runs of one configuration, in the order given.
+
+    Attributes:
+        label: Name of the experiment, and the keys in which groups of this name differ.
+        runs: All runs, including those that repeat a seed.
+    """
+
+    label: str
+    runs: list[RunData]
+
+    @property
+    def counted(self) -> list[RunData]:
+        """One run per seed, the newest that ended: a repeated seed is not a second sample."""
+        by_seed: dict[Any, RunData] = {}
+        for number, run in enumerate(self.runs):
+            seed = seed_of(run)
+            key = f"run {number}" if seed is None else seed
+            if key not in by_seed or _age(run) > _age(by_seed[key]):
+                by_seed[key] = run
+        return list(by_seed.values())
+
+    @property
+    def success_rates(self) -> list[float]:
+        """Success rates of the closing evaluations of the counted runs."""
+        return [one.result.success_rate for one in map(closing_evaluation, self.counted) if one is not None]
+
+
+def closing_evaluation(run: RunData) -> Evaluation | None:
+    """Return the evaluation that closed a run; None if the run was stopped before."""
+    return run.evaluation(*closing_tags(run.lines)) if run.summary else None
+
+
+def _age(run: RunData) -> tuple[bool, float]:
+    """Return a sort key for the runs of a seed: unfinished runs first, then oldest to newest."""
+    files = [run.folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
+    times = [file.stat().st_mtime for file in files if file.is_file()]
+    return closing_evaluation(run) is not None, max(times, default=0.0)
+
+
+def seed_of(run: RunData) -> int | None:
+    """Return the seed of a run, or None if it is not recorded."""
+    return run.summary.get("seed", run.settings.get("seed"))
+
+
+def first_weights(run: RunData) -> str | None:
+    """Return ``init_from`` of a run; of a resumed run, from its earlier checkpoints."""
+    if run.settings.get("resume") is None:
+        return run.settings.get("init_from")
+    saved = [read_saved_config(path.parent) for path in run.folder.glob(f"{CHECKPOINTS_FOLDER}/*/{CONFIG_FILE}")]
+    return next((one["init_from"] for one in saved if one.get("init_from") is not None), None)
+
+
+def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
+    """Read run folders, following ``latest``; a sweep folder means all of its runs."""
+    return [read_run(folder) for folder in run_folders(folders)]
+
+
+def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
+    """Return run folders, following ``latest``; a sweep folder means all of its runs."""
+    found: dict[Path, Path] = {}
+    for name in folders:
+        folder = follow_latest(Path(name).expanduser())
+        below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
+        below.sort(key=lambda path: (len(path.name), path.name))
+        is_run = (folder / METRICS_FILE).is_file() or not below
+        for place in [folder] if is_run else below:
+            if not place.is_dir():
+                raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
+            found.setdefault(place.resolve(), place)
+    return list(found.values())
+
+
+def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
+    """Group runs that differ only in their seed and folder."""
+    named: dict[str, dict[str, list[tuple[dict[str, Any], RunData]]]] = {}
+    for run in runs:
+        settings = {"init_from": None} | {k: v for k, v in flat(run.settings).items() if k not in SAME_IN_A_GROUP}
+        settings["init_from"] = first_weights(run)
+        name = run.summary.get("experiment") or run.settings.get("experiment_name") or run.folder.resolve().parent.name
+        same = json.dumps(settings, sort_keys=True, default=str)
+        named.setdefault(str(name), {}).setdefault(same, []).append((settings, run))
+    groups = []
+    for name, by_settings in named.items():
+        every = [members[0][0] for members in by_settings.values()]
+        keys = [
+            key for key in dict.fromkeys(key for one in every for key in one)
+            if any(key not in one or one[key] != every[0].get(key) for one in every)
+        ]  # fmt: skip
+        for members in by_settings.values():
+            shown = [f"{key}={override_text(members[0][0][key])}" for key in keys[:MAX_KEYS] if key in members[0][0]]
+            more = [f"{len(keys) - MAX_KEYS} more keys"] if len(keys) > MAX_KEYS else []
+            groups.append(RunGroup(" ".join([name, *shown, *more]), [run for _, run in members]))
+    return groups
+
+
+def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
+    """Return the summary of a sweep: a line per run, and a line per configuration with mean, least and interval."""
+    groups = group_runs(read_runs(folders))
+    rows = [("run", "seed", "success", "k/n", "folder")]
+    for group in groups:
+        for run in group.runs:
+            closing = closing_evaluation(run)
+            total = None if closing is None else closing.result.total
+            numbers = ("-", "-") if total is None else (f"{total.success_rate:.1%}", total.count)
+            rows.append((group.label, seed_in_words(group, run), *numbers, os.path.relpath(run.folder)))
+    together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds")]
+    for group in groups:
+        together.append((group.label, str(len(group.success_rates)), *rates_in_words(group.success_rates)))
+    place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
+    lines = ["", *_columns(rows), "", *_columns(together)]
+    return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
+
+
+def seed_in_words(group: RunGroup, run: RunData) -> str:
+    """Return the seed of a run as text, marked if another run of the same seed counts instead."""
+    return f"{seed_of(run)}{'' if run in group.counted else ' (not counted)'}"
+
+
+def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence about runs that repeat a seed, or an empty list."""
+    count = sum(len(group.runs) - len(group.counted) for group in groups)
+    runs = (
+        f"{count} run{'s' if count > 1 else ''} with a seed that another run of the same configuration has, not counted"
+    )
+    return [f"{runs}: of each seed, the newest run that ended counts."] if count else []
+
+
+def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:
+    """Return mean, least and 95 % interval of the mean as text; the interval is clipped to 0 and 100 %."""
+    if not rates:
+        return "-", "-", "-"
+    mean, low, high = mean_interval(rates)
+    interval = "-" if len(rates) == 1 else format_interval(max(low, 0.0), min(high, 1.0), " - ")
+    return f"{mean:.1%}", f"{min(rates):.1%}", interval
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

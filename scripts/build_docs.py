@@ -41,40 +41,35 @@ process, model or simulator starts.
 
 - `rlinf train experiment=quickstart --cfg job` prints the composed configuration; `rlinf doctor experiment=quickstart`
   checks it and prints the numbers that follow from it, and the memory.
-
 - `rlinf train -m experiment=quickstart seed=0,1,2` runs once per value; runs go to
   `multirun/<experiment_name>/<date>_<time>/<number>`, single runs to `outputs/<experiment_name>/<date>_<time>`.
   `latest` next to them names the run (or the sweep) that was started last, wherever a command takes a run folder; where
   links are impossible it is a text file. A sweep ends with a table: each run, and mean, least and 95 % interval over
   seeds of each configuration.
-
-- Your own YAML files: `--config-dir <folder>`. Files in it are experiments (`experiment=<name>` or
-  `--config-name <name>`); its sub-folders `model/`, `env/`, ... add to the packaged groups. An experiment holds what
-  differs, 30 lines or fewer:
-
-  ```yaml
-  defaults:
-    - override /model: openvla_tiny
-    - override /env: tabletop
-    - override /algorithm: ppo
-  trainer:
-    max_steps: 60
-  ```
-
-  A packaged group, too, holds what differs from the defaults of this page. A value may follow from another key:
-  `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
-
 - `rlinf --install-completion` makes Tab complete commands, experiments, groups (`model=`, `env=`, `algorithm=`), keys
   (`trainer.`, `evaluation.`, ...) and the values of choices and booleans in bash, zsh and fish;
   `rlinf --install-completion zsh` names the shell. It writes one script, and one line into `~/.bashrc` or `~/.zshrc`
   that loads it. `rlinf train --help` shows the names on one screen, `--hydra-help` the flags of Hydra.
-
 - Your own models, envs and algorithms: `plugins=[my_module]` or `plugins=[path/to/file.py]` imports the code that
   registers them; an installed package announces them by entry points (`rlinf.models`, `rlinf.envs`, `rlinf.algorithms`,
   and `rlinf.configs` for its groups).
-
 - `rlinf evaluate checkpoint=<folder>` takes the configuration stored in the checkpoint; overrides change it. Code that
   it names (`plugins`, `model.trust_remote_code`, `env.id=module:Id`) has to be typed again: a checkpoint is data.
+
+Your own YAML files: `--config-dir <folder>`. Files in it are experiments (`experiment=<name>` or
+`--config-name <name>`); its sub-folders `model/`, `env/`, ... add to the packaged groups. An experiment, like a
+packaged group, holds only values that differ from the defaults of this page, in 30 lines or fewer:
+
+```yaml
+defaults:
+  - override /model: openvla_tiny
+  - override /env: tabletop
+  - override /algorithm: ppo
+trainer:
+  max_steps: 60
+```
+
+A value may follow from another key: `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
 """
 
 
@@ -118,7 +113,8 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
 def prose(text: str) -> str:
     """Wrap each paragraph at 120 characters."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(textwrap.fill(each, 120, break_long_words=False, break_on_hyphens=False) for each in paragraphs) + "\n"
+    wrapped = [textwrap.fill(each, 120, break_long_words=False, break_on_hyphens=False) for each in paragraphs]
+    return "\n\n".join(wrapped) + "\n"
 
 
 def escape(text: str) -> str:

@@ -25,7 +25,7 @@ class TrainerConfig:
     parity_max_gap: float | None = option(
         None,
         "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest. Above it the run stops: in float32 "
-        "at any step, in 16 bits at the first step of a process and after its first update, later it warns. null: 0.001 in float32; "
+        "at any step, in 16 bits at the first step and after the first update, later it warns. null: 0.001 in float32; "
         "in 16 bits a mean exp|gap| of 1.05.",
         minimum=0,
     )

@@ -121,13 +121,10 @@ def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
 def family_of(module: str) -> str | None:
     """Return the folder of the model or simulator that a module belongs to; None: it belongs to none."""
     for home, shared in FAMILIES.items():
-        name = module.removeprefix(f"{home}.").partition(".")[0]
-        if (
-            module.startswith(f"{home}.")
-            and name not in shared
-            and (PACKAGE.parent / home.replace(".", "/") / name).is_dir()
-        ):
-            return f"{home}.{name}"
+        if module.startswith(f"{home}."):
+            name = module.removeprefix(f"{home}.").partition(".")[0]
+            if name not in shared and (PACKAGE.parent / home.replace(".", "/") / name).is_dir():
+                return f"{home}.{name}"
     return None
 
 
@@ -179,9 +176,7 @@ def needlessly_hidden(package: Path) -> list[str]:
     for module, path in known.items():
         statements = list(import_statements(ast.parse(path.read_text(encoding="utf-8"))))
         shown = [statement for statement, is_hidden in statements if not is_hidden]
-        hidden[module] = {
-            name for statement, is_hidden in statements if is_hidden for name in imports(statement, known)
-        }
+        hidden[module] = {name for each, is_hidden in statements if is_hidden for name in imports(each, known)}
         parent = {module.rpartition(".")[0]} & set(known)  # importing a module imports its package
         graph[module] = parent.union(*(imports(statement, known) for statement in shown))
         own[module] = set().union(*map(heavy_libraries, shown))

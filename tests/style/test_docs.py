@@ -159,7 +159,7 @@ def check_command(line: str) -> None:
         arguments = arguments[1:]
     # Folders of the reader's are not there; that the key exists is what can be checked.
     elsewhere = {"resume", "init_from", "checkpoint", "model.model_path"}
-    if command == "report":
+    if command in ("report", "why"):
         assert arguments and all("=" not in word or word.startswith("output=") for word in arguments), line
         return
     if command == "launch":
@@ -215,7 +215,7 @@ def test_readme_shows_the_main_commands():
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
      "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "rlinf convert sources=x dataset=y", "pip install x",
      "rlinf launch --config nope", "rlinf launch --config mistral-7b-fsdp4-sft train.epochs=2",
-     "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf serve checkpoint=x prot=1", "rlinf check env=tabeltop"],
+     "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf why", "rlinf play checkpoint=x episod=3", "rlinf serve checkpoint=x prot=1", "rlinf check env=tabeltop"],
 )  # fmt: skip
 def test_wrong_commands_are_found(line):
     with pytest.raises((AssertionError, ValueError)):

@@ -37,10 +37,16 @@ def missing_places(text: str) -> list[str]:
     return found
 
 
+def missing_paths(text: str) -> list[str]:
+    """Return files in backticks, such as ``rlinf/types.py``, that the project does not have."""
+    named = re.findall(r"`((?:rlinf|tests|docs|examples|benchmarks|scripts)/[\w./-]*)(?:::\w+)?`", text)
+    return [path for path in named if not (ROOT / path).exists()]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_and_cells_are_short_and_places_exist(page):
     text = page.read_text(encoding="utf-8")
-    assert too_long(text) == [] and missing_places(text) == []
+    assert too_long(text) == [] and missing_places(text) == [] and missing_paths(text) == []
 
 
 def test_the_table_of_places_answers_every_question():
@@ -58,3 +64,5 @@ def test_a_long_line_a_long_cell_and_a_wrong_place_are_found():
     assert too_long(f"{long} [a](b.md)") == [f"{long} [a](b.md)"]
     places = "`rlinf/registry.py:Registry.get` `rlinf/registry.py:Registry.gett` `rlinf/no_such.py:f`"
     assert missing_places(places) == ["rlinf/registry.py:Registry.gett", "rlinf/no_such.py:f"]
+    paths = "`rlinf/types.py` `rlinf/no_such.py` `tests/unit/test_cli.py::test_x`"
+    assert missing_paths(paths) == ["rlinf/no_such.py"]

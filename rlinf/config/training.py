@@ -24,9 +24,9 @@ class TrainerConfig:
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=1e-6)
     parity_max_gap: float | None = option(
         None,
-        "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest one. Above it the run stops: in "
-        "float32 at any step, in 16 bits at the first step of a process and the first after an update, later it warns. null: 0.001 "
-        "in float32; in 16 bits a mean exp|gap| of 1.05 instead.",
+        "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest. Above it the run stops: in float32 "
+        "at any step, in 16 bits at the first step and after the first update, later it warns. null: 0.001 in float32; "
+        "in 16 bits a mean exp|gap| of 1.05.",
         minimum=0,
     )
     eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
@@ -52,9 +52,8 @@ class TrainerConfig:
     )
     on_collapse: str = option(
         "continue",
-        "What a run does when two evaluations of RL in a row succeed certainly less than half as often as the best one before them. continue: "
-        "nothing. stop: it ends. rollback: it goes back to the best checkpoint with half the learning rate, three times at most, then it ends. Needs "
-        "trainer.eval_every.",
+        "After two evaluations of RL in a row certainly below half of the best before. continue: nothing. stop: the run ends. rollback: it "
+        "returns to the best checkpoint with half the learning rate, three times at most, then ends. Needs trainer.eval_every.",
         choices=("continue", "stop", "rollback"),
     )
     profile_steps: list[int] | None = option(

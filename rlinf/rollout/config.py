@@ -38,9 +38,8 @@ class RolloutConfig:
     )
     num_lanes: int | None = option(
         None,
-        "Without processes that play: rollout worker threads, which each play a share of the envs: while one steps its simulators, the policy acts for another; "
-        "null: two, or one if steps cost less than threads (simulators in this process that draw no images). A simulation on the "
-        "GPU steps all rows at once and always has one.",
+        "Rollout worker threads, each with a share of the envs: while one steps its simulators, the policy acts for another. null: two, "
+        "or one if steps cost less than threads (simulators in this process that draw no images). A simulation on the GPU has one.",
         minimum=1,
     )
     backend: str = option(

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted((ROOT / "rlinf").rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PATTERNS = {
     "that of": (re.compile(r"\b(that|those) of\b", re.IGNORECASE), 'repeat the noun, or write "the policy\'s"'),
     "what is": (
@@ -18,7 +18,7 @@ PATTERNS = {
     ),
     "is no": (re.compile(r"\b(is|are) (no|none)\b"), 'write "is not a", "has no" or "without"'),
 }
-CEILINGS = {"that of": (285, 13), "what is": (152, 20), "is no": (136, 23)}
+CEILINGS = {"that of": (285, 13), "what is": (152, 7), "is no": (136, 13)}
 """The most matches in the code and in the pages. Lower a number after an improvement; never raise it."""
 
 

@@ -52,10 +52,11 @@ def test_the_experiments_of_the_documentation_exist():
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_experiment_is_short_composes_and_is_valid(path: Path, tmp_path: Path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
     config = build_config(compose_config([f"experiment={path.stem}", *COMPLETED_BY.get(path.stem, [])]))
     assert config.experiment_name == path.stem
-    if "sft.dataset=<" in path.read_text(encoding="utf-8"):
+    if "sft.dataset=<" in text:
         config.sft.dataset = described_dataset(tmp_path, config)
     if path.stem != TEMPLATE:  # a template for a model of the user's own; its keys have their own tests
         try:
@@ -65,12 +66,8 @@ def test_experiment_is_short_composes_and_is_valid(path: Path, tmp_path: Path):
         assert numbers.num_samples > 0
 
 
-@pytest.mark.parametrize("path", [path for path in EXPERIMENTS if path.stem != TEMPLATE], ids=lambda path: path.stem)
-def test_experiment_says_what_it_is_for(path: Path):
-    assert path.read_text(encoding="utf-8").startswith("# ")
-
-
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
-def test_experiment_has_only_known_sections(path: Path):
-    keys = set(yaml.safe_load(path.read_text(encoding="utf-8"))) - {"defaults"}
-    assert keys <= set(OmegaConf.to_container(compose_config(), resolve=False))
+def test_experiments_say_what_they_are_for_and_have_only_known_sections():
+    known = {"defaults", *OmegaConf.to_container(compose_config(), resolve=False)}
+    for path in EXPERIMENTS:
+        text = path.read_text(encoding="utf-8")
+        assert set(yaml.safe_load(text)) <= known and (text.startswith("# ") or path.stem == TEMPLATE), path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,10 @@ HEAVY = {
 """Libraries that are slow to import or optional: the reasons for an import inside a function."""
 
 
+parsed = functools.cache(ast.parse)
+"""Every test reads the whole package."""
+
+
 def modules(package: Path) -> dict[str, Path]:
     """Return dotted name to file of every module."""
     found = {}
@@ -107,7 +112,7 @@ def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
     """Return each import that does not go down, and each such name in a text except in ``faces``."""
     known, found = modules(package), []
     for module, path in known.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         targets = set(imports(tree, known))
         if module not in faces:
             targets |= named_in_texts(tree, known)
@@ -121,13 +126,10 @@ def arrows_up(package: Path, faces: set[str] = FACES) -> list[str]:
 def family_of(module: str) -> str | None:
     """Return the folder of the model or simulator that a module belongs to; None: it belongs to none."""
     for home, shared in FAMILIES.items():
-        name = module.removeprefix(f"{home}.").partition(".")[0]
-        if (
-            module.startswith(f"{home}.")
-            and name not in shared
-            and (PACKAGE.parent / home.replace(".", "/") / name).is_dir()
-        ):
-            return f"{home}.{name}"
+        if module.startswith(f"{home}."):
+            name = module.removeprefix(f"{home}.").partition(".")[0]
+            if name not in shared and (PACKAGE.parent / home.replace(".", "/") / name).is_dir():
+                return f"{home}.{name}"
     return None
 
 
@@ -136,7 +138,7 @@ def mixed_families(package: Path) -> set[tuple[str, str]]:
     known, found = modules(package), set()
     for module, path in known.items():
         own = family_of(module)
-        for target in imports(ast.parse(path.read_text(encoding="utf-8")), known):
+        for target in imports(parsed(path.read_text(encoding="utf-8")), known):
             if family_of(target) not in (None, own):
                 found.add((own or module, family_of(target)))
     return found
@@ -147,7 +149,7 @@ def circles(package: Path) -> list[list[str]]:
     known = modules(package)
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
-        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if not is_type_checking(node)]
+        top = [node for node in parsed(path.read_text(encoding="utf-8")).body if not is_type_checking(node)]
         graph[module] = {name for node in top for name in imports(node, known) if not inside_function(node)} - {module}
     reached = {module: reachable(graph, module) for module in graph}
     found = {tuple(sorted(m for m in graph if m in reached[n] and n in reached[m])) for n in graph if n in reached[n]}
@@ -177,11 +179,9 @@ def needlessly_hidden(package: Path) -> list[str]:
     graph: dict[str, set[str]] = {}
     own: dict[str, set[str]] = {}
     for module, path in known.items():
-        statements = list(import_statements(ast.parse(path.read_text(encoding="utf-8"))))
+        statements = list(import_statements(parsed(path.read_text(encoding="utf-8"))))
         shown = [statement for statement, is_hidden in statements if not is_hidden]
-        hidden[module] = {
-            name for statement, is_hidden in statements if is_hidden for name in imports(statement, known)
-        }
+        hidden[module] = {name for each, is_hidden in statements if is_hidden for name in imports(each, known)}
         parent = {module.rpartition(".")[0]} & set(known)  # importing a module imports its package
         graph[module] = parent.union(*(imports(statement, known) for statement in shown))
         own[module] = set().union(*map(heavy_libraries, shown))
@@ -316,7 +316,11 @@ def package_graph(package: Path) -> dict[str, set[str]]:
     for module, path in known.items():
         if "." in module:
             name = module.split(".")[1]
-            found = {target.split(".")[1] for target in imports(ast.parse(path.read_text()), known) if "." in target}
+            found = {
+                target.split(".")[1]
+                for target in imports(parsed(path.read_text(encoding="utf-8")), known)
+                if "." in target
+            }
             needs[name] = needs.get(name, set()) | (found - ground - {name})
     needs = {name: found for name, found in needs.items() if name not in ground}
     return {

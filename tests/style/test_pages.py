@@ -1,0 +1,68 @@
+"""Pages are easy to read and to compare: short lines and table cells, and a table of places in the code that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+MAX_LINE, MAX_CELL = 120, 300
+UNIT = re.compile(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`")
+"""Links, pictures and code, in which a line is not broken."""
+
+
+def too_long(text: str) -> list[str]:
+    """Return lines of prose that could be broken earlier, and cells of tables; code is left out."""
+    found = []
+    for line in re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines():
+        if line.lstrip().startswith("|"):
+            found += [cell for cell in re.split(r"(?<!\\)\|", line) if len(cell.strip()) > MAX_CELL]
+        elif len(line) > MAX_LINE and len(UNIT.sub("unit", line).split()) > 2:  # a unit, perhaps behind a list mark
+            found.append(line)
+    return found
+
+
+def missing_places(text: str) -> list[str]:
+    """Return each ``file.py:name`` in backticks whose class, method or function is not there."""
+    found = []
+    for file, name in re.findall(r"`(rlinf/[\w/]+\.py):([\w.]+)`", text):
+        nodes: list[ast.AST] = [ast.parse((ROOT / file).read_text(encoding="utf-8"))] if (ROOT / file).is_file() else []
+        for part in name.split("."):
+            nodes = [each for node in nodes for each in getattr(node, "body", []) if getattr(each, "name", "") == part]
+        found += [] if nodes else [f"{file}:{name}"]
+    return found
+
+
+def missing_paths(text: str) -> list[str]:
+    """Return files in backticks, such as ``rlinf/types.py``, that the project does not have."""
+    named = re.findall(r"`((?:rlinf|tests|docs|examples|benchmarks|scripts)/[\w./-]*)(?:::\w+)?`", text)
+    return [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_and_cells_are_short_and_places_exist(page):
+    text = page.read_text(encoding="utf-8")
+    assert too_long(text) == [] and missing_places(text) == [] and missing_paths(text) == []
+
+
+def test_the_table_of_places_answers_every_question():
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Find it")[2].partition("\n## ")[0]
+    )
+    rows = [line for line in section.splitlines() if line.endswith(" |")][1:]
+    assert len(rows) >= 12 and all(re.search(r"`rlinf/[\w/]+\.py:\w", row) for row in rows)
+
+
+def test_a_long_line_a_long_cell_and_a_wrong_place_are_found():
+    long, cell = "word " * 24 + "word", "c" * 301
+    text = f"{long}\n| a | {cell} |\n- `{long}`\n[{long}](a.md)\n```\n{long}\n```\n| {'c' * 300} | \\| |\n"
+    assert too_long(text) == [long, f" {cell} "]
+    assert too_long(f"{long} [a](b.md)") == [f"{long} [a](b.md)"]
+    places = "`rlinf/registry.py:Registry.get` `rlinf/registry.py:Registry.gett` `rlinf/no_such.py:f`"
+    assert missing_places(places) == ["rlinf/registry.py:Registry.gett", "rlinf/no_such.py:f"]
+    paths = "`rlinf/types.py` `rlinf/no_such.py` `tests/unit/test_cli.py::test_x`"
+    assert missing_paths(paths) == ["rlinf/no_such.py"]

@@ -229,7 +229,7 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     assert "ConfigError" in said and "begun" not in said and "hf_wrong" not in said
     hub.role = "read"
     assert (
-        "ConfigError: train.ckpt.upload_hf=true needs a token with write access; that of 'me' may only read"
+        "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
         in upload_to(hub, run)
     )
     hub.role, hub.failures = "write", 1000

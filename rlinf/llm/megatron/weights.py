@@ -68,10 +68,8 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
     Args:
-        hf_config: Configuration of the checkpoint.
-        names: Names of its weights.
+        hf_config, names: Configuration of the checkpoint, and the names of its weights.
         rotary: Rotary embedding of the transformers model.
-        dtype: Number format of the weights.
         parallel: ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
@@ -217,7 +215,7 @@ def is_replicated(name: str) -> bool:
 
 
 def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
-    """Return whether a tensor-parallel rank computes only its part of a gradient: that of its heads, or of its sequence part."""
+    """Return whether a tensor-parallel rank computes only a part of a gradient: of its heads, or of its sequence part."""
     return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
 
 
@@ -225,14 +223,9 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint.
+    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint, by its names.
 
-    Args:
-        model: Result of ``build_gpt``.
-        weights: All weights of the checkpoint, by its names.
-        config: Configuration of the checkpoint.
-        first_layer: Number of the part's first layer.
-        rank, tp_size: Place among the tensor-parallel ranks.
+    ``model`` is a result of ``build_gpt`` that begins at ``first_layer``; ``config`` is the checkpoint's.
     """
     placed = set(_AROUND.values())
     for name, parameter in model.named_parameters():

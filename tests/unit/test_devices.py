@@ -7,12 +7,11 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rank_environments
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -81,13 +80,6 @@ def test_every_rank_computes_and_renders_on_a_gpu_of_its_own(machine):
     assert rank_environment(users, own, 1)["MUJOCO_EGL_DEVICE_ID"] == "7"
 
 
-def tell_environment(path: str) -> None:
-    names = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID")
-    code = f"import os; print(*[os.environ.get(name) for name in {names}])"  # a simulator's process, an engine's
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    Path(f"{path}{process_group.rank()}").write_text(child)
-
-
 def test_a_rank_and_its_processes_see_one_gpu_from_their_beginning(tmp_path, monkeypatch):
     """Two ranks on the CPU, told that CUDA shows two GPUs; the launcher has chosen an EGL device for its own."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
@@ -101,11 +93,11 @@ def test_a_rank_and_its_processes_see_one_gpu_from_their_beginning(tmp_path, mon
         return start(function, tuple("cpu" if value == "cuda" else value for value in arguments), **options)
 
     monkeypatch.setattr(launch.mp, "start_processes", on_the_cpu)
-    launch.launch(tell_environment, str(tmp_path / "rank"), 2, "cuda")
+    launch.launch(rank_environments.tell_environment, str(tmp_path / "rank"), 2, "cuda")
     assert [(tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1)] == [["5", "None"], ["2", "None"]]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,2"
     with pytest.raises(ConfigError, match="Rank 2 needs its own GPU"):
-        launch.launch(tell_environment, str(tmp_path / "rank"), 3, "cuda")
+        launch.launch(rank_environments.tell_environment, str(tmp_path / "rank"), 3, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +214,10 @@ def names_a_device(code: str) -> list[int]:
 
 def test_one_file_alone_chooses_cuda_devices():
     files = [path for path in (ROOT / "rlinf").rglob("*.py") if path.name != "devices.py"]
-    found = {str(path): lines for path in files if (lines := names_a_device(path.read_text(encoding="utf-8")))}
-    assert len(files) > 100 and found == {}
+    codes = {str(path): path.read_text(encoding="utf-8") for path in files}
+    asking = {path: code for path, code in codes.items() if re.search("cuda|current_device|set_device", code)}
+    assert len(files) > 100 and len(asking) > 10
+    assert {path: lines for path, code in asking.items() if (lines := names_a_device(code))} == {}
     for line in ("x.cuda()", "x.to('cuda')", "torch.zeros(3, device='cuda')", "torch.device('cuda', 1)",
                  "torch.cuda.set_device(0)", "torch.cuda.current_device()"):  # fmt: skip
         assert names_a_device(line) == [1], line

@@ -11,12 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
 from rlinf.checkpoints.hf_folder import INDEX_FILE, HFFolder, token_manifest, write_chunks

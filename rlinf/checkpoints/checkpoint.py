@@ -109,10 +109,8 @@ def take_snapshot(
     Frozen weights are left out where they can be read elsewhere: below adapters if the manifest has their digest, below a head
     if the run folder has them.
 
-    Args:
-        run: The run now.
-        with_policy: Add ``model/`` or ``adapter/``.
-        copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
+    ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to memory of their own, nothing may
+    change before the snapshot is written.
     """
     model, optimizer = run.model, run.optimizer
     with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in run.manifest.lora))

@@ -155,12 +155,7 @@ def token_manifest(
 ) -> Manifest:
     """Record the conditions of a token policy, without sections for envs and actions.
 
-    Args:
-        model: The trained model of transformers.
-        source: Folder or hub id that training began with.
-        precision: Number format in which the policy computes.
-        policy_version: Updates so far.
-        lora: Settings of the adapters, recorded with a digest of the weights at ``source``; None: all weights are trained.
+    ``source`` is the folder or hub id that training began with. Settings of adapters are recorded with a digest of its weights.
     """
     adapters: dict[str, Any] = {"state": "none"}
     if lora is not None:

@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,9 +80,8 @@ class HubUpload:
 
             def send(folder: Path = folder) -> Any:
                 self.api.create_repo(repo_id, private=self.private, exist_ok=True)
-                return self.api.upload_folder(
-                    repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
-                )
+                message = f"Policy of {run_folder.name}"
+                return self.api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
 
             logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
 
@@ -99,12 +99,7 @@ class S3Upload:
 
     Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole,
     and one that has the same is not sent again. Raises ConfigError if the bucket cannot be used, or a variable of the environment is
-    missing; MissingDependencyError if boto3 is not installed.
-
-    Args:
-        bucket: An existing bucket.
-        prefix: First part of all keys.
-        every: Upload every checkpoint, not only the last one.
+    missing; MissingDependencyError if boto3 is not installed. The bucket must exist.
     """
 
     def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:
@@ -152,10 +147,7 @@ class S3Upload:
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
-
-                def send(path: Path = path, key: str = key) -> None:
-                    self.client.upload_file(str(path), self.bucket, key)
-
+                send = partial(self.client.upload_file, str(path), self.bucket, key)
                 _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
             logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
 

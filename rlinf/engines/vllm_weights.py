@@ -123,16 +123,6 @@ def keep_names(worker: Any, names: TensorNames) -> None:
     worker.rlinf_loader = BucketLoader(worker, names)
 
 
-def begin_load(worker: Any, manifest: Mapping[str, TensorSpec]) -> None:
-    """See ``BucketLoader.begin``."""
-    worker.rlinf_loader.begin(manifest)
-
-
-def load_bucket(worker: Any, handle: WeightsHandle) -> None:
-    """See ``BucketLoader.load``."""
-    worker.rlinf_loader.load(handle)
-
-
-def finish_load(worker: Any) -> list[str]:
-    """See ``BucketLoader.finish``."""
-    return worker.rlinf_loader.finish()
+def call_loader(worker: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a worker's ``BucketLoader``."""
+    return getattr(worker.rlinf_loader, method)(*arguments)

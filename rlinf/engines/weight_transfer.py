@@ -255,10 +255,8 @@ def join_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of a bucket: views of it, or copies whose last part has arrived.
 
-    Args:
-        handle: The bucket.
-        mapped: Shared memory that was opened during this push; empty before its first bucket.
-        parts: Incomplete tensors with the number of arrived elements; empty before the first bucket.
+    ``mapped`` keeps the shared memory that was opened during this push, and ``parts`` the incomplete tensors with the number of
+    arrived elements; both are empty before the first bucket.
     """
     for name, tensor in handle.open(mapped).items():
         entry = handle.manifest[name]

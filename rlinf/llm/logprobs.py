@@ -138,9 +138,7 @@ def sequence_scores(
     pass, if the model ``has_separable_head``.
 
     Args:
-        model: Causal language model whose output has ``logits``.
-        input_ids: int64 ``[B, S]``, padded on the right.
-        attention_mask: bool ``[B, S]``.
+        input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right.
         temperature: Divides the logits.
         packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
         inputs: Further inputs of the model (``image_inputs``).

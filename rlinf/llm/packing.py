@@ -26,14 +26,9 @@ SDPA_BY_SEQUENCE = "sdpa_by_sequence"
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
-    """Pack items into few bins: the longest first, each into the first bin with room (Johnson 1973).
+    """Pack items into few bins of ``capacity``: the longest first, each into the first bin with room (Johnson 1973).
 
-    Return ascending item indices of each bin.
-
-    Args:
-        lengths: Tokens of each item.
-        capacity: Maximum sum of a bin.
-        num_bins_multiple: Halve the bins with most items until the number of bins is a multiple of this.
+    Bins with most items are halved until the number of bins is a multiple of ``num_bins_multiple``. Return ascending item indices.
     """
     check_fits(lengths, capacity)
     bins: list[list[int]] = []

@@ -67,10 +67,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
-    Args:
-        hf_config, names: Configuration of the checkpoint, and the names of its weights.
-        rotary: Rotary embedding of the transformers model.
-        parallel: ``MegatronPolicyConfig``.
+    ``names`` are the checkpoint's weights, ``rotary`` is the embedding of the transformers model, ``parallel`` a ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

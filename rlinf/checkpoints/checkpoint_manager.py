@@ -104,7 +104,7 @@ class CheckpointManager:
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
             self._stager = DefaultStager(options)
-            if world_size() > 1:  # the thread's collective calls must not mix with those of the training
+            if world_size() > 1:  # collective calls of the thread and of the training must not mix
                 self._group = new_cpu_group(GROUP_TIMEOUT)
 
     def save(self, name: str, *, is_last: bool = False, **run: Any) -> None:

@@ -216,7 +216,7 @@ def _ignores_left_padding(model: Any) -> bool:
 def _continue(
     model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the response tokens and their log-probabilities of each prompt; ``settings`` are those of ``generate``."""
+    """Return the response tokens and their log-probabilities of each prompt; ``settings`` go to ``generate``."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=device)

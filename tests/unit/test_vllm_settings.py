@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import re
 import sys
@@ -409,7 +408,10 @@ def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence
 
 def test_weights_of_another_vocabulary_are_refused_by_name():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = functools.partial(LlamaConfig, **sizes)
+
+    def config(vocab_size):
+        return LlamaConfig(vocab_size=vocab_size, **sizes)
+
     weights = LlamaForCausalLM(config(50)).state_dict()
     assert read(LanguageModelNames(config(50)), weights).keys() == weights.keys()
     words = r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed"

@@ -56,9 +56,9 @@ POLE = (
 )
 POLE_PPO = f"{POLE} rollout.num_envs=16 rollout.num_chunks=200 trainer.minibatch_size=400 algorithm.update_epochs=4"
 RECIPE = "cluster.num_threads=1 train.ckpt.enable_checkpoint=false validation.val_before_train=true"
-SFT = f"launch --config {ROOT}/examples/reasoning/config/arithmetic_sft.yaml {RECIPE} train.epoch=5 validation.freq=60"
+SFT = f"launch --config {ROOT}/examples/reasoning/configs/arithmetic_sft.toml {RECIPE} train.epoch=5 validation.freq=60"
 ANSWERS = (
-    f"launch --config {ROOT}/examples/reasoning/config/arithmetic_grpo.yaml {RECIPE} train.max_num_steps=12 validation.freq=6 "
+    f"launch --config {ROOT}/examples/reasoning/configs/arithmetic_grpo.toml {RECIPE} train.max_num_steps=12 validation.freq=6 "
     "policy.model_name_or_path=../sft_half/run/safetensors/final"
 )
 

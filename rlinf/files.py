@@ -24,12 +24,12 @@ FULL_BELOW = 2**20
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write ``text`` to a temporary file next to ``path``, then rename it; errors are those of ``naming``."""
+    """Write a text file atomically; see ``write_bytes``."""
     return write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
-    """Write ``content`` to a temporary file next to ``path``, then rename it; errors are those of ``naming``."""
+    """Write ``content`` to a temporary file next to ``path``, then rename it; raise the errors of ``naming``."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
@@ -95,7 +95,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # an empty folder that stays is no reason to hide the error of the block
+            with suppress(OSError):  # an empty folder that stays must not hide the error of the block
                 if made and os.listdir(folder) == [LOCK_FILE]:
                     (folder / LOCK_FILE).unlink()
                     for place in made:  # inner ones first, until one holds something and cannot be removed

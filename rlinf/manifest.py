@@ -45,17 +45,17 @@ ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_
 
 
 def other_project() -> str | None:
-    """Say that the installed package ``rlinf`` is another project of that name, and the cure; None: it is ours, or there is none."""
+    """Return a message with the cure if the installed package ``rlinf`` is another project of that name, else None."""
     try:
         found = distribution("rlinf")
     except PackageNotFoundError:
         return None
     if found.metadata["Summary"] == rlinf.__doc__.splitlines()[0].rstrip("."):
         return None
-    installed = (
-        f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}"
+    return (
+        f"The installed package rlinf {found.version} is another project of that name; this one is {__version__}. "
+        "Run pip uninstall -y rlinf, and then pip install -e . in the clone of this one"
     )
-    return f"{installed}. Run pip uninstall -y rlinf, and then pip install -e . in the clone of this one"
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, source: object) -> Manifest:
-        """Read what ``text`` returned; ``source`` names it in the CheckpointError of what is damaged or of another format."""
+        """Read the content of a manifest; raise CheckpointError, with the name ``source``, if it is damaged or of another format."""
         try:
             data = json.loads(text)
             number = data.pop("format")
@@ -139,9 +139,8 @@ class Manifest:
             manifest._check_types()
             return manifest
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{source} cannot be read as a manifest ({type(error).__name__}: {error})."
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{source} cannot be read as a manifest ({reason}).") from error
 
     def _check_types(self) -> None:
         for each in fields(self):
@@ -240,8 +239,7 @@ def verify_files(folder: str | Path, manifest: Manifest) -> None:
     cure = "Use another checkpoint, or copy it again."
     if not manifest.files:
         raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {cure}")
-    changed = changed_files(folder, manifest)
-    if changed:
+    if changed := changed_files(folder, manifest):
         raise CheckpointError(
             f"{folder} is damaged or was edited: {len(changed)} of {len(manifest.files)} files differ from its "
             f"{MANIFEST_FILE} or are missing ({', '.join(changed[:5])}). {cure}"

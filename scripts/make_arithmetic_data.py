@@ -1,7 +1,7 @@
 """Writes an arithmetic task and a tiny language model from scratch, to try recipes on a laptop.
 
     python scripts/make_arithmetic_data.py arithmetic
-    rlinf launch --config examples/reasoning/config/arithmetic_sft.yaml
+    rlinf launch --config arithmetic_sft
 
 The task is to add two numbers of two digits, ones first: `What is 37 + 48?` becomes `7+8=15 3+4+1=8 #### 85`. Half of the training
 rows make the one mistake that pupils make: they forget to carry, or carry for nothing. A model that clones them is right about

@@ -57,17 +57,39 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Snapshot:
-    """What a rank adds to a checkpoint, taken at one moment.
+class RunState:
+    """A run at one moment, with all that a checkpoint needs of it.
 
     Attributes:
-        tensors: Of ``trainer_tensors``, and more: the parts that this rank holds.
-        rng: Of ``rng_state``.
+        model: The policy, sharded or not.
+        optimizer: Its optimiser; None omits the state.
+        loop_state, run_config: Counters and the resolved configuration, as JSON values.
+        best: Name of the checkpoint with the best evaluation so far, which is not deleted.
+        generators: Random generators of this rank, by name, beside the global ones of Python, NumPy and torch.
+        more: Further tensors for ``trainer_state``, sharded or not, by name.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    loop_state: dict[str, Any]
+    run_config: dict[str, Any]
+    manifest: Manifest
+    best: str | None = None
+    generators: Mapping[str, torch.Generator] | None = None
+    more: Mapping[str, Tensor] | None = None
+
+
+@dataclass
+class Snapshot:
+    """This rank's part of a checkpoint, taken at one moment.
+
+    Attributes:
+        tensors: The local parts of ``trainer_tensors`` and ``RunState.more``.
         model: Names the files of the policy; its weights are not read.
-        weights: The whole acting weights (of adapters: the masters) on rank 0; None: the checkpoint has no files of the policy.
+        weights: The whole acting weights (with adapters: the masters) on rank 0; None: the checkpoint has no policy files.
         state: ``state.json`` without the time.
         config: ``config.yaml``.
-        manifest: Conditions; ``files`` are filled in when the others are written.
+        manifest: Conditions; ``files`` are filled in after all other files are written.
     """
 
     tensors: dict[str, Tensor]
@@ -80,44 +102,34 @@ class Snapshot:
 
 
 def take_snapshot(
-    *,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    loop_state: dict[str, Any],
-    run_config: dict[str, Any],
-    manifest: Manifest,
-    best: str | None = None,
-    generators: Mapping[str, torch.Generator] | None = None,
-    more: Mapping[str, Tensor] | None = None,
-    with_policy: bool = True,
-    copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    run: RunState, with_policy: bool = True, copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
 ) -> Snapshot:
-    """Collect what a checkpoint holds; a collective call on all ranks.
+    """Collect the content of a checkpoint; a collective call on all ranks.
 
-    Base weights below adapters are left out if the manifest has their digest, and those below a head if the run folder has them, so that
-    they can be read where they lie.
+    Frozen weights are left out where they can be read elsewhere: below adapters if the manifest has their digest, below a head
+    if the run folder has them.
 
-    Args:
-        model: The policy, sharded or not.
-        optimizer: Its optimiser; None omits the state.
-        loop_state, run_config: Counters and the resolved configuration, as JSON values.
-        manifest: Conditions.
-        best: Name of the checkpoint with the best evaluation.
-        generators: Random generators of this rank, by name, beside those of Python, NumPy and torch.
-        more: Further tensors for ``trainer_state``, by name.
-        with_policy: Add ``model/`` or ``adapter/``.
-        copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
+    ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to memory of their own, nothing may
+    change before the snapshot is written.
     """
-    with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in manifest.lora))
-    state = {"format": folders.FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
+    model, optimizer = run.model, run.optimizer
+    with_base = not (leaves_base(model) or (is_adapter(model) and "base_sha256" in run.manifest.lora))
+    state = {
+        "format": folders.FORMAT,
+        "world_size": world_size(),
+        "best_checkpoint": run.best,
+        "loop_state": run.loop_state,
+    }
     return Snapshot(
-        tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(more or {})),
-        rng=rng_state(generators),
+        tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(run.more or {})),
+        rng=rng_state(run.generators),
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,
         state=json.loads(json.dumps(state)),
-        config=yaml.safe_dump(json.loads(json.dumps(run_config)), sort_keys=False),  # copies, so it needs no aliases
-        manifest=replace(manifest),
+        config=yaml.safe_dump(
+            json.loads(json.dumps(run.run_config)), sort_keys=False
+        ),  # plain copies: YAML needs no aliases
+        manifest=replace(run.manifest),
     )
 
 
@@ -130,9 +142,8 @@ def write_snapshot(
 
     Args:
         folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
-        snapshot: Of this rank.
         max_keep: Number of newest checkpoints of the same phase to keep beside the best; -1 keeps all.
-        group: Of all ranks, for a thread beside the one that trains.
+        group: All ranks, for a thread beside the training thread.
     """
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -158,10 +169,10 @@ def write_snapshot(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, **snapshot: Any) -> Path:
-    """Write a checkpoint now and return its folder; arguments and errors of ``take_snapshot`` and ``write_snapshot``."""
+def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, with_policy: bool = True, **run: Any) -> Path:
+    """Write a checkpoint now and return its folder; see ``RunState`` (its fields are keywords here) and ``write_snapshot``."""
     folder = Path(folder)
-    write_snapshot(folder, take_snapshot(**snapshot), max_keep)
+    write_snapshot(folder, take_snapshot(RunState(**run), with_policy), max_keep)
     return folder
 
 
@@ -174,9 +185,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
 
-    Base weights that the checkpoint leaves out (``take_snapshot``) stay as they are. ``model`` may be sharded in another way and over other ranks than at saving; ranks without a saved random state keep
-    their present one. Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration. Raise
-    CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
+    Base weights that the checkpoint leaves out (``take_snapshot``) stay as they are. ``model`` may be sharded in another way and
+    over other ranks than at saving; a rank without a saved random state keeps its own. The optimiser keeps its present learning
+    rate, betas and so on. Raise CheckpointError if the folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     verify_checkpoint(folder)
@@ -212,8 +223,7 @@ def verify_checkpoint(folder: Path) -> None:
     """
 
     def verify() -> None:
-        damage = folders.damage_of(folder, folders.fingerprint(folder))
-        if damage is not None:
+        if (damage := folders.damage_of(folder, folders.fingerprint(folder))) is not None:
             raise CheckpointError(damage)
 
     on_rank_zero(verify, f"read {folder}")
@@ -237,9 +247,8 @@ def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGr
     except OSError as error:
         failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
     parts = gather_objects((result, failure), group)
-    for _, message in parts:
-        if message is not None:
-            raise CheckpointError(message)
+    if message := next((each for _, each in parts if each is not None), None):
+        raise CheckpointError(message)
     return [each for each, _ in parts]
 
 

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from rlinf.checkpoints.checkpoint import Snapshot, load_checkpoint, on_rank_zero, take_snapshot, write_snapshot
+from rlinf.checkpoints.checkpoint import (
+    RunState,
+    Snapshot,
+    load_checkpoint,
+    on_rank_zero,
+    take_snapshot,
+    write_snapshot,
+)
 from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.distributed.launch import GROUP_TIMEOUT
 from rlinf.distributed.process_group import new_cpu_group, world_size
@@ -38,11 +45,7 @@ class Export(Protocol):
 
 
 class Upload(Protocol):
-    """Takes finished folders of a run elsewhere (``rlinf.checkpoints.upload``).
-
-    Attributes:
-        every: Whether it takes every checkpoint, or only the last one.
-    """
+    """Takes finished folders of a run elsewhere (``rlinf.checkpoints.upload``): with ``every``, not only at the end."""
 
     every: bool
 
@@ -56,21 +59,20 @@ class Upload(Protocol):
 class CheckpointManager:
     """Writes the checkpoints of one run, ``<folder>/checkpoints/<name>``. Every rank has one; its methods are collective calls.
 
-    A checkpoint has its name only when it is whole on all ranks. Where it is written by a thread (``save_mode="async"``), its numbers
-    are those of the moment of the call: all tensors are copied first, those in main memory too. At most one is being written; a second
-    save waits for it.
+    A checkpoint gets its name when it is whole on all ranks. If a thread writes it (``save_mode="async"``), all tensors are copied
+    first, also in main memory, so it shows the moment of the call. A second save waits for the first.
 
     Args:
-        folder: Of the run.
-        save_mode: ``sync``: a save returns when the checkpoint is whole. ``async``: when its copy is taken; an error of the writing is
-            raised by the next call.
+        folder: The run folder.
+        save_mode: ``sync``: a save returns when the checkpoint is whole. ``async``: it returns when the copy is taken, and the next
+            call raises an error of the writing.
         max_keep: Number of newest checkpoints to keep beside the best one; -1 keeps all.
-        keeps_any: Write checkpoints; without, only the last one's policy is exported.
-        with_policy: Checkpoints hold ``model/`` or ``adapter/``, as those of action policies do.
-        export: Writes ``<folder>/safetensors/final`` from the last checkpoint; None: nothing does.
+        keeps_any: Write checkpoints; without, only the last policy is exported.
+        with_policy: Checkpoints hold ``model/`` or ``adapter/``, as for action policies.
+        export: Writes ``<folder>/safetensors/final`` from the last checkpoint.
         exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
-        uploads: Those of rank 0 take what is written; at the end, those that take every checkpoint also take each one that is on the
-            disk. Their errors are raised by ``close``, when everything is on the disk.
+        uploads: Take the written folders on rank 0; at the end, an upload with ``every`` also takes all checkpoints on the
+            disk. ``close`` raises their errors, when everything is on the disk.
     """
 
     def __init__(
@@ -102,46 +104,30 @@ class CheckpointManager:
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
             self._stager = DefaultStager(options)
-            if world_size() > 1:  # the thread's collective calls must not mix with those of the training
+            if world_size() > 1:  # collective calls of the thread and of the training must not mix
                 self._group = new_cpu_group(GROUP_TIMEOUT)
 
-    def save(
-        self,
-        name: str,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        loop_state: dict[str, Any],
-        run_config: dict[str, Any],
-        manifest: Manifest,
-        best: str | None = None,
-        generators: Mapping[str, torch.Generator] | None = None,
-        more: Mapping[str, Tensor] | None = None,
-        is_last: bool = False,
-    ) -> None:
-        """Save the present state as ``checkpoints/<name>``; see ``take_snapshot`` for the other arguments.
+    def save(self, name: str, *, is_last: bool = False, **run: Any) -> None:
+        """Save the present state as ``checkpoints/<name>``.
+
+        Raise CheckpointError on all ranks if this checkpoint, or with ``async`` the one before, could not be written.
 
         Args:
             name: ``<phase>_<step>``; a checkpoint of that name is replaced.
-            best: Name of the checkpoint with the best evaluation so far (``best_of``), which is not deleted.
-            more: Further tensors, sharded or not, which ``read_tensors`` reads.
             is_last: The run is complete: the policy is exported as ``final``, and uploaded.
-
-        Raises:
-            CheckpointError: This checkpoint, or with ``async`` the one before, could not be written; all ranks raise.
+            **run: Fields of ``RunState``.
         """
         self.wait()
         if not self.keeps_any and not (is_last and self.export):
             return
+        state = RunState(**run)
+        if not self.keeps_any:
+            state.optimizer = None
         # Without use_async_staging, stage returns the copies and no future.
         copy = (
             dict if self._stager is None else cast(Callable[[dict[str, Tensor]], dict[str, Tensor]], self._stager.stage)
         )
-        snapshot = take_snapshot(
-            model=model, optimizer=optimizer if self.keeps_any else None, loop_state=loop_state, run_config=run_config,
-            manifest=manifest, best=best, generators=generators, more=more, with_policy=self.with_policy,
-            copy=copy,
-        )  # fmt: skip
+        snapshot = take_snapshot(state, self.with_policy, copy)
         self._run(lambda: self._write(name, snapshot, is_last))
 
     def finish(self, checkpoint: Path) -> None:
@@ -167,15 +153,10 @@ class CheckpointManager:
         allow_mismatch: Sequence[str] = (),
         generators: Mapping[str, torch.Generator] | None = None,
     ) -> dict[str, Any]:
-        """Restore a checkpoint, written by any number of ranks, and return its ``loop_state``.
+        """Restore a checkpoint into ``model``, ``optimizer`` and ``generators`` in place, and return its ``loop_state``.
 
-        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition differs.
-
-        Args:
-            checkpoint: Its folder (``newest_checkpoint``).
-            model, optimizer, generators: Filled in place.
-            present: Present conditions, which must be those of the checkpoint: adapters on another base are refused; None: not compared.
-            allow_mismatch: Conditions that may differ.
+        Raise CheckpointError if it is damaged or does not fit the model; ManifestMismatchError if a condition of ``present`` that
+        is not in ``allow_mismatch`` differs, for example the base weights of adapters.
         """
         if present is not None:
             check(Manifest.load(checkpoint), present, allow_mismatch)
@@ -191,10 +172,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait, raise what went wrong, also with the uploads, and free the memory of the copies; nothing can be saved afterwards.
-
-        Errors of uploads are raised by rank 0 alone.
-        """
+        """Wait, free the memory of the copies, and raise errors, on rank 0 also of uploads; nothing can be saved afterwards."""
         try:
             self.wait()
         finally:
@@ -215,11 +193,9 @@ class CheckpointManager:
         return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
 
     def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
-        """Return which checkpoint has the highest score (``comparable``), the newest of equals; those that are gone do not count.
+        """Return the existing checkpoint, or ``also``, with the highest score (``comparable``), the newest of equals.
 
-        Args:
-            scores: By name, in the order of the evaluations.
-            also: The one that is about to be saved.
+        ``scores`` are by name, in the order of the evaluations.
         """
         there = {*self.names(), also}
         found = [name for name in reversed(list(scores)) if name in there]
@@ -240,7 +216,7 @@ class CheckpointManager:
         self._thread.start()
 
     def _write(self, name: str, snapshot: Snapshot, is_last: bool) -> None:
-        """Write the checkpoint and what is made of it; a collective call of the writing threads."""
+        """Write, export and upload a checkpoint; a collective call of the writing threads."""
         exported = self.folder / SAFETENSORS_FOLDER / (FINAL_FOLDER if is_last else name)
         if self.keeps_any:
             checkpoint = self.folder / CHECKPOINTS_FOLDER / name
@@ -277,13 +253,13 @@ class CheckpointManager:
                 self._try_upload(each, folders, is_final)
 
     def _earlier(self, folders: Sequence[Path]) -> list[list[Path]]:
-        """Return the other whole checkpoints of the run, each with what was exported from it."""
+        """Return the other whole checkpoints of the run, each with its export."""
         checkpoints = [self.folder / CHECKPOINTS_FOLDER / name for name in sorted(self.names())]
         found = [[path, self.folder / SAFETENSORS_FOLDER / path.name] for path in checkpoints if path not in folders]
         return [[path for path in pair if path.is_dir()] for pair in found]
 
     def _try_upload(self, upload: Upload, folders: Sequence[Path], is_final: bool) -> None:
-        """Upload folders; what was said of an earlier try no longer counts."""
+        """Upload folders; forget the error of an earlier try."""
         key = (upload, tuple(folders))
         self._upload_failures.pop(key, None)
         try:
@@ -294,13 +270,9 @@ class CheckpointManager:
 
 
 def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
-    """Return the newest whole checkpoint of the runs in ``<output_dir>/<name>``; None if there is none.
+    """Return the newest whole checkpoint of the runs in ``<output_dir>/<name>`` (``name`` empty: of any run), or None.
 
-    A collective call. The run that has saved last counts; a damaged checkpoint is skipped with a warning.
-
-    Args:
-        output_dir: Of the recipe.
-        name: Of one run's folder; empty: any.
+    A collective call. The run that saved last counts; a damaged checkpoint is skipped with a warning.
     """
 
     def find() -> Path | None:

@@ -149,7 +149,7 @@ def fingerprint(folder: Path) -> tuple:
 
 @functools.cache
 def damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return what is wrong with a checkpoint or an export; None: nothing."""
+    """Return the damage of a checkpoint or an export in words, or None."""
     try:
         verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
@@ -163,6 +163,7 @@ def _warn_once(text: str) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
+    """Return ``state.json`` of a checkpoint; raise CheckpointError if it is missing, damaged or of another format."""
     path = folder / run_folder.STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -58,18 +58,14 @@ LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, STATISTI
 class HFFolder:
     """Writes the policy in a checkpoint of a token run as a Hugging Face folder (an ``Export`` of the manager).
 
-    It is made by the thread that trains: building even an empty model changes settings of the process for a moment. Calling it does not.
+    Construct it in the training thread: building even an empty model changes settings of the process for a moment. Calling it does
+    not. Raises ConfigError if adapters cannot be merged into the weight files of ``source``.
 
     Args:
         source: Model that training began with, a folder or hub id.
-        dtype: Number format of the weights.
-        lora: Settings of the adapters that are trained; None: all weights are.
+        lora: Settings of the trained adapters; None: all weights are trained.
         merge_lora: Add adapters to the weights of ``source``, in its names; False writes them as an adapter folder of PEFT.
         chunk_bytes: Most bytes of tensors in a file, unless one tensor alone has more.
-        trust_remote_code: Run the Python code of ``source``.
-
-    Raises:
-        ConfigError: Adapters cannot be merged into the weight files of ``source``.
     """
 
     def __init__(
@@ -95,11 +91,9 @@ class HFFolder:
                 self._adapted = _adapted_layers(self.model, source)
 
     def __call__(self, checkpoint: Path, output: Path) -> None:
-        """Write ``output`` whole, or not at all; one of that name is replaced.
+        """Write ``output`` whole, or not at all; a folder of that name is replaced.
 
-        Raises:
-            CheckpointError: The checkpoint cannot be read, or belongs to another ``source``.
-            OSError: A file cannot be written.
+        Raise CheckpointError if the checkpoint cannot be read or belongs to another ``source``; OSError if a file cannot be written.
         """
         logger.info("Prepare to exporting safetensors to %s at rank 0", output)
         partial = output.with_name(f".{output.name}.tmp")
@@ -131,15 +125,13 @@ class HFFolder:
 
     def _check(self, checkpoint: Path, manifest: Manifest) -> None:
         if (manifest.lora.get("state") == "adapter") != self.has_adapters:
-            found = f"{checkpoint} holds {'adapters' if not self.has_adapters else 'no adapters'}"
-            raise CheckpointError(
-                f"{found}; it is exported {'with' if self.has_adapters else 'without'} any. Use another checkpoint"
-            )
+            holds, wanted = ("no adapters", "with") if self.has_adapters else ("adapters", "without")
+            raise CheckpointError(f"{checkpoint} holds {holds}; it is exported {wanted} any. Use another checkpoint")
         saved = manifest.lora.get("base_sha256")
         present = weights_digest(self.source) if self.has_adapters else None
         if saved != present:
             raise CheckpointError(
-                f"The adapters of {checkpoint} belong to other base weights (digest {saved}) than those of {self.source} ({present}). "
+                f"The adapters of {checkpoint} belong to other base weights (digest {saved}) than {self.source} ({present}). "
                 "Name the model that they were trained on"
             )
 
@@ -161,23 +153,18 @@ class HFFolder:
 def token_manifest(
     model: Any, source: str, *, precision: str, seed: int, policy_version: int, lora: LoraConfig | None = None
 ) -> Manifest:
-    """Record the conditions of a token policy; what is said of envs and actions stays empty.
+    """Record the conditions of a token policy, without sections for envs and actions.
 
-    Args:
-        model: The trained model of transformers.
-        source: Folder or hub id that training began with.
-        precision: Number format in which the policy computes.
-        seed: Of the run.
-        policy_version: Updates so far.
-        lora: Settings of the adapters, which go with a digest of the weights at ``source``; None: all weights are trained.
+    ``source`` is the folder or hub id that training began with. Settings of adapters are recorded with a digest of its weights.
     """
-    adapters = {"state": "none"} if lora is None else {"state": "adapter", **asdict(lora)}
+    adapters: dict[str, Any] = {"state": "none"}
+    if lora is not None:
+        adapters = {"state": "adapter", **asdict(lora), "base_sha256": weights_digest(source)}
     return Manifest(
         versions=library_versions(),
         model={"model_type": model.config.model_type, "class": type(model).__name__.removeprefix("FSDP")},
         normalization={}, preprocessing={}, actions={}, env={}, renderer=None,
-        lora=adapters if lora is None else adapters | {"base_sha256": weights_digest(source)},
-        precision=precision, policy_version=policy_version, seed=seed, git_revision=git_revision(),
+        lora=adapters, precision=precision, policy_version=policy_version, seed=seed, git_revision=git_revision(),
     )  # fmt: skip
 
 
@@ -199,9 +186,8 @@ class _Trained:
         """Fill tensors in place, and return them."""
         if not targets.keys() <= self.entries.keys():
             lacks = sorted(targets.keys() - self.entries.keys())
-            raise CheckpointError(
-                f"{self.folder} is of another model: it lacks {len(lacks)} of its tensors ({', '.join(lacks[:3])})"
-            )
+            found = f"it lacks {len(lacks)} of its tensors ({', '.join(lacks[:3])})"
+            raise CheckpointError(f"{self.folder} is of another model: {found}")
         read_tensors(self.folder, {f"{MODEL}{name}": tensor for name, tensor in targets.items()}, no_dist=True)
         return targets
 
@@ -241,7 +227,7 @@ def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
 
 
 def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> None:
-    """Write the layout of PEFT, whose names are those below ``AutoModel*.from_pretrained(source)``."""
+    """Write the layout of PEFT, whose names begin below ``AutoModel*.from_pretrained(source)``."""
     tensors = adapter_state_dict(model, trained.read(trained.entries))
     save_file(tensors, output / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
@@ -252,10 +238,7 @@ def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> 
 def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> None:
     """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index; no more than one chunk is in memory.
 
-    Args:
-        folder: Exists.
-        tensors: Names and tensors, in any memory layout; parts of one memory are written apart.
-        chunk_bytes: A chunk has more only if its one tensor has.
+    Tensors may have any memory layout; views of one memory are written apart.
     """
     index: dict[str, str] = {}
     total = held = 0
@@ -283,20 +266,17 @@ def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_byte
 
 
 def _origin(source: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of a model; of a hub id, that of the downloaded files."""
+    """Return the folder of a model; for a hub id, the folder of the downloaded files."""
     folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    return folder if folder.is_dir() else Path(snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def _weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a model in the order of their names, without those that transformers does not read."""
     folder = _origin(source, ["model*.safetensors", INDEX_FILE])
     if (folder / INDEX_FILE).is_file():
-        return [
-            folder / name for name in sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
-        ]
+        files = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        return [folder / name for name in sorted(files)]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     raise ConfigError(
@@ -332,7 +312,7 @@ def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: boo
 
 
 def _set_dtype(config: dict[str, Any], name: str) -> None:
-    """Set the number format in a configuration and in those of its parts."""
+    """Set the number format in a configuration and in its nested ones."""
     for key, value in config.items():
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
             config[key] = name

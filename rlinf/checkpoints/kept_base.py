@@ -15,14 +15,10 @@ from rlinf.models.embodiment.headed import HeadedPolicy, head_settings, kept_pla
 
 
 def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
-    """Write the frozen policy into a run folder, from where checkpoints of ``policy`` take it from now on; a collective call.
+    """Write the frozen base of ``policy`` into the folder of a run, to which its checkpoints refer from now on.
 
+    A collective call. Nothing is written if the folder has the base of ``resumed``, the checkpoint that ``policy`` was read from.
     Raise CheckpointError if it cannot be written.
-
-    Args:
-        policy: Base and head.
-        run: The run folder.
-        resumed: Checkpoint from which ``policy`` was read. If the run folder has the frozen policy below it, nothing is written.
     """
 
     def keep() -> str:

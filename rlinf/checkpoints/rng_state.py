@@ -17,7 +17,19 @@ from rlinf.files import naming
 
 def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """Return a copy of the random states of Python, NumPy and torch, and of generators by name."""
-    return _state() | {"generators": {name: each.get_state() for name, each in (generators or {}).items()}}
+    version, words, gauss = random.getstate()
+    found = np.random.get_state(legacy=False)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": found["bit_generator"], "keys": torch.from_numpy(found["state"]["key"].astype(np.int64)),
+            "position": int(found["state"]["pos"]), "has_gauss": int(found["has_gauss"]), "cached": float(found["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state | {"generators": {name: each.get_state() for name, each in (generators or {}).items()}}
 
 
 def save_rng_state(path: Path, state: dict[str, Any]) -> None:
@@ -37,22 +49,6 @@ def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None 
         # Without the error's text, which recommends loading the file with pickled code.
         reason = type(error).__name__
         raise CheckpointError(f"{path} holds no random states ({reason}). Use another checkpoint.") from error
-
-
-def _state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    found = np.random.get_state(legacy=False)
-    state = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "name": found["bit_generator"], "keys": torch.from_numpy(found["state"]["key"].astype(np.int64)),
-            "position": int(found["state"]["pos"]), "has_gauss": int(found["has_gauss"]), "cached": float(found["gauss"]),
-        },
-        "torch": torch.get_rng_state(),
-    }  # fmt: skip
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _set_state(state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rlinf.errors import CheckpointError
 from rlinf.run_folder import CONFIG_FILE
 
 TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
-"""What of a recipe's configuration an export reads, and an override may change."""
+"""Keys of a recipe's configuration that an export reads and an override may change."""
 
 
 class PlainLoader(yaml.SafeLoader):

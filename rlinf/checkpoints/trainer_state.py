@@ -77,12 +77,9 @@ class _Writer(FileSystemWriter):
 
 
 def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
-    """Return what is saved, by name, not copied. Raise CheckpointError if the optimiser keeps anything but tensors.
+    """Return the tensors to save, by name, not copied. Raise CheckpointError if the optimiser keeps anything but tensors.
 
-    Args:
-        model: Sharded or not.
-        optimizer: Its optimiser; None: weights only.
-        with_base: Include parameters that are not trained; False for adapters and heads whose base weights lie elsewhere.
+    ``with_base`` includes parameters that are not trained: False for adapters and heads whose base weights lie elsewhere.
     """
     left_out = set() if with_base else frozen_names(model)
     weights = weights_to_save(model, optimizer)
@@ -102,10 +99,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write what ``trainer_tensors`` returned, or a copy of it; a collective call of ``group``, or else of all ranks.
-
-    Raise CheckpointError if that fails.
-    """
+    """Write ``trainer_tensors`` or a copy of them (a collective call of ``group``); raise CheckpointError if that fails."""
     # Not within warnings.catch_warnings, which undoes what another thread sets meanwhile.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
@@ -139,12 +133,8 @@ def read_tensors(folder: str | Path, targets: dict[str, Tensor], no_dist: bool =
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Load into ``model`` and ``optimizer`` in place; a collective call. State of other parameters is ignored.
 
-    Raise CheckpointError if the folder cannot be read, or names or shapes are not those of the model.
-
-    Args:
-        folder: Written by ``write_tensors``, on any number of ranks.
-        model: Sharded in any way. 16-bit weights are rounded from the file's.
-        optimizer: Receives state and masters; None ignores them.
+    The folder may be of any number of ranks, and the model sharded in any way; 16-bit weights are rounded from the file. Raise
+    CheckpointError if the folder cannot be read, or its names or shapes differ from the model's.
     """
     entries = read_entries(folder)
     weights = model.state_dict()
@@ -174,9 +164,8 @@ def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorag
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
         entries[name] = entry
-    for place in metadata.storage_data.values():
-        if not _DATA_FILE.fullmatch(place.relative_path):
-            file = place.relative_path
+    for file in (place.relative_path for place in metadata.storage_data.values()):
+        if not _DATA_FILE.fullmatch(file):
             raise ValueError(f"{METADATA_FILE} names the file '{file}', which is not one of the folder's")
     return entries
 

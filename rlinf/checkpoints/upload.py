@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,15 +43,11 @@ Result = TypeVar("Result")
 class HubUpload:
     """Uploads the final policy, with a model card, to a new repository ``<owner>/<name>-<time of the run>``.
 
+    Raises ConfigError if the token is missing, unknown to the hub or read-only.
+
     Args:
         repo_name: A name, whose owner is the owner of the token, or ``owner/name``.
         private: Only the owner sees the repository.
-
-    Attributes:
-        every: False: only the final policy is uploaded.
-
-    Raises:
-        ConfigError: There is no token, the hub does not know it, or it may not write.
     """
 
     every = False
@@ -69,7 +66,7 @@ class HubUpload:
         role = owner.get("auth", {}).get("accessToken", {}).get("role")
         if role == "read":
             raise ConfigError(
-                f"{where}; that of '{owner['name']}' may only read. Set HF_TOKEN, or train.ckpt.upload_hf=false"
+                f"{where}; the token of '{owner['name']}' may only read. Set HF_TOKEN, or train.ckpt.upload_hf=false"
             )
         self.repo_name = repo_name if "/" in repo_name else f"{owner['name']}/{repo_name}"
 
@@ -83,9 +80,8 @@ class HubUpload:
 
             def send(folder: Path = folder) -> Any:
                 self.api.create_repo(repo_id, private=self.private, exist_ok=True)
-                return self.api.upload_folder(
-                    repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
-                )
+                message = f"Policy of {run_folder.name}"
+                return self.api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
 
             logger.info("Uploaded %s: %s", folder, _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}"))
 
@@ -103,12 +99,7 @@ class S3Upload:
 
     Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole,
     and one that has the same is not sent again. Raises ConfigError if the bucket cannot be used, or a variable of the environment is
-    missing; MissingDependencyError if boto3 is not installed.
-
-    Args:
-        bucket: Name of the bucket, which exists.
-        prefix: First part of all keys.
-        every: Upload every checkpoint, not only the last one.
+    missing; MissingDependencyError if boto3 is not installed. The bucket must exist.
     """
 
     def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:
@@ -156,10 +147,7 @@ class S3Upload:
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
-
-                def send(path: Path = path, key: str = key) -> None:
-                    self.client.upload_file(str(path), self.bucket, key)
-
+                send = partial(self.client.upload_file, str(path), self.bucket, key)
                 _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
             logger.info("Uploaded %s: s3://%s/%s", folder, self.bucket, self.key_of(run_folder, folder))
 
@@ -183,12 +171,7 @@ class S3Upload:
 
 
 def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
-    """Return the README of an exported policy: what it was made from, how, and how it did.
-
-    Args:
-        folder: Of the export, with its manifest and configuration.
-        scores: Validations of the run, by the name of the checkpoint.
-    """
+    """Return the README of an export: its origin, settings, and ``scores``, the run's validations by name of the checkpoint."""
     manifest = Manifest.load(folder)
     config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     base = _value(config, "policy.model_name_or_path")
@@ -196,14 +179,12 @@ def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
     kind = str(_value(config, "train.train_policy.type") or "").upper()
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
     # The hub knows models and datasets by its own names, not by paths of this machine.
-    head |= {
-        key: name for key, name in (("base_model", base), ("datasets", datasets)) if name and not Path(name).exists()
-    }
+    named = (("base_model", base), ("datasets", datasets))
+    head |= {key: name for key, name in named if name and not Path(name).exists()}
+    trained = {"merged": "LoRA adapters, merged", "adapter": "LoRA adapters"}
     facts = {
         "class": manifest.model.get("class"),
-        "trained": {"merged": "LoRA adapters, merged", "adapter": "LoRA adapters"}.get(
-            manifest.lora.get("state", ""), "all weights"
-        ),
+        "trained": trained.get(manifest.lora.get("state", ""), "all weights"),
         "updates": manifest.policy_version,
         "seed": manifest.seed,
         "rlinf": manifest.versions.get("rlinf"),
@@ -211,17 +192,10 @@ def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
         **{name: manifest.versions.get(name) for name in ("torch", "transformers", "peft")},
     }
     rows = [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
-    lines = [
-        "---",
-        yaml.safe_dump(head, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# {Path(base).name if base else folder.name}",
-        "",
-    ]
+    title = Path(base).name if base else folder.name
     by, origin = (f" by {kind}" if kind else ""), (f" from {head['base_model']}" if "base_model" in head else "")
-    lines += [f"Trained{by}{origin} with rlinf.", ""]
-    lines += ["| | |", "|---|---|", *rows, ""]
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {title}", ""]
+    lines += [f"Trained{by}{origin} with rlinf.", "", "| | |", "|---|---|", *rows, ""]
     if scores:
         lines += ["## Validation", "", "| checkpoint | score |", "|---|---|"]
         lines += [f"| {name} | {score:.4f} |" for name, score in scores.items()] + [""]
@@ -239,7 +213,7 @@ def _value(config: Any, path: str) -> Any:
 
 
 def _tried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:
-    """Return what ``action`` returns, tried ``TRIES`` times; raise CheckpointError without any secret in it."""
+    """Return the result of ``action``, tried ``TRIES`` times; raise CheckpointError without any secret in it."""
     for number in range(TRIES - 1):
         with suppress(*errors):
             return action()

@@ -13,7 +13,7 @@ class VllmOptions:
 
     dtype: str = option(
         "auto",
-        "Number format of weights and cache; auto: that of the policy's weights.",
+        "Number format of weights and cache; auto: the format of the policy's weights.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     max_model_len: int | None = option(

@@ -66,7 +66,7 @@ def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
 
 
 def expandable_segments() -> str | None:
-    """Return the setting by which torch's GPU memory could not be shared with an engine, in words; None: there is none."""
+    """Return the variable that keeps torch's GPU memory from being shared with an engine, with its value, or None."""
     for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(key, "").lower():
             return f"{key} is '{os.environ[key]}'"
@@ -107,7 +107,7 @@ class GenerateRequest:
     """A batch of prompts.
 
     Attributes:
-        prompts: Token ids, and image tensors as numpy arrays (``image``): those of a ``model_class``, or of ``IMAGE_FAMILIES``.
+        prompts: Token ids, and for a ``model_class`` or ``IMAGE_FAMILIES`` image tensors as numpy arrays (``image``).
         sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
         seeds: Seed of each prompt, or None.
         greedy_temperature: Divides the logits of greedy requests, for which vLLM's own ``temperature`` is 0; None: 1.
@@ -131,22 +131,14 @@ class GenerateResult:
 class VllmEngine:
     """Start an engine and talk to it. A context manager; threads may share it.
 
-    Args:
-        spec: Model and settings.
-        timeout_s: Deadline of each answer in seconds, including that of the start.
-
-    Attributes:
-        gpus: GPUs of the engine. The constructor chooses them, because a thread that restarts the engine may have another
-            current device.
-
-    Raises:
-        ConfigError: The engine needs more GPUs than this process sees.
-        MissingDependencyError: vLLM is not installed.
+    Each answer, also to the start, has a deadline of ``timeout_s`` seconds. Raises ConfigError if the engine needs more GPUs than
+    this process sees; MissingDependencyError if vLLM is not installed.
     """
 
     def __init__(self, spec: EngineSpec, timeout_s: float = 600.0) -> None:
         require_vllm()
         self.spec = spec
+        # Chosen here, because a thread that restarts the engine may have another current device.
         self.gpus = own_engine_gpus(spec.num_gpus, f"{spec.settings_key}.tensor_parallel_size")
         self.timeout_s = timeout_s
         self.version: int | None = None
@@ -228,13 +220,8 @@ class VllmEngine:
     def update_weights(self, source: WeightSource) -> int:
         """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
-        Frozen tensors are sent once, if the source says that they are those of the weights loaded before.
-
-        Args:
-            source: The weights. It must stay valid: a restarted engine loads them again.
-
-        Raises:
-            WeightsRefusedError: They are incomplete, and the old weights stay; or damaged, and the engine has none then.
+        Frozen tensors are sent once, if the source ``builds_on`` the weights loaded before. It must stay valid: a restarted engine
+        loads it again. Raise WeightsRefusedError if weights are incomplete (the old ones stay) or damaged (the engine has none then).
         """
         with self._lock:
             self.start()
@@ -254,12 +241,10 @@ class VllmEngine:
             return source.version
 
     def sleep(self, keep_weights: bool = True) -> bool:
-        """Release the GPU memory of cache and weights until the next request or push.
+        """Release the GPU memory of cache and weights until the next request or push; return whether that was possible.
 
-        Return whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
-
-        Args:
-            keep_weights: Keep them in main memory. Otherwise they must be sent again, which a push of all weights does anyway.
+        An engine on the CPU, or without ``enable_sleep_mode``, stays as it is. Without ``keep_weights``, which keeps a copy in main
+        memory, the weights must be sent again.
         """
         with self._lock:
             if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):
@@ -270,7 +255,7 @@ class VllmEngine:
             return True
 
     def wake(self) -> None:
-        """Take the GPU memory back, and load weights again that were not kept. Idempotent; ``generate`` does it if needed."""
+        """Take the GPU memory back, and push weights that were not kept. Idempotent; ``generate`` does it if needed."""
         with self._lock:
             if self._is_asleep:
                 self._rouse()
@@ -324,7 +309,7 @@ class VllmEngine:
             self._connection.send((command, payload))
 
     def answer(self, command: str) -> Any:
-        """Wait for the answer to the command sent last. Raises the engine's error, EngineError or EngineEndedError."""
+        """Wait for the answer to the last command; raise the engine's error, EngineError or EngineEndedError."""
         with self._killed_on_failure(command):
             self._wait(command)
             status, answer = self._connection.recv()

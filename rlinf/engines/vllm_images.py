@@ -23,7 +23,7 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
     Args:
         ids: Tokens of the prompt.
         tensors: ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` ``[images, 3]`` of its images; empty for text.
-        model_config: Of a model that reads images in this form (``rlinf.llm.vllm_generation.IMAGE_FAMILIES``).
+        model_config: Configuration of a model of ``rlinf.llm.vllm_generation.IMAGE_FAMILIES``.
     """
     if not tensors:
         return tokens_input(ids)
@@ -40,7 +40,7 @@ def engine_input(ids: list[int], tensors: Mapping[str, Tensor], model_config: An
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     items = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)
-    # vLLM encodes images of equal hashes once, also those of other prompts.
+    # vLLM encodes images of equal hashes once, also over different prompts.
     parts = zip(tensors["pixel_values"].split(num_patches.tolist()), tensors["image_grid_thw"], strict=True)
     hashes = [hashlib.sha256(patches.numpy().tobytes() + grid.numpy().tobytes()).hexdigest() for patches, grid in parts]
     rest = iter(places)

@@ -36,9 +36,7 @@ def end(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # batch systems send it to all processes of a job; children inherit this
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # batch systems send it to all processes; children inherit this
     faulthandler.register(signal.SIGUSR2)  # rlinf.distributed.stack_dump.DUMP_SIGNAL
     end_with(int(sys.argv[2]), sys.argv[3])
     importlib.import_module("rlinf.engines.vllm_server").serve(Connection(int(sys.argv[1])))

@@ -22,7 +22,7 @@ from rlinf.engines.vllm_engine import (
     check_temperature,
     kv_cache_bytes,
 )
-from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, begin_load, finish_load, keep_names, load_bucket
+from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, call_loader, keep_names
 from rlinf.engines.vllm_worker import MODEL_CLASS, WorkerExtension, register
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
 from rlinf.engines.weight_transfer import WeightReceiver
@@ -144,8 +144,8 @@ class VllmServer(WeightReceiver):
         """Let every worker open the bucket and load it."""
         if not self._is_loading:
             self._is_loading = True
-            self.llm.collective_rpc(begin_load, args=(self._manifest,))
-        self.llm.collective_rpc(load_bucket, args=(handle,))
+            self.llm.collective_rpc(call_loader, args=("begin", self._manifest))
+        self.llm.collective_rpc(call_loader, args=("load", handle))
         try:
             handle.open(self._mapped)
         except WeightsRefusedError as error:
@@ -155,7 +155,7 @@ class VllmServer(WeightReceiver):
         """Clear every cache that depends on the weights."""
         if not self._is_loading:  # nothing is trained
             return
-        missing = self.llm.collective_rpc(finish_load)[0]
+        missing = self.llm.collective_rpc(call_loader, args=("finish",))[0]
         self._is_loading = False
         if missing and is_complete:
             raise EngineError(

@@ -25,7 +25,7 @@ class TensorNames:
         self.tensors = tensors
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRefusedError if the manifest is not that of the model."""
+        """Raise WeightsRefusedError if the manifest does not fit the model."""
         check_manifest(manifest, self.tensors)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,9 +34,9 @@ class TensorNames:
 
 
 class LanguageModelNames(TensorNames):
-    """The tensors of a language model of transformers, under its names in memory or those of a public checkpoint.
+    """The tensors of a language model of transformers, under its names in memory or under the names of a public checkpoint.
 
-    They differ if transformers joins or renames weights while loading (experts); vLLM loads those of a checkpoint.
+    They differ if transformers joins or renames weights while loading (experts); vLLM loads the names of a checkpoint.
     """
 
     def __init__(self, config: Any) -> None:
@@ -83,9 +83,8 @@ class BucketLoader:
         if not torch.cuda.is_available():
             for module in model.modules():
                 if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                    module.quant_method.moe_kernel = (
-                        None  # on CPUs, vLLM repacks experts only if they have no kernel yet
-                    )
+                    # On CPUs, vLLM repacks experts only if they have no kernel yet.
+                    module.quant_method.moe_kernel = None
         with self._config():
             initialize_layerwise_reload(model)
 
@@ -124,16 +123,6 @@ def keep_names(worker: Any, names: TensorNames) -> None:
     worker.rlinf_loader = BucketLoader(worker, names)
 
 
-def begin_load(worker: Any, manifest: Mapping[str, TensorSpec]) -> None:
-    """See ``BucketLoader.begin``."""
-    worker.rlinf_loader.begin(manifest)
-
-
-def load_bucket(worker: Any, handle: WeightsHandle) -> None:
-    """See ``BucketLoader.load``."""
-    worker.rlinf_loader.load(handle)
-
-
-def finish_load(worker: Any) -> list[str]:
-    """See ``BucketLoader.finish``."""
-    return worker.rlinf_loader.finish()
+def call_loader(worker: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a worker's ``BucketLoader``."""
+    return getattr(worker.rlinf_loader, method)(*arguments)

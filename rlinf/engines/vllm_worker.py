@@ -1,4 +1,4 @@
-"""What a worker process of an engine imports before it makes its model.
+"""The module that a worker process of an engine imports before it makes its model.
 
 With tensor parallelism, vLLM starts each worker as a new process, which knows the models of vLLM only.
 """

@@ -91,13 +91,8 @@ class WeightsHandle:
     def open(self, mapped: dict[str, Tensor] | None = None, verify: bool = False) -> dict[str, Tensor]:
         """Return all tensors by name, as views of the shared memory. A part of a tensor is flat.
 
-        Args:
-            mapped: Shared memory that this process has opened during the same push, to which this one is added.
-            verify: Compare the checksums.
-
-        Raises:
-            WeightsRefusedError: The weights have been overwritten, freed or, if verified, damaged; or they are on a GPU that this
-                process does not see.
+        Raise WeightsRefusedError if they have been overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that
+        this process does not see. ``mapped`` holds the shared memory opened during the same push; this one is added.
         """
         memory = self._map({} if mapped is None else mapped)
         if verify:
@@ -110,7 +105,7 @@ class WeightsHandle:
         yield self
 
     def builds_on(self, loaded: object) -> bool:
-        """Return False: nothing is known of what was loaded before."""
+        """Return False: a handle does not know the weights loaded before."""
         return False
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
@@ -141,14 +136,12 @@ class WeightsHandle:
         return memory
 
     def _verify(self, memory: Tensor) -> None:
-        found = _checksums(memory, self.manifest.values())
-        damaged = [
-            name for (name, entry), sum_ in zip(self.manifest.items(), found, strict=True) if sum_ != entry.checksum
-        ]
+        pairs = zip(self.manifest.items(), _checksums(memory, self.manifest.values()), strict=True)
+        damaged = [name for (name, entry), found in pairs if found != entry.checksum]
         if damaged:
             raise WeightsRefusedError(
                 f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
-                f"{len(self.manifest)} tensors of this bucket) differ from what was sent. Push again"
+                f"{len(self.manifest)} tensors of this bucket) differ from the sent ones. Push again"
             )
 
 
@@ -206,12 +199,10 @@ class WeightBuffer:
         return stop
 
     def seal(self, version: int) -> WeightsHandle:
-        """Return the handle of what was added."""
-        found = _checksums(self._memory, self._entries.values())
-        manifest = {
-            name: replace(entry, checksum=sum_)
-            for (name, entry), sum_ in zip(self._entries.items(), found, strict=True)
-        }
+        """Return the handle of the added tensors."""
+        sums = _checksums(self._memory, self._entries.values())
+        pairs = zip(self._entries.items(), sums, strict=True)
+        manifest = {name: replace(entry, checksum=checksum) for (name, entry), checksum in pairs}
         nonce, nbytes, device = secrets.token_bytes(NONCE_LEN), len(self._memory), self._memory.device
         self._memory[:NONCE_LEN].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
@@ -280,28 +271,20 @@ class WeightBuckets:
 def check_manifest(given: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
     """Raise WeightsRefusedError if tensors are missing, unknown, of another shape, or quantised.
 
-    Args:
-        given: Manifest of a push, or of a handle.
-        required: ``state_dict(keep_vars=True)`` of the receiving model, for example on the meta device. One name of a tied
-            tensor is enough.
+    ``required`` is ``state_dict(keep_vars=True)`` of the receiving model, on any device; one name of a tied tensor is enough.
     """
     present = {id(tensor) for name, tensor in required.items() if name in given}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
     unknown = sorted(set(given) - set(required))
-    reshaped = sorted(
-        f"{name} is {list(entry.shape)} instead of {list(required[name].shape)}"
-        for name, entry in given.items()
-        if name in required and tuple(required[name].shape) != entry.shape
-    )
-    quantised = sorted(
-        f"{name} is {entry.dtype} instead of {required[name].dtype}"
-        for name, entry in given.items()
-        if name in required and required[name].is_floating_point() > entry.dtype.is_floating_point
-    )
-    if missing or unknown or reshaped or quantised:
-        parts = [f"{label} {', '.join(names[:8])} ({len(names)} in all)"
-                 for label, names in (("missing", missing), ("unknown", unknown), ("other shape:", reshaped),
-                                       ("quantised:", quantised)) if names]  # fmt: skip
+    reshaped, quantised = [], []
+    for name, entry in sorted(given.items()):
+        if name in required and tuple(required[name].shape) != entry.shape:
+            reshaped.append(f"{name} is {list(entry.shape)} instead of {list(required[name].shape)}")
+        if name in required and required[name].is_floating_point() > entry.dtype.is_floating_point:
+            quantised.append(f"{name} is {entry.dtype} instead of {required[name].dtype}")
+    faults = {"missing": missing, "unknown": unknown, "other shape:": reshaped, "quantised:": quantised}
+    parts = [f"{fault} {', '.join(names[:8])} ({len(names)} in all)" for fault, names in faults.items() if names]
+    if parts:
         raise WeightsRefusedError(
             f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )

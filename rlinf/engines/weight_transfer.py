@@ -33,22 +33,22 @@ class WeightSource(Protocol):
     def manifest(self) -> Mapping[str, TensorSpec]: ...
 
     def builds_on(self, loaded: Any) -> bool:
-        """Return whether the frozen tensors are those of the source ``loaded``."""
+        """Return whether the source ``loaded`` has the same frozen tensors."""
         ...
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield the tensors of the manifest, or those of them that are ``trained``. A bucket is valid until the next but one."""
+        """Yield all tensors of the manifest, or the ``trained`` ones. A bucket is valid until the next but one."""
         ...
 
 
 @dataclass(frozen=True)
 class PushHeader:
-    """What ``begin`` gets.
+    """The argument of ``begin``.
 
     Attributes:
         version: Version of the weights that follow.
         manifest: Every tensor; None: as in the push before.
-        base: The version that the receiver must hold, because only trained tensors follow; None: all of them follow.
+        base: The version that the receiver must hold, because only trained tensors follow; None: all tensors follow.
     """
 
     version: int
@@ -71,13 +71,8 @@ class Peer(Protocol):
 def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
     """Send weights to a receiver; fill a bucket while it loads the one before. Return the version that it holds then.
 
-    Args:
-        source: The weights.
-        peer: The receiver.
-        base: Version of the weights that it holds, of which only the trained ones are replaced; None: send everything.
-
-    Raises:
-        WeightsRefusedError: The receiver refuses the weights; it does not act until the next push, which must be complete.
+    If it holds version ``base``, only the trained tensors are sent. Raise WeightsRefusedError if the receiver refuses the weights;
+    then the next push must be complete.
     """
     manifest = source.manifest if base is None else None
     peer.send("begin", PushHeader(source.version, manifest, base))
@@ -98,12 +93,10 @@ def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
 
 
 class ModuleWeights:
-    """The weights of a torch module, packed bucket by bucket when the receiver asks for them (a ``WeightSource``).
+    """The weights of an unsharded torch module, packed bucket by bucket when the receiver asks for them (a ``WeightSource``).
 
-    Args:
-        module: Unsharded; it must not change before the receiver has its next weights, because a restarted one asks again.
-        version: Number of weight updates that produced the weights.
-        buckets: Shared memory, which pushes of one module take in turn.
+    The module must not change before the receiver has its next weights, because a restarted receiver asks again. Pushes of one
+    module take the shared memory ``buckets`` in turn.
     """
 
     def __init__(self, module: nn.Module, version: int, buckets: WeightBuckets) -> None:
@@ -134,11 +127,7 @@ def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
 
 
 class WeightReceiver(ABC):
-    """The state of a receiver. Subclasses say what they need (``check``) and where tensors go (``receive``).
-
-    Args:
-        version: Version of the weights that it starts with; None: it has none.
-    """
+    """The state of a receiver. Subclasses check the manifest (``check``) and store the tensors (``receive``)."""
 
     def __init__(self, version: int | None = None) -> None:
         self._version = version
@@ -149,7 +138,7 @@ class WeightReceiver(ABC):
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None: there are none, or not all of one version, so nobody may act with them."""
+        """Version of the weights; None while they are missing or incomplete, so that nobody may act with them."""
         return None if self._header is not None else self._version
 
     def held(self, _: object = None) -> int | None:
@@ -159,8 +148,7 @@ class WeightReceiver(ABC):
     def begin(self, header: PushHeader) -> None:
         """Prepare for the weights of a version.
 
-        Raise WeightsRefusedError if tensors are missing, unknown or of another shape, or the weights that these ones build on are not here;
-        nothing was changed.
+        Raise WeightsRefusedError, and change nothing, if the manifest does not fit the model or ``header.base`` is not held.
         """
         self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):
@@ -175,19 +163,16 @@ class WeightReceiver(ABC):
         self._missing = {name: math.prod(spec.shape) for name, spec in expected.items()}
 
     def load(self, handle: WeightsHandle) -> None:
-        """Take a bucket.
+        """Take a bucket; raise WeightsRefusedError if it is damaged, not finite, or not part of this push.
 
-        Raises:
-            WeightsRefusedError: It is damaged, not finite, or not part of this push. Before the first bucket that is taken, the old
-                weights stay; afterwards there are none until the next push.
+        If that is the first bucket, the old weights stay; otherwise the receiver has none until the next push.
         """
         header, self._header = self._header, None
         if header is None or handle.version != header.version:
             wanted = "none: no push has begun" if header is None else str(header.version)
             raise WeightsRefusedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
         weights = handle.open(self._mapped, verify=True)
-        found = not_finite(weights)
-        if found:
+        if found := not_finite(weights):
             name, number = next(iter(found.items()))
             raise WeightsRefusedError(
                 f"Weights refused: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
@@ -199,7 +184,7 @@ class WeightReceiver(ABC):
         self._header = header
 
     def commit(self, _: object = None) -> int:
-        """End the push; return the version that is held now. Raises WeightsRefusedError, with their names, if tensors are missing."""
+        """End the push; return the version. Raise WeightsRefusedError, with the names, if tensors are missing."""
         header, self._header = self._header, None
         self._mapped = {}
         if header is None:
@@ -216,14 +201,14 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRefusedError for a manifest that is not that of the model."""
+        """Raise WeightsRefusedError if a manifest does not fit the model."""
 
     @abstractmethod
     def receive(self, handle: WeightsHandle) -> None:
         """Take the tensors of a verified bucket."""
 
     def finish(self, is_complete: bool) -> None:  # noqa: B027  (optional)
-        """Make the new weights usable. ``is_complete``: all of them were sent, not only the trained ones."""
+        """Make the new weights usable. ``is_complete``: all were sent, not only the trained ones."""
 
     def _arrived(self, name: str, count: int) -> None:
         left = self._missing.pop(name, None)
@@ -268,12 +253,10 @@ class ModuleReceiver(WeightReceiver):
 def join_parts(
     handle: WeightsHandle, mapped: dict[str, Tensor], parts: dict[str, tuple[Tensor, int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of a bucket: views of it, or copies of which the last part is there.
+    """Yield the whole tensors of a bucket: views of it, or copies whose last part has arrived.
 
-    Args:
-        handle: The bucket.
-        mapped: Shared memory that was opened during this push; empty before its first bucket.
-        parts: Incomplete tensors and the number of their elements that have arrived; empty before the first bucket of a push.
+    ``mapped`` keeps the shared memory that was opened during this push, and ``parts`` the incomplete tensors with the number of
+    arrived elements; both are empty before the first bucket.
     """
     for name, tensor in handle.open(mapped).items():
         entry = handle.manifest[name]

@@ -13,12 +13,9 @@ from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_
 
 
 def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
-    """Return whether every row is one or more tokens followed by padding only.
+    """Return whether every row is one or more tokens followed by padding only, which must hold ``pad_token_id`` if given.
 
-    Args:
-        data: ``GenerationDatumSpec`` or ``GenerationOutputSpec``.
-        pad_token_id: Token that padding must hold; None accepts any.
-        raise_error: Raise ConfigError with the first bad row instead of returning False.
+    With ``raise_error``, raise ConfigError with the first bad row instead of returning False.
     """
     ids, mask = tokens_and_mask(data)
     lengths = mask.sum(-1)

@@ -18,7 +18,7 @@ Spec = TypeVar("Spec")
 
 IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
               "batch_num_images")  # fmt: skip
-"""Keys whose second axis is never that of the tokens. A tensor holds one image per row; a list holds a tensor of images per row."""
+"""Keys without an axis of tokens. A tensor holds one image per row; a list holds a tensor of images per row."""
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
@@ -63,11 +63,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Join batches along the rows; pad tensors on the right to the widest.
+        """Join batches along the rows; pad tensors on the right to the widest, with 0 or the value of their key.
 
-        Args:
-            batches: One or more batches with the same keys and the same whole-batch values; else ConfigError.
-            pad_value_dict: Padding value by key; default 0.
+        Raise ConfigError without a batch, or if keys or whole-batch values differ.
         """
         if not batches:
             raise ConfigError("from_batches got no batch; required: one or more.")
@@ -84,7 +82,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """Number of rows; raises ConfigError if keys disagree or none has rows."""
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
-            hint = " Give images as a list, with a tensor of those of each row" if set(IMAGE_KEYS) & set(sizes) else ""
+            hint = " Give images as a list, with one tensor per row" if set(IMAGE_KEYS) & set(sizes) else ""
             raise ConfigError(f"The rows of a batch are {sizes or 'missing'}; required: one number for all keys.{hint}")
         return next(iter(sizes.values()))
 
@@ -177,21 +175,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
-        """Split the rows over ranks so that every rank gets a share of each global batch of ``batch_size`` rows.
+        """Split the rows over ranks so that every rank gets a share of each global batch of ``batch_size`` rows (None: all).
 
         With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if the rows do not
         divide, a row does not fit, or the arguments exclude each other.
 
         Args:
-            shards: Number of parts.
-            batch_size: Rows of one global batch; None: all rows.
             allow_uneven_shards: Let the first parts take remaining rows. Excludes the two arguments below.
             dynamic_batching_args: Deal rows by length, and fill ``micro_batches`` by padded tokens; all parts have equally many.
             sequence_packing_args: Deal bins of sequences as ``micro_batches``; all parts have equally many.
 
         Returns:
-            The parts. With one of the last two arguments also ``order``, the row numbers of all parts concatenated; pass it to
-            ``reorder_data`` of the concatenated results.
+            The parts. With one of the last two arguments also the row numbers of all parts concatenated, for ``reorder_data`` of
+            the concatenated results.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)

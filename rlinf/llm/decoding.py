@@ -13,12 +13,9 @@ from transformers.cache_utils import DynamicLayer
 
 
 class StaticLayer(DynamicLayer):
-    """A cache layer that preallocates keys and values, so that a new token copies no earlier ones.
+    """A cache layer that preallocates ``max_len`` keys and values, so that a new token copies no earlier ones.
 
     Unlike transformers' static layer it returns filled positions only, so masks need no change.
-
-    Args:
-        max_len: Final number of positions.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -54,13 +51,10 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 
 @contextmanager
 def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
-    """Inside the context, compute only what the logits of the last position need; everything else is zeros.
+    """Inside the context, compute only the inputs of the last position's logits; everything else is zeros.
 
-    The last layer's MLP computes the last position only, and the head the columns of ``token_ids`` only.
-
-    Args:
-        model: Causal language model of transformers. Parts with unexpected names or types are left unchanged.
-        token_ids: int64 ``[N]``; None: all columns.
+    The last layer's MLP computes the last position only, and the head the columns of ``token_ids [N]`` only (None: all). Parts of
+    the model with unexpected names or types are left unchanged.
     """
     with ExitStack() as stack:
         head = model.get_output_embeddings()

@@ -90,16 +90,13 @@ class HuggingFaceGeneration(GenerationInterface):
     Args:
         model_name: Folder or hub id.
         **kwargs: Fields of ``HuggingFaceGenerationConfig``.
-
-    Attributes:
-        temperature: Temperature of the log-probabilities.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
         self.model = load_causal_lm(model_name, self.config)
-        self.temperature = self.config.temperature
+        self.temperature = self.config.temperature  # of the log-probabilities
         self._device = next(self.model.parameters()).device
         self._movable = not hasattr(self.model, "hf_device_map")
         self._random = torch.Generator().manual_seed(self.config.seed)
@@ -137,9 +134,9 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
         ids = [] if value is None else [value] if isinstance(value, int) else value
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
-            accepted = f"one or more from 0 to {vocab_size - 1}"
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: {accepted}. Pass {name}=None for the default"
+                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Pass {name}=None for "
+                "the default"
             )
 
 
@@ -164,10 +161,6 @@ def generate_tokens(
     Rows are moved to left padding for the model's ``generate``, and back to right padding for the output.
 
     Args:
-        model: Model; its training mode is restored.
-        data: Prompts.
-        config: How to choose tokens.
-        greedy: Take the most likely token instead of sampling.
         random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call. Not used with ``sampling_seeds``.
         tokenizer: Supplies padding and end tokens if neither ``config`` nor the model does.
     """
@@ -181,11 +174,11 @@ def generate_tokens(
     ends = end_tokens(model, tokenizer, config.eos_token_id)
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
-    sample = config.do_sample and not greedy
-    uniforms = _uniforms(data, config.max_new_tokens, random) if sample else None
-    columns = None
+    uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
+    columns, banned = None, media_tokens(model.config)
     if config.allowed_token_ids is not None:
         columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
+        banned = []
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
@@ -193,9 +186,10 @@ def generate_tokens(
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
-        chosen = uniforms[rows] if sample else None
+        sampler = _Sampler(config, None if uniforms is None else uniforms[rows], columns, banned)
         inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
-        completions = _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns)
+        settings = {"max_new_tokens": allowed, "pad_token_id": pad, "eos_token_id": ends or None}
+        completions = _continue(model, prompts, inputs, sampler, settings)
         for row, (tokens, scores) in zip(rows, completions, strict=True):
             responses[row], logprobs[row] = tokens.to(ids.device), scores.to(ids.device)
     prompts = [row[:length].long() for row, length in zip(ids, prompt_lengths, strict=True)]
@@ -220,46 +214,36 @@ def _ignores_left_padding(model: Any) -> bool:
 
 
 def _continue(
-    model: Any,
-    prompts: list[Tensor],
-    num_tokens: int,
-    config: SamplingConfig,
-    uniforms: Tensor | None,
-    ends: list[int],
-    pad: int,
-    inputs: dict[str, Tensor],
-    columns: Tensor | None,
+    model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the response tokens and their log-probabilities of each prompt."""
+    """Return the response tokens and their log-probabilities of each prompt; ``settings`` go to ``generate``."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad, dtype=torch.long, device=device)
+    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt.to(device)
         mask[row, width - len(prompt) :] = 1
         for key in TOKEN_TYPE_KEYS & inputs.keys():
             inputs[key][row] = inputs[key][row].roll(width - len(prompt))
-    banned = media_tokens(model.config) if columns is None else []
-    sampler = _Sampler(config, uniforms, mask, columns, banned)
+    sampler.prompt_mask = mask.bool()
     own, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
-        with evaluation_mode(model), next_token_only(model, columns):
+        with evaluation_mode(model), next_token_only(model, sampler.columns):
             sequences = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=static_cache(model, width + num_tokens),
+                past_key_values=static_cache(model, width + settings["max_new_tokens"]),
                 **inputs,
-                generation_config=HFGenerationConfig(
-                    max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends or None
-                ),
+                generation_config=HFGenerationConfig(do_sample=False, **settings),
                 logits_processor=LogitsProcessorList([sampler]),
                 synced_gpus=False,  # the weights are whole, so a rank need not wait at each token for ranks with fewer answers
             )
     finally:
         model.generation_config = own
     tokens, logprobs = sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
-    ended = torch.isin(tokens, torch.tensor(ends, device=device, dtype=tokens.dtype))
+    ends = torch.tensor(settings["eos_token_id"] or [], device=device, dtype=tokens.dtype)
+    ended = torch.isin(tokens, ends)
     counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
     return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]
 
@@ -268,19 +252,15 @@ class _Sampler(LogitsProcessor):
     """Choose each row's token, and leave only that token to the greedy search of ``generate``.
 
     The model's own ``generate`` handles the caches and inputs of its architecture, and a draw depends on its own row only.
-    ``logprobs`` are float32 ``[B]`` of every step.
+    ``logprobs`` are float32 ``[B]`` of every step. ``prompt_mask`` bool ``[B, S]`` must be set before the first step.
     """
 
+    prompt_mask: Tensor
+
     def __init__(
-        self,
-        config: SamplingConfig,
-        uniforms: Tensor | None,
-        prompt_mask: Tensor,
-        columns: Tensor | None,
-        banned: list[int],
+        self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: list[int]
     ) -> None:
         self.config, self.uniforms, self.columns, self.banned = config, uniforms, columns, banned
-        self.prompt_mask = prompt_mask.bool()
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
         if config.top_k is not None:

@@ -32,10 +32,10 @@ from rlinf.distributed.process_group import local_world_size, rank, resolve_devi
 from rlinf.distributed.sums import maximum
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.borrowed_rows import borrowed_rows, with_borrowed_row
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
-from rlinf.llm.lent_rows import lent_rows, with_lent_row
 from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
@@ -93,6 +93,8 @@ class HuggingFacePolicy(TokenPolicy):
     Weights in 16 bits are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than the
     rounding of 16 bits. Dropout is always off; otherwise probability ratios would not start at 1.
 
+    Raises ConfigError for keywords that are unknown or contradict each other; CheckpointError if ``model_name`` cannot be loaded.
+
     Args:
         model_name: Folder or hub id.
         **kwargs: Fields of ``HuggingFacePolicyConfig``.
@@ -100,39 +102,32 @@ class HuggingFacePolicy(TokenPolicy):
     Attributes:
         model: The trained model.
         parallel: How the ranks hold it.
-        temperature: Temperature of the log-probabilities.
-
-    Raises:
-        ConfigError: A keyword is unknown or contradicts another.
-        CheckpointError: ``model_name`` cannot be loaded.
-        MissingDependencyError: Quantisation is asked for without bitsandbytes.
     """
 
     config: HuggingFacePolicyConfig
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         refuse_other_names(kwargs)
-        self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
-        check_trainable(self.config)
-        if self.config.sequence_packing and self.config.max_tokens_per_microbatch is None:
+        self.config = config = from_mapping(HuggingFacePolicyConfig, kwargs)
+        check_trainable(config)
+        if config.sequence_packing and config.max_tokens_per_microbatch is None:
             raise ConfigError("sequence_packing=True needs a row size. Pass e.g. max_tokens_per_microbatch=4096")
-        if (self.config.load_in_8bit or self.config.load_in_4bit) and self.config.lora is None:
+        if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
             raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")
-        if self.config.compile:
-            check_compiler(_device_of(self.config))
-        lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
-        self.model_name = model_name
-        self.temperature = self.config.temperature
-        choice = _choose(model_name, self.config, lora)
+        if config.compile:
+            check_compiler(_device_of(config))
+        self._lora = None if config.lora is None else from_mapping(LoraConfig, config.lora, "lora")
+        self.model_name, self.temperature = model_name, config.temperature
+        choice = _choose(model_name, config, self._lora)
         self._sharded = choice.sharded
         self.model = self._attending(self._load())
-        if self.config.sequence_packing and not keeps_sequences_apart(self.model):
+        if config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
                 "Pass sequence_packing=False"
             )
-        self._adapt(self.model, lora)
-        set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
+        self._adapt(self.model)
+        set_training_options(self.model, recomputed=config.gradient_checkpointing, compiled=config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
         if rank() == 0 and world_size() > 1:
@@ -140,8 +135,8 @@ class HuggingFacePolicy(TokenPolicy):
         if self._sharded:
             sources = deferred_parameters(self.model)
             self.model.fsdp_wrap_modules = HFModel(self.model).fsdp_wrap_modules
-            sizes = {"shard_size": self.config.shard_size, "cpu_offload": self.config.cpu_offload}
-            self.parallel = Sharded(self.model, _device_of(self.config), **sizes)
+            sizes = {"shard_size": config.shard_size, "cpu_offload": config.cpu_offload}
+            self.parallel = Sharded(self.model, _device_of(config), **sizes)
             check_read(self.model, sources)
             has_separable_head(self.model)  # here, where no rank can be elsewhere
             self.model.reshard()  # the root would stay whole, with the weights of now
@@ -211,25 +206,25 @@ class HuggingFacePolicy(TokenPolicy):
         if not isinstance(loss_fn, TokenLoss):
             return self._train_step.accumulate([data], lambda whole: self._any_loss(whole, loss_fn))
         counts, parts = self._prepare(data, loss_fn)
+        packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
 
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
             go_on()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
-            packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
-            trained, row = trained_tokens(part), lent[number]
+            trained, row = trained_tokens(part), borrowed[number]
             num_rows, num_columns = trained.shape
-            scored, trained = (part, trained) if row is None else with_lent_row(part, trained, row)
+            scored, trained = (part, trained) if row is None else with_borrowed_row(part, trained, row)
             scores = batch_scores(self.model, scored, self.temperature, packed, with_entropy, trained)
             output = loss_fn.from_logprobs(scores.logprobs[:num_rows, :num_columns], part, counts)
             metrics = dict(output.metrics)
-            if scores.entropy is not None:  # 0 in the row that was lent
+            if scores.entropy is not None:  # 0 in the borrowed row
                 metrics["entropy"] = scores.entropy.sum() / counts.tokens
             metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
         # Shards are gathered in every pass, so a rank with fewer micro-batches than another repeats its last one, for nothing.
         num_passes = int(*maximum(len(parts))) if self._sharded else len(parts)
-        lent = lent_rows(parts, num_passes) if self._sharded else [None] * num_passes
+        borrowed = borrowed_rows(parts, num_passes) if self._sharded else [None] * num_passes
         totals = self._train_step.accumulate(range(num_passes), loss_of)
         return {**totals.over_ranks(), "num_tokens": counts.tokens}
 
@@ -256,7 +251,7 @@ class HuggingFacePolicy(TokenPolicy):
         """Return a model like the trained one, unsharded and on the CPU, whose weights stay in their files where they can."""
         config = replace(self.config, device_map=None)
         model = self._attending(load_causal_lm(self.model_name, config, deferred=True))
-        self._adapt(model, None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora"))
+        self._adapt(model)
         return model
 
     def _attending(self, model: nn.Module) -> nn.Module:
@@ -265,12 +260,12 @@ class HuggingFacePolicy(TokenPolicy):
             attend_each_sequence(model)
         return model
 
-    def _adapt(self, model: nn.Module, lora: LoraConfig | None) -> None:
-        """Add adapters, if there are to be any."""
-        if lora is not None:
+    def _adapt(self, model: nn.Module) -> None:
+        """Add the adapters of the configuration."""
+        if self._lora is not None:
             with torch.random.fork_rng():
-                torch.manual_seed(self.config.seed)  # how much was drawn before differs with the number of ranks
-                model.peft_config = apply_lora(HFModel(model), lora).peft_config
+                torch.manual_seed(self.config.seed)  # the state before differs with the number of ranks
+                model.peft_config = apply_lora(HFModel(model), self._lora).peft_config
 
     def _load(self) -> nn.Module:
         # Shards move to the device one by one.
@@ -284,7 +279,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose how the ranks hold a model, by its shapes; refuse one that does not fit, or that cannot be sharded as asked for."""
+    """Choose how the ranks hold a model, by its shapes; refuse a model that does not fit, or cannot be sharded as requested."""
     quantised = config.load_in_8bit or config.load_in_4bit
     asked = config.sharding == "fsdp2" or config.cpu_offload
     if asked and (quantised or isinstance(config.device_map, dict)):

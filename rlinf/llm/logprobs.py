@@ -26,7 +26,7 @@ CHUNK_LOGITS = 2**25
 USEFUL_SHARE = 0.75
 """Below this share of scored positions the head is applied to these alone."""
 _TRIAL_COLUMNS = 2
-_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what ``has_separable_head`` has found
+_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of ``has_separable_head``
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
@@ -35,7 +35,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         logprobs: Log-probability of the token.
-        entropy: Of the distribution that it belongs to, in nats, without gradients; None: not asked for.
+        entropy: Entropy of its distribution in nats, without gradients; None: not requested.
     """
 
     logprobs: Tensor
@@ -57,17 +57,9 @@ def batch_scores(
     with_entropy: bool = False,
     chosen: Tensor | None = None,
 ) -> TokenScores:
-    """Return ``sequence_scores`` of a batch, images included.
+    """Return ``sequence_scores`` of prompts, training data or generation outputs, padded on the right, images included.
 
     The content of padding does not matter, and columns that are padding in all rows are not computed.
-
-    Args:
-        model: Causal language model whose output has ``logits``.
-        data: Prompts, training data or generation outputs, padded on the right.
-        temperature: Divides the logits.
-        packed: Lay the rows end to end.
-        with_entropy: Compute the entropy, too.
-        chosen: bool ``[B, S]``, tokens to score; None: all.
     """
     ids, mask = tokens_and_mask(data)
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
@@ -94,13 +86,7 @@ def context_length(model: Any) -> int | None:
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
-    """Collect the inputs of a vision-language model besides the tokens, in the form its ``forward`` takes.
-
-    Args:
-        model: Model.
-        data: Batch that may have keys of ``IMAGE_KEYS`` and ``TOKEN_TYPE_KEYS``.
-        width: Number of token columns.
-    """
+    """Collect the inputs of a vision-language model besides its ``width`` columns of tokens, as its ``forward`` takes them."""
     taken = inspect.signature(model.forward).parameters
     lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
     if lost:
@@ -152,9 +138,7 @@ def sequence_scores(
     pass, if the model ``has_separable_head``.
 
     Args:
-        model: Causal language model whose output has ``logits``.
-        input_ids: int64 ``[B, S]``, padded on the right.
-        attention_mask: bool ``[B, S]``.
+        input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right.
         temperature: Divides the logits.
         packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
         inputs: Further inputs of the model (``image_inputs``).
@@ -175,10 +159,8 @@ def sequence_scores(
     scored = states[:, :-1][before.to(states.device)]
     tokens = input_ids[predicted].to(scored.device)
     logprobs, entropy = _chunked_scores(scored, tokens, head, temperature, with_entropy)
-    zeros, places = (
-        torch.zeros_like(input_ids, dtype=torch.float32, device=logprobs.device),
-        predicted.to(logprobs.device),
-    )
+    zeros = torch.zeros_like(input_ids, dtype=torch.float32, device=logprobs.device)
+    places = predicted.to(logprobs.device)
     return TokenScores(
         zeros.masked_scatter(places, logprobs), None if entropy is None else zeros.masked_scatter(places, entropy)
     )
@@ -187,8 +169,8 @@ def sequence_scores(
 def has_separable_head(model: Any) -> bool:
     """Return whether ``_head_logits`` makes the logits of a model from the hidden states that its head gets.
 
-    The first call for a model tries it on a few tokens; later ones return what that one found. Where the model is sharded, all ranks
-    must make the first call together, because it runs the model. Ranks then never differ in how often they run it for a batch.
+    The first call for a model tries it on a few tokens. With shards all ranks must make the first call together, because it runs
+    the model; later, ranks never differ in how often they run it for a batch.
     """
     if model not in _SEPARABLE:
         _SEPARABLE[model] = _tried_head(model)
@@ -227,7 +209,7 @@ def _run_to_head(
 
 
 def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Run a model whose head gets only the first columns; return all that its head was given, and the logits of these columns."""
+    """Run a model whose head gets only the first columns; return the head's whole inputs, and the logits of these columns."""
     given: list[Tensor] = []
 
     def show_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ A loss can be used in two ways. ``loss_fn(model, data)`` runs the model itself a
 the log-probabilities of a part of a batch and divides by the counts of the whole batch, so that the losses of micro-batches
 or ranks add up to the loss of the batch.
 
-``logprobs [B, S]`` are those of ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
+``logprobs [B, S]`` come from ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
 padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys of ``data``.
 """
 
@@ -107,14 +107,10 @@ class TokenLoss(ABC):
 
     @abstractmethod
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
-        """Return the loss and metrics of a part of a batch; both add up over the parts.
+        """Return the loss and metrics of a part of a batch with ``counts``; both add up over the parts.
 
-        Raise ConfigError if a key is missing, or the whole batch has no trained token.
-
-        Args:
-            logprobs: float32 ``[B, S]`` with gradients.
-            data: The same rows.
-            counts: Counts of the whole batch.
+        ``logprobs`` are float32 ``[B, S]`` with gradients, of the rows of ``data``. Raise ConfigError if a key is missing, or the
+        whole batch has no trained token.
         """
 
 

@@ -26,14 +26,9 @@ SDPA_BY_SEQUENCE = "sdpa_by_sequence"
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
-    """Pack items into few bins: the longest first, each into the first bin with room (Johnson 1973).
+    """Pack items into few bins of ``capacity``: the longest first, each into the first bin with room (Johnson 1973).
 
-    Return ascending item indices of each bin.
-
-    Args:
-        lengths: Tokens of each item.
-        capacity: Maximum sum of a bin.
-        num_bins_multiple: Halve the bins with most items until the number of bins is a multiple of this.
+    Bins with most items are halved until the number of bins is a multiple of ``num_bins_multiple``. Return ascending item indices.
     """
     check_fits(lengths, capacity)
     bins: list[list[int]] = []
@@ -79,13 +74,9 @@ def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: 
 def micro_batch_rows(
     lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
 ) -> list[list[int]]:
-    """Return the row numbers of the micro-batches of one process.
+    """Return the row numbers of the micro-batches of one process; ``rows_per_sample`` neighbours stay together.
 
-    Args:
-        lengths: Tokens of each row.
-        max_tokens: Maximum padded size of a micro-batch, or sum of lengths if it is packed.
-        packed: Fill bins by first-fit decreasing instead of cutting runs of similar length.
-        rows_per_sample: Number of neighbouring rows that stay together.
+    A micro-batch has a padded size of at most ``max_tokens``, or that sum of lengths if it is ``packed`` by first-fit decreasing.
     """
     samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
     if packed:
@@ -103,11 +94,7 @@ def deal_by_length(
 ) -> list[list[list[int]]]:
     """Deal rows over shards by decreasing length, and cut all shards into micro-batches at the same places.
 
-    Args:
-        rows: Row numbers, a multiple of ``shards``.
-        lengths: Tokens by row number.
-        shards: Number of parts.
-        max_tokens, length_multiple: As in ``token_budget_runs``.
+    The rows must be a multiple of ``shards``; ``lengths`` are by row number, the other arguments as in ``token_budget_runs``.
     """
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
@@ -156,10 +143,7 @@ def attend_by_sequence(
 
     A CPU kernel also computes the scores between sequences, which the mask discards. They are most of a packed row.
 
-    Args:
-        module, key, value, position_bias, **kwargs: As for ``sdpa``.
-        query: ``[B, heads, S, head_dim]``.
-        attention_mask: bool ``[B, 1, S, S]`` or None.
+    The arguments are as for ``sdpa``: ``query [B, heads, S, head_dim]``, ``attention_mask`` bool ``[B, 1, S, S]`` or None.
     """
     lengths = [] if position_bias is not None else _sequence_lengths(query, attention_mask)
     if len(lengths) < 2:
@@ -175,10 +159,7 @@ def attend_by_sequence(
 
 
 def _sequence_lengths(query: Tensor, mask: Tensor | None) -> list[int]:
-    """Return the lengths of the sequences of one packed row; empty if it is not one.
-
-    The first token of a sequence is the one that does not see the token before it.
-    """
+    """Return the lengths of the sequences of one packed row, or nothing. A sequence begins where a token does not see the one before."""
     columns = query.shape[2]
     if mask is None or mask.dtype != torch.bool or mask.shape != (1, 1, columns, columns):
         return []
@@ -236,7 +217,7 @@ def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
 
 
 def probe_tokens(model: Any) -> Tensor:
-    """Return tokens ``[1, 16]`` without a special meaning in the configuration, such as that of an image."""
+    """Return tokens ``[1, 16]`` without a special meaning in the configuration (an image, an end)."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
     return torch.tensor([[plain[i % len(plain)] for i in range(16)]], device=model.get_input_embeddings().weight.device)

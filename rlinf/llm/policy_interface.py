@@ -68,23 +68,14 @@ class PolicyInterface(ABC):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row.
-
-        Args:
-            data: Prompts.
-            greedy: Take the most likely token instead of sampling.
-        """
+        """Generate a completion per prompt; ``greedy`` takes the most likely token instead of sampling."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return the log-probabilities of the tokens of each row, without gradients."""
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the policy before training. Only losses with a reference need it.
-
-        Raises:
-            NotImplementedError: The policy keeps no reference.
-        """
+        """Return ``get_logprobs`` of the policy before training, for losses that need a reference."""
         raise NotImplementedError(f"{type(self).__name__} keeps no reference policy")
 
     @abstractmethod

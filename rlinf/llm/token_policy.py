@@ -1,4 +1,4 @@
-"""What token policies share: their settings, scoring and training in micro-batches, and the reference policy."""
+"""The base of token policies: settings, scoring and training in micro-batches, and the reference policy."""
 
 from __future__ import annotations
 
@@ -67,13 +67,9 @@ class TokenPolicy(PolicyInterface):
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = MasterAdamW(
-            trained,
-            decoupled=config.optimizer == "AdamW",
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            betas=tuple(config.betas),
-            eps=config.epsilon,
-        )
+            trained, decoupled=config.optimizer == "AdamW", lr=config.learning_rate, weight_decay=config.weight_decay,
+            betas=tuple(config.betas), eps=config.epsilon,
+        )  # fmt: skip
         self._optimizer.check_trains(self.model)
         self._train_step = TrainStep(self._optimizer, config.max_grad_norm, **train_step)
         seed = config.seed if rank == 0 else derive_seed(config.seed, "generation", rank)
@@ -118,18 +114,14 @@ class TokenPolicy(PolicyInterface):
     def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
         """Take one optimiser step.
 
+        Return ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``. Raise
+        ConfigError, on all ranks, if the rows of one do not fit the loss, or the policy cannot use the loss; NonFiniteError if
+        loss or gradient is NaN or infinite, with the weights unchanged.
+
         Args:
             data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that a ``TokenLoss`` needs are computed.
             loss_fn: A ``TokenLoss`` is evaluated in micro-batches. ``HuggingFacePolicy`` also takes any other
-                ``loss_fn(model, data)``, which gets the whole batch at once, since how it averages is not known.
-
-        Returns:
-            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``
-            (``rlinf.memory``).
-
-        Raises:
-            ConfigError: The batch does not fit the loss (on any rank: all raise), or the loss cannot be used with the policy.
-            NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
+                ``loss_fn(model, data)``, which gets the whole batch at once, because how it averages is unknown.
         """
         data = BatchedDataDict(data)
         self._check_loss(loss_fn)
@@ -172,7 +164,7 @@ class TokenPolicy(PolicyInterface):
     def _prepare(self, data: BatchedDataDict, loss_fn: TokenLoss) -> tuple[TokenCounts, list[BatchedDataDict]]:
         """Return the counts of all ranks and the micro-batches of this one, with reference log-probabilities if needed.
 
-        What the loss would refuse is refused here, before the passes in which ranks wait for each other.
+        The loss checks its data here, before the passes in which ranks wait for each other.
         """
 
         def prepare() -> tuple[TokenCounts, list[list[int]], bool]:
@@ -242,12 +234,11 @@ class TokenPolicy(PolicyInterface):
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
 
     def _check_initial(self, model: nn.Module) -> None:
-        """Raise CheckpointError if a model that was read after a step is not the one that the policy began with."""
+        """Raise CheckpointError if a model read after a step has other weights than the policy had at first."""
         expected = self._checksum or weights_checksum(self.model)
         pairs = zip(weights_checksum(model), expected, strict=True)
-        if not all(
-            math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) for one, other in pairs
-        ):  # shards add otherwise
+        # Shards add in another order.
+        if not all(math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) for one, other in pairs):
             raise CheckpointError(
                 f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
                 "reference. Call get_reference_logprobs once before the first train"
@@ -263,7 +254,7 @@ def check_trainable(config: TokenPolicyConfig) -> None:
         value = getattr(config, name)
         if value not in neutral:
             raise ConfigError(
-                f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
+                f"{name}={value} changes the sampled distribution but not the trained log-probabilities. "
                 f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
             )
     if torch_dtype_of(config.torch_dtype) == torch.float16:

@@ -81,20 +81,16 @@ class VllmGenerationWorker:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row, without tokens of images or other media.
 
+        ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p.
         Raise ConfigError if vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
         EngineError if the engine failed or did not answer in time.
 
         Args:
             input_ids: Prompts int64 ``[B, S]``, padded on the right.
             attention_mask: ``[B, S]``; None means no padding.
-            greedy: Take the most likely token instead of sampling.
             seeds: Seed of each row; None: the next ones of the worker.
-            images: ``IMAGE_INPUTS`` of each row, empty for text; None: there are no images.
-            **kwargs: Settings of the generation that override those of the worker.
-
-        Returns:
-            ``GenerationOutputSpec``. ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if
-            sampled) top-k and top-p.
+            images: ``IMAGE_INPUTS`` of each row, empty for text; None: text only.
+            **kwargs: Settings of the generation that override the worker's.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
         if unknown:
@@ -129,14 +125,9 @@ class VllmGenerationWorker:
         )
 
     def update_weights(self, weights_handle: WeightSource) -> int:
-        """Load weights and return their version.
+        """Load weights from the handle of a ``WeightBuffer`` (of any process) or a ``MergedWeights``; return their version.
 
-        Args:
-            weights_handle: That of a ``WeightBuffer`` (also from another process), or in this process a ``MergedWeights``, which
-                passes through two bounded buckets.
-
-        Raises:
-            WeightsRefusedError: They lack tensors, and the old weights stay; or they were damaged on the way.
+        Raise WeightsRefusedError if they lack tensors, and the old weights stay; or if they were damaged on the way.
         """
         return self.engine.update_weights(weights_handle)
 
@@ -178,9 +169,9 @@ class VllmGeneration(GenerationInterface):
             raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
         num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
         if cluster is not None and num_gpus > cluster.world_size():
-            found = cluster.world_size()
             raise ConfigError(
-                f"tensor_parallel_size is {num_gpus}, but the cluster has {found} processes. Pass tensor_parallel_size={found}"
+                f"tensor_parallel_size is {num_gpus}, but the cluster has {cluster.world_size()} processes. Pass "
+                f"tensor_parallel_size={cluster.world_size()}"
             )
         self.worker = VllmGenerationWorker(**config)
 

@@ -24,9 +24,6 @@ from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
 SUFFIXES = (".toml", ".yaml", ".yml")
-FOLDERS = ("configs", "config")
-"""Of the recipes that come with rlinf: TOML files by family, and the same recipes as YAML."""
-
 GRPO_KEYS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
 """Without ``train.train_policy.type``, one of these means GRPO."""
 
@@ -65,8 +62,7 @@ def packaged_recipes() -> Path:
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with rlinf."""
-    folder = packaged_recipes()
-    return sorted({path.stem for name in FOLDERS for path in (folder / name).rglob("*") if path.suffix in SUFFIXES})
+    return sorted(path.stem for path in (packaged_recipes() / "configs").rglob("*.toml"))
 
 
 def find_recipe(name: str) -> Path:
@@ -82,8 +78,7 @@ def find_recipe(name: str) -> Path:
     folder, path = packaged_recipes(), Path(name).expanduser()
     found = [each for each in (path, folder / name) if each.is_file()]
     if not found and path.parent == Path(".") and path.suffix not in SUFFIXES:
-        files = (each for kind in FOLDERS for each in sorted((folder / kind).rglob(f"{name}.*")))
-        found = [each for each in files if each.stem == name and each.suffix in SUFFIXES]
+        found = list((folder / "configs").rglob(f"{name}.toml"))
     if not found:
         raise ConfigError(
             f"--config is '{name}', and there is no such file here or in {folder}.{did_you_mean(path.stem, recipe_names())}"

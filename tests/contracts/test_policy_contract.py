@@ -165,6 +165,8 @@ def test_every_name_is_importable_without_torch_until_it_is_used():
         "from rlinf.contracts.generation import test_max_model_len_respected, test_generation_consistency\n"
         "from rlinf.distributed import BatchedDataDict, RayVirtualCluster\n"
         "from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn\n"
+        "import rlinf.llm.vllm_generation, rlinf.rollout.vllm_policy\n"
+        "import rlinf.llm.vllm_generation, rlinf.rollout.vllm_policy\n"
         "assert not {'vllm', 'ray', 'megatron'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=280)

@@ -46,9 +46,8 @@ CASES = {"pi0": PI0, "OFT": OFT, "OFT, LoRA": [*OFT, "model.is_lora=true", "mode
 
 
 def config_of(name, precision="bf16", *overrides):
-    return build_config(
-        compose_config(["env=tabletop", "env.state=proprio", *CASES[name], f"model.precision={precision}", *overrides])
-    )
+    words = ["env=tabletop", "env.state=proprio", *CASES[name], f"model.precision={precision}", *overrides]
+    return build_config(compose_config(words))
 
 
 def policy_of(name, precision="bf16", *overrides):
@@ -145,11 +144,8 @@ def test_shards_compute_what_the_replica_computes_from_float32_inputs(name):
 
 @pytest.mark.parametrize(("name", "key"), [("pi0", "state"), ("OFT", "proprio")])
 def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch, name, key):
-    monkeypatch.setattr(
-        parallel,
-        "MixedPrecisionPolicy",
-        lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True}),
-    )
+    casting = lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True})  # noqa: E731
+    monkeypatch.setattr(parallel, "MixedPrecisionPolicy", casting)
     scored, expected, seen, _ = with_process_group(lambda: act_and_score(name))
     assert seen[key] == torch.bfloat16
     assert torch.equal(scored, expected) == (name == "OFT")  # whose projector of the state computes in 16 bits itself
@@ -195,14 +191,9 @@ def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
         same = [torch.equal(p, q) for p, q in zip(one.optimizer.masters, other.optimizer.masters, strict=True)]
         assert all(same) if one is finished else not any(same)
     # What acts is the master, rounded; some differ by less than that.
-    assert all(
-        torch.equal(p, m.to(p.dtype))
-        for p, m in zip(worker.optimizer.parameters, worker.optimizer.masters, strict=True)
-    )
-    assert any(
-        not torch.equal(p.float(), m)
-        for p, m in zip(worker.optimizer.parameters, worker.optimizer.masters, strict=True)
-    )
+    pairs = list(zip(worker.optimizer.parameters, worker.optimizer.masters, strict=True))
+    assert all(torch.equal(p, m.to(p.dtype)) for p, m in pairs)
+    assert any(not torch.equal(p.float(), m) for p, m in pairs)
 
 
 def test_a_checkpoint_without_masters_begins_them_with_its_weights(tmp_path):
@@ -226,9 +217,8 @@ def test_the_next_phase_goes_on_with_the_masters(tmp_path):
     masters = worker.optimizer.masters
     worker.start_phase(worker.config)
     assert all(one is other for one, other in zip(masters, worker.optimizer.masters, strict=True))
-    assert not worker.optimizer.state and any(
-        m.dtype != p.dtype for m, p in zip(masters, worker.optimizer.parameters, strict=True)
-    )
+    pairs = zip(masters, worker.optimizer.parameters, strict=True)
+    assert not worker.optimizer.state and any(m.dtype != p.dtype for m, p in pairs)
 
 
 def test_gradients_of_micro_batches_add_up_in_float32():
@@ -247,9 +237,8 @@ def test_a_frozen_policy_is_skipped():
     worker = worker_of(policy_of("OFT"), "bf16", 1e-2)
     before = {name: master.detach().clone() for name, master in worker.named_masters.items()}
     trained = worker.optimizer.parameters
-    totals = worker.train_step.accumulate(
-        [trained], lambda parameters: (sum(p.float().sum() for p in parameters), {"loss": torch.zeros(())})
-    )
+    loss_of = lambda parameters: (sum(p.float().sum() for p in parameters), {"loss": torch.zeros(())})  # noqa: E731
+    totals = worker.train_step.accumulate([trained], loss_of)
     worker._take_step(totals, None, frozen=True)
     moved = {name for name, master in worker.named_masters.items() if not torch.equal(master, before[name])}
     assert moved == {name for name in before if name.startswith("value_head.")}
@@ -269,9 +258,8 @@ def test_folders_of_a_checkpoint(tmp_path, name):
     formats = {name: t.dtype for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     del policy.preprocess, policy.sft_loss
     if name == "OFT":
-        assert {name for name, dtype in formats.items() if dtype != torch.bfloat16} == {
-            name for name in formats if name.startswith("value_head.")
-        }
+        exact = {name for name, dtype in formats.items() if dtype != torch.bfloat16}
+        assert exact == {name for name in formats if name.startswith("value_head.")}
         again = build_policy(replace(config, model=replace(config.model, model_path=str(tmp_path), init_config={})))
     else:
         assert set(formats.values()) == {torch.float32} and any("lora_A" in name for name in formats)
@@ -279,9 +267,8 @@ def test_folders_of_a_checkpoint(tmp_path, name):
         again = build_policy(replace(config, model=replace(config.model, lora_path=str(tmp_path))))
         with pytest.raises(CheckpointError, match="is part of these weights already"):
             apply_lora(merge_lora(policy), config.model.lora, str(tmp_path))
-    first, second = (
-        each.predict_action_batch(**each.preprocess(observation), do_sample=False) for each in (policy, again)
-    )
+    policies = (policy, again)
+    first, second = (each.predict_action_batch(**each.preprocess(observation), do_sample=False) for each in policies)
     assert torch.equal(first.logits, second.logits) and torch.equal(first.values, second.values)
     assert {p.dtype for p in again.value_head.parameters()} == {torch.float32}
 
@@ -299,9 +286,7 @@ def test_a_run_in_bf16_goes_on_bit_for_bit(tmp_path):
     run(tmp_path / "whole", "sft.max_steps=4")
     run(tmp_path / "halves", "sft.max_steps=2")
     run(tmp_path / "halves", "sft.max_steps=4", f"resume={tmp_path / 'halves'}")
-    whole, halves = (
-        load_file(tmp_path / one / "checkpoints" / "sft_000004" / "adapter" / ADAPTER_FILE)
-        for one in ("whole", "halves")
-    )
+    files = (tmp_path / run / "checkpoints" / "sft_000004" / "adapter" / ADAPTER_FILE for run in ("whole", "halves"))
+    whole, halves = map(load_file, files)
     assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
     assert all(torch.equal(tensor, halves[name]) for name, tensor in whole.items())

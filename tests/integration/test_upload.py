@@ -62,7 +62,7 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         calls: ``METHOD path`` of each request.
         files: Content by path in the repository.
-        failures: Answers with status 500 that are still to come, for commits.
+        failures: Commits that are still to be refused.
         role: Of the token.
         closes_after_whoami: It cannot be reached any more after it has said whose the token is.
     """
@@ -127,7 +127,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         elif "/commit/" in self.path:
             if hub.failures:
                 hub.failures -= 1
-                self._answer({"error": "the hub is down"}, 500)
+                # After 500, the library of the hub would wait 23 s before it raises.
+                self._answer({"error": "the hub is busy"}, 409)
                 return
             for line in body.decode().splitlines():
                 entry = json.loads(line)
@@ -187,39 +188,27 @@ def upload_to(hub: Hub, run: Path, token: str | None = TOKEN) -> str:
     return result.stdout
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_the_final_policy_goes_to_a_new_repository_of_the_hub_with_its_card(hub, tmp_path):
+    """Also to one that is busy for a moment."""
     run, folders = finished_run(tmp_path)
+    hub.failures = 2
     assert "done" in upload_to(hub, run)
-    assert [each["name"] for each in hub.created] == [f"policy-{STAMP}"] and hub.created[0].get(
-        "visibility"
-    ) == "private"
-    assert hub.files.keys() == {
-        path.relative_to(folders[1]).as_posix() for path in folders[1].rglob("*") if path.is_file()
-    }, "the final policy, not the checkpoint"
+    assert sum("/commit/" in call for call in hub.calls) == 3
+    assert {(each["name"], each.get("visibility")) for each in hub.created} == {(f"policy-{STAMP}", "private")}
+    assert hub.files == contents(folders[1]), "the final policy, not the checkpoint"
     assert hub.files["00000.safetensors"] == b"weights " * 9
     card = hub.files["README.md"].decode()
     head = yaml.safe_load(card.split("---")[1])
-    assert head == {
-        "library_name": "transformers",
-        "tags": ["rlinf", "sft"],
-        "base_model": "owner/base-model",
-        "datasets": "owner/rows",
-    }
-    for words in (
-        "Trained by SFT from owner/base-model",
-        "| updates | 7 |",
-        "LoRA adapters, merged",
-        "| step_7 | 0.5000 |",
-    ):
+    origin = {"base_model": "owner/base-model", "datasets": "owner/rows"}
+    assert head == {"library_name": "transformers", "tags": ["rlinf", "sft"], **origin}
+    facts = ("| updates | 7 |", "LoRA adapters, merged", "| step_7 | 0.5000 |")
+    for words in ("Trained by SFT from owner/base-model", *facts):
         assert words in card, card
-    assert sum("/commit/" in call for call in hub.calls) == 1
     verify_files(folders[1], Manifest.load(folders[1]))
-
-
-def test_a_hub_that_is_down_for_a_moment_is_tried_again(hub, tmp_path):
-    run, _ = finished_run(tmp_path)
-    hub.failures = 2
-    assert "done" in upload_to(hub, run)
 
 
 def test_what_the_hub_refuses_is_said(hub, tmp_path):
@@ -228,10 +217,8 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     said = upload_to(hub, run, token="hf_wrong")
     assert "ConfigError" in said and "begun" not in said and "hf_wrong" not in said
     hub.role = "read"
-    assert (
-        "ConfigError: train.ckpt.upload_hf=true needs a token with write access; that of 'me' may only read"
-        in upload_to(hub, run)
-    )
+    refused = "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
+    assert refused in upload_to(hub, run)
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
     assert "begun" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
@@ -316,10 +303,7 @@ def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(h
     hub.failures = 0
     done = launch("train.resume=true")
     assert done.returncode == 0, done.stderr
-    final = run / "safetensors" / "final"
-    assert hub.files == {
-        path.relative_to(final).as_posix(): path.read_bytes() for path in final.rglob("*") if path.is_file()
-    }
+    assert hub.files == contents(run / "safetensors" / "final")
 
 
 def test_a_card_names_no_path_of_this_machine(tmp_path):
@@ -340,20 +324,19 @@ def s3(monkeypatch):
     host, port = server.get_host_and_port()
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a very secret key")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    variables = {
+        "ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "a key", "SECRET_ACCESS_KEY": "a very secret key",
+        "DEFAULT_REGION": "us-east-1", "CONFIG_FILE": os.devnull, "SHARED_CREDENTIALS_FILE": os.devnull,
+        "EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(upload_module, "BACKOFF_S", 0.01)
     client = boto3.client("s3")
     client.create_bucket(Bucket="mine")
     yield client
-    urlopen(
-        Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=30
-    ).close()  # all servers of a process share it
+    # All servers of a process share their state.
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=30).close()
     server.stop()
 
 
@@ -361,38 +344,39 @@ def keys(client) -> list[str]:
     return [each["Key"] for each in client.list_objects_v2(Bucket="mine").get("Contents", [])]
 
 
+def files_of(run: Path) -> set[str]:
+    return {f"my-sft/{STAMP}/{name}" for name in contents(run)}
+
+
 def test_files_arrive_in_s3_below_prefix_and_run(s3, tmp_path):
     run, folders = finished_run(tmp_path)
     S3Upload("mine", "outputs").upload(run, folders, is_final=True)
-    expected = {
-        f"outputs/my-sft/{STAMP}/{path.relative_to(run).as_posix()}"
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    expected = {f"outputs/{key}" for key in files_of(run)}
     assert set(keys(s3)) == expected and len(expected) > 6
     body = s3.get_object(Bucket="mine", Key=f"outputs/my-sft/{STAMP}/safetensors/final/00000.safetensors")["Body"]
     assert body.read() == b"weights " * 9
     assert S3Upload("mine").key_of(run, folders[0] / "config.yaml") == f"my-sft/{STAMP}/checkpoints/step_7/config.yaml"
 
 
-def test_the_manifest_arrives_last(s3, tmp_path, monkeypatch):
+def test_only_the_last_checkpoint_is_sent_unless_all_are_asked_for_and_its_manifest_last(s3, tmp_path, monkeypatch):
     run, folders = finished_run(tmp_path)
+    other_step(run, 2, exported=True)
     upload, sent = S3Upload("mine"), []
     monkeypatch.setattr(upload.client, "upload_file", lambda path, bucket, key: sent.append(Path(path)))
-    upload.upload(run, folders, is_final=True)
-    assert [path.name for path in sent].count("manifest.json") == 2
+    CheckpointManager(run, uploads=[upload])._upload(folders, is_final=True)
+    assert [path.name for path in sent].count("manifest.json") == 2 and not any("step_2" in path.parts for path in sent)
     for folder in folders:
         assert [path for path in sent if folder in path.parents][-1] == folder / "manifest.json"
 
 
 def test_what_s3_refuses_is_said_before_training(s3, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="needs a bucket. Set train.ckpt.s3_bucket="):
-        S3Upload(None)
-    with pytest.raises(
-        ConfigError, match="Cannot use the S3 bucket 'absent', tried 3 times .*404.*Set train.ckpt.s3_bucket"
-    ):
-        S3Upload("absent")
+    refusals = {
+        None: "needs a bucket. Set train.ckpt.s3_bucket=",
+        "absent": "Cannot use the S3 bucket 'absent', tried 3 times .*404.*Set train.ckpt.s3_bucket",
+    }
+    for bucket, words in refusals.items():
+        with pytest.raises(ConfigError, match=words):
+            S3Upload(bucket)
     with monkeypatch.context() as patch:
         patch.delenv("AWS_SECRET_ACCESS_KEY")
         patch.delenv("AWS_DEFAULT_REGION")
@@ -469,10 +453,6 @@ def other_step(run: Path, number: int, exported: bool) -> list[Path]:
     return folders
 
 
-def files_of(run: Path) -> set[str]:
-    return {f"my-sft/{STAMP}/{path.relative_to(run).as_posix()}" for path in run.rglob("*") if path.is_file()}
-
-
 def fail(*_):
     raise OSError("no network")
 
@@ -501,11 +481,3 @@ def test_at_the_end_every_checkpoint_on_the_disk_is_uploaded_that_is_not_there(s
     sent.clear()
     upload.upload(run, [*last, *second], is_final=True)
     assert sent and all("step_5" in path.parts for path in sent)
-
-
-def test_the_end_takes_only_the_last_checkpoint_where_not_all_are_asked_for(s3, tmp_path):
-    run, last = finished_run(tmp_path)
-    other_step(run, 2, exported=True)
-    manager = CheckpointManager(run, uploads=[S3Upload("mine")])
-    manager._upload(last, is_final=True)
-    assert set(keys(s3)) == {key for key in files_of(run) if "/step_2/" not in key}

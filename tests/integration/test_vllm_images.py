@@ -52,11 +52,9 @@ def make_torchvision(folder):
     for path in ("", "transforms", "transforms/v2"):
         (folder / "torchvision" / path).mkdir(parents=True)
         (folder / "torchvision" / path / "__init__.py").write_text(STAND_IN + '__version__ = "0.99.0"\n')
+    functions = "from torchvision.transforms import InterpolationMode\n" + STAND_IN[STAND_IN.index("def __getattr__") :]
     for path in ("io", "transforms/functional", "transforms/v2/functional"):
-        (folder / "torchvision" / f"{path}.py").write_text(
-            "from torchvision.transforms import InterpolationMode\n"
-            + STAND_IN.partition("\n\n")[2].partition("\n\n")[2]
-        )
+        (folder / "torchvision" / f"{path}.py").write_text(functions)
     (folder / "torchvision-0.99.0.dist-info").mkdir()
     (folder / "torchvision-0.99.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.99.0\n")
     return folder
@@ -114,9 +112,8 @@ def test_the_engine_sees_what_the_trainer_sees(family, tp_size, tmp_path, monkey
     processor = load_vlm_processor(folder, model.config)
     two = [picture(1), picture(2, 16, 64)]
     prompts = [make_prompt(processor, *each) for each in (("what is it", two[:1]), ("hello", []), ("and these", two))]
-    others = [
-        make_prompt(processor, *each) for each in (("what is it", two[1:]), ("hello", []), ("and these", two[::-1]))
-    ]
+    swapped = (("what is it", two[1:]), ("hello", []), ("and these", two[::-1]))
+    others = [make_prompt(processor, *each) for each in swapped]
     banned = [model.config.image_token_id, model.config.video_token_id, model.config.vision_start_token_id,
               model.config.vision_end_token_id]  # fmt: skip
     generation = VllmGeneration(None, {
@@ -133,7 +130,6 @@ def test_the_engine_sees_what_the_trainer_sees(family, tp_size, tmp_path, monkey
             answer = output["output_ids"][row, part].tolist()
             assert not set(answer) & set(banned)
             found.append(float((score(model, seen, answer, banned) - output["logprobs"][row, part]).abs().max()))
-        print(family, found)
         return found
 
     buckets = WeightBuckets(100_000)
@@ -145,9 +141,8 @@ def test_the_engine_sees_what_the_trainer_sees(family, tp_size, tmp_path, monkey
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "visual" in name:
-                    parameter.add_(
-                        0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-                    )
+                    random = torch.Generator().manual_seed(len(name))
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=random))
         stale = gaps(prompts)
         assert min(stale[0], stale[2]) > 1e-2, "control: stale weights of the tower"
         for version in (1, 2):

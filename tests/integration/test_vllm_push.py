@@ -74,10 +74,10 @@ def test_after_the_first_push_only_blocks_with_trained_weights_cross(monkeypatch
 
 def test_two_workers_open_the_weights_themselves_and_so_do_those_of_a_restarted_engine(tmp_path):
     """Tensor parallelism: what is sent to the engine, and from it to its workers, does not grow with the model."""
-    sizes = {"vocab_size": 32_000, "intermediate_size": 2048, "num_hidden_layers": 8, "initializer_range": 0.1}
+    sizes = {"vocab_size": 16_000, "intermediate_size": 1024, "num_hidden_layers": 2, "initializer_range": 0.1}
     models = [make_language_model(seed, hidden_size=512, **sizes) for seed in (0, 1)]
     num_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
-    assert num_bytes >= 60_000_000 * 4
+    assert num_bytes >= 15_000_000 * 4
     models[0].save_pretrained(tmp_path)
     generation = VllmGeneration(None, {
         "model_name": str(tmp_path), "max_new_tokens": 4, "eos_token_id": [], "max_model_len": 24,
@@ -88,14 +88,11 @@ def test_two_workers_open_the_weights_themselves_and_so_do_those_of_a_restarted_
     buckets, engine = WeightBuckets(16 << 20), generation.worker.engine
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for version, model in enumerate([models[1], models[0], models[1]], start=1):
+            for version, model in enumerate([models[0], models[1]], start=1):
                 generation.prepare_for_generation()
                 counts = crossed(SimpleNamespace(engine=engine), patch)
                 assert generation.update_weights(MergedWeights(model, version, buckets)) == version
-                print(
-                    f"version {version}: {counts['messages']} bytes of messages, {counts['tensors']} bytes of weights"
-                )
-                assert counts["messages"] < 1_000_000 < counts["tensors"] == num_bytes
+                assert counts["messages"] < 100_000 < counts["tensors"] == num_bytes
                 check_rows(generation.generate(data, greedy=True), model, prompts, 4, temperature=1.0)
                 patch.undo()
         with pytest.raises(AssertionError):

@@ -11,12 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
 from rlinf.checkpoints.hf_folder import INDEX_FILE, HFFolder, token_manifest, write_chunks
@@ -92,9 +87,8 @@ def test_an_exported_folder_loads_and_computes_the_same(tiny_lm, tmp_path, famil
     read, info = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(logits(read.eval()), logits(model)) and type(read) is type(model)
-    assert not torch.allclose(logits(read), logits(AutoModelForCausalLM.from_pretrained(source).eval()), atol=1e-3), (
-        "a control"
-    )
+    untrained = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert not torch.allclose(logits(read), logits(untrained), atol=1e-3), "a control"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
     assert tokenizer("a b d")["input_ids"] == [3, 4, 6] and tokenizer.chat_template
     wanted = {
@@ -123,6 +117,13 @@ def test_a_vision_language_model_is_exported_with_its_processor(tmp_path, family
     assert torch.equal(logits(read), logits(model))
     configurations = {path.name for path in Path(source).iterdir() if path.suffix in (".json", ".jinja", ".txt")}
     assert {name for name in configurations if "index" not in name} <= files_of(tmp_path / "final")
+    # Adapters are merged into the names of the source's files.
+    lora = LoraConfig(rank=2)
+    model = trained(source, lora=lora)
+    HFFolder(source, torch.float32, lora=lora)(saved(tmp_path, model, source, lora), tmp_path / "merged")
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(read), logits(model), atol=1e-4, rtol=1e-4)
+    assert keys_of(tmp_path / "merged") == keys_of(Path(source))
 
 
 def test_adapters_are_merged_or_stay_apart(tiny_lm, tmp_path):
@@ -143,16 +144,6 @@ def test_adapters_are_merged_or_stay_apart(tiny_lm, tmp_path):
     with pytest.raises(CheckpointError, match="holds adapters; it is exported without any"):
         HFFolder(source, torch.float32)(checkpoint, tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_adapters_of_a_vision_language_model_are_merged_into_the_names_of_its_files(tmp_path, family):
-    source, lora = str(make_tiny_vlm(family, tmp_path / "source")), LoraConfig(rank=2)
-    model = trained(source, lora=lora)
-    HFFolder(source, torch.float32, lora=lora)(saved(tmp_path, model, source, lora), tmp_path / "merged")
-    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(logits(read), logits(model), atol=1e-4, rtol=1e-4)
-    assert keys_of(tmp_path / "merged") == keys_of(Path(source))
 
 
 def keys_of(folder: Path) -> list[str]:
@@ -198,12 +189,13 @@ def test_chunks_hold_at_most_their_limit_and_the_index_names_every_tensor(tmp_pa
         assert sum(t.numel() * t.element_size() for t in held.values()) <= 2500 or set(held) == {"too_large"}
 
 
-def test_a_whole_folder_is_replaced_by_a_whole_one_only(tiny_lm, tmp_path, monkeypatch):
-    source = tiny_lm()
+def test_a_whole_folder_is_replaced_by_a_whole_one_only_and_not_deleted_before(tiny_lm, tmp_path, monkeypatch):
+    source, output, deleted, rmtree = tiny_lm(), tmp_path / "final", [], shutil.rmtree
     checkpoint = saved(tmp_path, trained(source), source)
     export = HFFolder(source, torch.float32)
-    export(checkpoint, tmp_path / "final")
-    before = keys_of(tmp_path / "final")
+    export(checkpoint, output)
+    (output / "former").write_text("")
+    before = keys_of(output)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -211,27 +203,8 @@ def test_a_whole_folder_is_replaced_by_a_whole_one_only(tiny_lm, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("rlinf.checkpoints.hf_folder.save_file", full)
         with pytest.raises(OSError, match="MiB free"):
-            export(checkpoint, tmp_path / "final")
-    assert keys_of(tmp_path / "final") == before and {".final.tmp"}.isdisjoint(files_of(tmp_path))
-    export(checkpoint, tmp_path / "final")
-
-
-def test_what_cannot_be_merged_is_said_before_training(tiny_lm, tmp_path):
-    source = Path(shutil.copytree(tiny_lm(), tmp_path / "source"))
-    (source / "model.safetensors").rename(source / "weights.safetensors")
-    with pytest.raises(ConfigError, match="has no model.safetensors and no .*merge_lora=false"):
-        HFFolder(str(source), torch.float32, lora=LoraConfig())
-    HFFolder(str(source), torch.float32, lora=LoraConfig(), merge_lora=False)
-    with pytest.raises(ConfigError, match="adapted weights .lm_head.weight.* have no tensor of their own"):
-        HFFolder(tiny_lm("llama", tie_word_embeddings=True), torch.float32, lora=LoraConfig(target_modules=["lm_head"]))
-
-
-def test_an_exported_folder_is_replaced_without_being_deleted_first(tiny_lm, tmp_path, monkeypatch):
-    export, output = HFFolder(tiny_lm(), torch.float32), tmp_path / "final"
-    checkpoint = saved(tmp_path, trained(tiny_lm()), tiny_lm())
-    export(checkpoint, output)
-    (output / "former").write_text("")
-    deleted, rmtree = [], shutil.rmtree
+            export(checkpoint, output)
+    assert keys_of(output) == before and "former" in files_of(output) and not list(tmp_path.glob(".final*"))
 
     def record(path, *arguments, **more):
         deleted.append(Path(path).name)
@@ -242,3 +215,13 @@ def test_an_exported_folder_is_replaced_without_being_deleted_first(tiny_lm, tmp
     assert ".final.old" in deleted and "final" not in deleted
     assert "former" not in files_of(output) and not list(tmp_path.glob(".final*"))
     verify_files(output, Manifest.load(output))
+
+
+def test_what_cannot_be_merged_is_said_before_training(tiny_lm, tmp_path):
+    source = Path(shutil.copytree(tiny_lm(), tmp_path / "source"))
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    with pytest.raises(ConfigError, match="has no model.safetensors and no .*merge_lora=false"):
+        HFFolder(str(source), torch.float32, lora=LoraConfig())
+    HFFolder(str(source), torch.float32, lora=LoraConfig(), merge_lora=False)
+    with pytest.raises(ConfigError, match="adapted weights .lm_head.weight.* have no tensor of their own"):
+        HFFolder(tiny_lm("llama", tie_word_embeddings=True), torch.float32, lora=LoraConfig(target_modules=["lm_head"]))

@@ -32,9 +32,8 @@ def test_unequal_prompts_equal_single_ones_and_greedy_generate(tiny_lm, prompts,
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for row in range(4):
         single = alone(prompts, row)
-        expected = plain.generate(**single, max_new_tokens=9, do_sample=False)[
-            0, single["input_ids"].shape[1] :
-        ].tolist()
+        whole = plain.generate(**single, max_new_tokens=9, do_sample=False)[0].tolist()
+        expected = whole[single["input_ids"].shape[1] :]
         assert response(output, row) == expected == response(engine.generate(single, greedy=True), 0)
     # The control: with the padding where it was, a short row is continued differently.
     padded = plain.generate(**prompts, max_new_tokens=9, do_sample=False)[3, 6:].tolist()
@@ -186,16 +185,12 @@ def test_a_model_without_a_key_value_cache_generates_too(tmp_path, prompts):
 
 
 OWN_STATE = {
-    "recurrent_gemma": {
-        "head_dim": 8,
-        "lru_width": 32,
-        "attention_window_size": 4,
-        "block_types": ["recurrent", "attention"],
-    },
+    "recurrent_gemma": {"head_dim": 8, "lru_width": 32, "attention_window_size": 4,
+                        "block_types": ["recurrent", "attention"]},
     "rwkv": {"attention_hidden_size": 32},
     "minimax": {"head_dim": 8, "num_local_experts": 2, "block_size": 4},
     "mamba": {"state_size": 4},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OWN_STATE)
@@ -207,9 +202,8 @@ def test_models_with_a_state_or_cache_of_their_own_continue_each_row_as_if_alone
         tokens = alone(prompts, row)["input_ids"][0].tolist()
         for _ in range(6):
             with torch.no_grad():
-                tokens.append(
-                    int(engine.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
-                )
+                logits = engine.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
         assert response(output, row) == tokens[-6:]
     assert engine.model.ignores_left_padding == (family in ("minimax", "mamba"))
     scored = sequence_logprobs(engine.model, *tokens_and_mask(output)).detach()
@@ -255,21 +249,17 @@ def test_padding_that_stands_there_for_a_neighbour_is_not_penalised(tiny_lm, pro
 def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
     free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
     eos = response(free, 1)[3]
-    output = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=eos, pad_token_id=33).generate(
-        prompts, greedy=True
-    )
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=eos, pad_token_id=33)
+    output = engine.generate(prompts, greedy=True)
     assert response(output, 1) == response(free, 1)[: response(free, 1).index(eos) + 1]
     assert verify_right_padding(output, pad_token_id=33)
     assert not output["logprobs"][1, output["unpadded_sequence_lengths"][1] :].any()
 
 
 @pytest.mark.parametrize("pad", [-1, 48])
-def test_a_padding_token_without_an_embedding_is_refused_or_of_a_checkpoint_passed_over(
-    tiny_lm, tmp_path, prompts, pad
-):
-    with pytest.raises(
-        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Pass pad_token_id="
-    ):
+def test_a_padding_token_without_an_embedding_is_refused_or_passed_over(tiny_lm, tmp_path, prompts, pad):
+    words = rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Pass pad_token_id="
+    with pytest.raises(ConfigError, match=words):
         HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     model.save_pretrained(tmp_path)
@@ -295,9 +285,8 @@ def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
     output = engine.generate(prompts, greedy=True)
     assert output["unpadded_sequence_lengths"].tolist() == [10] * 4
     assert response(output, 3) == response(engine.generate(alone(prompts, 3), greedy=True), 0)
-    shorter = HuggingFaceGeneration(tiny_lm(), max_new_tokens=100, max_model_len=8, eos_token_id=[]).generate(
-        prompts, False
-    )
+    short = HuggingFaceGeneration(tiny_lm(), max_new_tokens=100, max_model_len=8, eos_token_id=[])
+    shorter = short.generate(prompts, False)
     assert shorter["unpadded_sequence_lengths"].tolist() == [8] * 4
     with pytest.raises(ConfigError, match="6 tokens.*max_model_len=6"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=6).generate(prompts, greedy=True)
@@ -307,11 +296,11 @@ def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
 
 def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=4)
-    for call in (engine.prepare_for_generation, engine.prepare_for_generation):
-        call()
+    for _ in range(2):
+        engine.prepare_for_generation()
     before = engine.generate(prompts, greedy=True)["output_ids"]
-    for call in (engine.finish_generation, engine.finish_generation):
-        call()
+    for _ in range(2):
+        engine.finish_generation()
     assert engine.generate(prompts, greedy=True)["output_ids"].equal(before)
 
 
@@ -319,16 +308,8 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
     ("settings", "error", "words"),
     [
         ({"temprature": 1.0}, ConfigError, "temprature.*Did you mean 'temperature'"),
-        ({"temperature": 0.0}, ConfigError, "temperature is 0.0"),
-        ({"top_p": 1.5}, ConfigError, "top_p is 1.5"),
-        ({"top_k": 0}, ConfigError, "top_k is 0"),
-        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
-        (
-            {"attn_implementation": "flash"},
-            ConfigError,
-            "'flash'; required: one of eager, .*attn_implementation='sdpa'",
-        ),
+        ({"attn_implementation": "flash"}, ConfigError, "'flash'; required: one of eager, .*implementation='sdpa'"),
         ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Pass device_map='auto'"),
         ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype='bf17'.*Pass torch_dtype='bfloat16'"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
@@ -356,47 +337,40 @@ def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tm
             HuggingFaceGeneration(str(tmp_path), device_map=device_map)
 
 
-@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
-def test_placement_does_not_change_the_output(tiny_lm, prompts, device_map):
-    outputs = [
-        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=where).generate(prompts, greedy=True)[
-            "output_ids"
-        ]
-        for where in (None, device_map)
+def test_placement_does_not_change_the_output(tiny_lm, prompts):
+    engines = [
+        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=each) for each in (None, "auto", {"": "cpu"})
     ]
-    assert outputs[0].equal(outputs[1])
+    first, *others = (engine.generate(prompts, greedy=True)["output_ids"] for engine in engines)
+    assert all(output.equal(first) for output in others)
 
 
-def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):
-    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=2)
-    left = BatchedDataDict({key: value.flip(1) for key, value in prompts.items()})
-    with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
-        engine.generate(left, greedy=True)
+def test_padding_on_the_left_and_empty_rows_are_told(prompts):
+    """How both engines refuse them: ``test_vllm_settings``."""
+    assert not verify_right_padding({key: value.flip(1) for key, value in prompts.items()})
     prompts["attention_mask"][2] = 0
+    assert not verify_right_padding(prompts)
     with pytest.raises(ConfigError, match="Row 2 has no tokens"):
-        engine.generate(prompts, greedy=True)
-    with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]. Give at least one row"):
-        engine.generate(prompts.slice(0, 0), greedy=True)
-    assert not verify_right_padding(left) and not verify_right_padding(prompts)
+        verify_right_padding(prompts, raise_error=True)
 
 
 def test_malformed_batches_are_refused(prompts):
-    with pytest.raises(ConfigError, match="no 'attention_mask'.*input_ids"):
-        tokens_and_mask({"input_ids": prompts["input_ids"]})
-    with pytest.raises(ConfigError, match=r"\[4, 6\].*\[4, 3\]"):
-        tokens_and_mask({"input_ids": prompts["input_ids"], "attention_mask": torch.ones(4, 3)})
-    with pytest.raises(ConfigError, match="unpadded_sequence_lengths"):
-        tokens_and_mask({"output_ids": prompts["input_ids"]})
-    with pytest.raises(ConfigError, match=r"output_ids are \[4, 6\] and .* \[4, 6\]; required: \[B, S\] and \[B\]"):
-        tokens_and_mask({"output_ids": prompts["input_ids"], "unpadded_sequence_lengths": prompts["attention_mask"]})
-    with pytest.raises(ConfigError, match="'input_ids' is a list; required: a torch.Tensor"):
-        tokens_and_mask({key: value.tolist() for key, value in prompts.items()})
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    refusals = (
+        ("no 'attention_mask'.*input_ids", {"input_ids": ids}),
+        (r"\[4, 6\].*\[4, 3\]", {"input_ids": ids, "attention_mask": torch.ones(4, 3)}),
+        ("unpadded_sequence_lengths", {"output_ids": ids}),
+        (r"output_ids are \[4, 6\] and .* \[4, 6\]; required: \[B, S\] and \[B\]",
+         {"output_ids": ids, "unpadded_sequence_lengths": mask}),
+        ("'input_ids' is a list; required: a torch.Tensor", {"input_ids": ids.tolist(), "attention_mask": mask}),
+    )  # fmt: skip
+    for words, batch in refusals:
+        with pytest.raises(ConfigError, match=words):
+            tokens_and_mask(batch)
 
 
-def test_rows_of_all_keys_are_counted_and_ids_of_32_bits_are_read(tiny_lm, prompts):
+def test_ids_of_32_bits_are_read(tiny_lm, prompts):
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=2)
-    with pytest.raises(ConfigError, match="'name': 3.*one number for all keys"):
-        engine.generate(prompts | {"name": ["a", "b", "c"]}, greedy=True)
     short = engine.generate({key: value.int() for key, value in prompts.items()}, greedy=True)
     assert short["output_ids"].dtype == torch.int64
     assert short["output_ids"].equal(engine.generate(prompts, greedy=True)["output_ids"])

@@ -178,10 +178,8 @@ def test_rotary_frequencies_stay_float32_after_meta_init_and_conversion(folders,
 
 
 def test_tied_embeddings_are_one_tensor(folders):
-    for model in (
-        HFModel.from_pretrained(folders / "llama"),
-        HFModel.from_config(load_config(folders / "llama"), meta=True).materialize("cpu"),
-    ):
+    from_meta = HFModel.from_config(load_config(folders / "llama"), meta=True).materialize("cpu")
+    for model in (HFModel.from_pretrained(folders / "llama"), from_meta):
         assert model.model.lm_head.weight is model.model.model.embed_tokens.weight
     untied = HFModel.from_pretrained(folders / "qwen2").model
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
@@ -197,12 +195,9 @@ def test_mxfp4_experts_are_dequantised_by_the_published_table(folders, tmp_path)
             packed[name] = tensor
             continue
         num_experts, inputs, outputs = tensor.shape
-        packed[f"{name}_blocks"] = torch.randint(
-            0, 256, (num_experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator
-        )
-        packed[f"{name}_scales"] = torch.randint(
-            118, 124, (num_experts, outputs, inputs // 32), dtype=torch.uint8, generator=generator
-        )
+        shape, bytes_of = (num_experts, outputs, inputs // 32), {"dtype": torch.uint8, "generator": generator}
+        packed[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **bytes_of)
+        packed[f"{name}_scales"] = torch.randint(118, 124, shape, **bytes_of)
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, quantization_config={"quant_method": "mxfp4"})
     model = HFModel.from_pretrained(folder)
@@ -258,12 +253,8 @@ def test_weights_that_do_not_fit_are_named(folders, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as error:
         HFModel.from_pretrained(folder)
-    for word in (
-        f"missing ['{missing}']",
-        "unexpected ['model.layers.7.extra']",
-        "model.norm.weight",
-        "Pass path=<another folder>",
-    ):
+    named = (f"missing ['{missing}']", "unexpected ['model.layers.7.extra']", "model.norm.weight")
+    for word in (*named, "Pass path=<another folder>"):
         assert word in str(error.value)
 
 
@@ -386,14 +377,9 @@ def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoint"
     model.save_pretrained(folder)
     (folder / "modeling_bigram.py").write_text(CUSTOM_CODE)
-    edit_config(
-        folder,
-        architectures=["BigramForCausalLM"],
-        auto_map={
-            "AutoConfig": "modeling_bigram.BigramConfig",
-            "AutoModelForCausalLM": "modeling_bigram.BigramForCausalLM",
-        },
-    )
+    classes = {"AutoConfig": "BigramConfig", "AutoModelForCausalLM": "BigramForCausalLM"}
+    auto_map = {auto: f"modeling_bigram.{own}" for auto, own in classes.items()}
+    edit_config(folder, architectures=["BigramForCausalLM"], auto_map=auto_map)
     section = {"model_type": "bigram", "model_path": str(folder)}
     with pytest.raises(ConfigError, match="'bigram'.*set model.trust_remote_code=true"):
         get_model(section)
@@ -427,11 +413,8 @@ def test_an_unregistered_text_model_falls_back_with_one_line(folders, caplog):
     with caplog.at_level(logging.INFO):
         model = get_model(section)
     assert isinstance(model, HFModel) and model.model_class is transformers.MistralForCausalLM
-    assert (
-        len(fallback_lines(caplog)) == 1
-        and "'mistral'" in fallback_lines(caplog)[0]
-        and "HFModel" in fallback_lines(caplog)[0]
-    )
+    (line,) = fallback_lines(caplog)
+    assert "'mistral'" in line and "HFModel" in line
     caplog.clear()
     transformers.AutoTokenizer.from_pretrained(TINY_TOKENIZER).save_pretrained(folders / "mistral")
     config, processor = get_model_config_and_processor({"model": section})
@@ -468,11 +451,8 @@ def test_the_line_names_the_class_that_takes_a_vision_language_model(caplog, mod
     register_model("hf_vla", model="rlinf.models.embodiment.no_such_module:Model")
     with pytest.raises(ModuleNotFoundError):
         get_model({"model_type": "gemma3"})
-    assert (
-        [line for line in fallback_lines(caplog) if "'gemma3'" in line and "hf_vla" in line]
-        == fallback_lines(caplog)
-        != []
-    )
+    lines = fallback_lines(caplog)
+    assert lines and all("'gemma3'" in line and "hf_vla" in line for line in lines)
 
 
 def test_architectures_of_the_folder_decide_where_a_type_is_both(folders, tmp_path):
@@ -507,10 +487,8 @@ def test_a_registered_class_that_raises_is_strict_or_falls_back_with_its_traceba
         get_model(section)
     assert not caplog.records
     # Other models build their text towers by the Auto classes, which still know transformers' own class.
-    assert (
-        type(transformers.AutoModel.from_config(transformers.LlamaConfig(**LANGUAGE["llama"])))
-        is transformers.LlamaModel
-    )
+    tower = transformers.AutoModel.from_config(transformers.LlamaConfig(**LANGUAGE["llama"]))
+    assert type(tower) is transformers.LlamaModel
     model = get_model(section | {"strict": False})
     assert isinstance(model, HFModel)
     record = next(record for record in caplog.records if "model.strict=false" in record.getMessage())
@@ -535,11 +513,13 @@ def test_a_language_model_is_refused_for_an_env_before_start(folders):
         validate(config)
 
 
-@pytest.mark.parametrize("key", ["tp_size", "pp_size", "cp_size"])
-def test_parallelism_other_than_fsdp_is_refused_by_its_key(key):
-    assert getattr(run_config(f"cluster.{key}=1").cluster, key) == 1
-    with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; required: one of 1. Set cluster.{key}=1"):
-        run_config(f"cluster.{key}=2")
+def test_parallelism_other_than_fsdp_is_refused_by_its_key():
+    keys = ("tp_size", "pp_size", "cp_size")
+    cluster = run_config(*(f"cluster.{key}=1" for key in keys)).cluster
+    assert [getattr(cluster, key) for key in keys] == [1, 1, 1]
+    for key in keys:
+        with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; required: one of 1. Set cluster.{key}=1"):
+            run_config(f"cluster.{key}=2")
 
 
 def test_heads_must_divide_over_tensor_parallel_ranks():
@@ -547,25 +527,20 @@ def test_heads_must_divide_over_tensor_parallel_ranks():
         config = tiny_config(family)
         for size in (1, 2, 4):  # 4 ranks: each key-value head is held twice
             check_tensor_parallel(config, size, "rollout.tp_size")
-        with pytest.raises(
-            ConfigError, match="rollout.tp_size=3 does not divide num_attention_heads=4.*Set rollout.tp_size=2"
-        ):
+        words = "rollout.tp_size=3 does not divide num_attention_heads=4.*Set rollout.tp_size=2"
+        with pytest.raises(ConfigError, match=words):
             check_tensor_parallel(config, 3, "rollout.tp_size")
     config = transformers.LlamaConfig(**TEXT | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96})
     with pytest.raises(ConfigError, match="=6 does not divide num_key_value_heads=4.*Set tp=4"):
         check_tensor_parallel(config, 6, "tp")
 
 
-def test_attention_kernels_that_a_class_lacks(folders):
+def test_attention_kernels_that_a_class_lacks_and_unknown_ones(folders):
     model = HFModel.from_pretrained(folders / "gpt_oss", attn_implementation="sdpa")
     plain = transformers.GptOssForCausalLM.from_pretrained(folders / "gpt_oss")
     assert model.config._attn_implementation == plain.config._attn_implementation == "eager"
-    assert (
-        HFModel.from_pretrained(folders / "llama", attn_implementation="eager").config._attn_implementation == "eager"
-    )
-
-
-def test_an_unknown_attention_kernel_is_refused(folders):
+    llama = HFModel.from_pretrained(folders / "llama", attn_implementation="eager")
+    assert llama.config._attn_implementation == "eager"
     with pytest.raises(ConfigError, match="attn_implementation='spda'; required: one of eager, .*Pass .*='sdpa'"):
         HFModel.from_pretrained(folders / "llama", attn_implementation="spda")
 

@@ -86,13 +86,8 @@ def test_scores_are_those_of_each_row_with_its_own_images(cases, family, cut):
         for row, expected in enumerate(case.logprobs()):
             assert float((logprobs[row, 1 : len(expected) + 1] - expected).abs().max()) < 1e-4
             assert logprobs[row, 0] == 0 and not logprobs[row, len(expected) + 1 :].any()
-    swapped = case.batch | {
-        "pixel_values": [
-            *case.batch["pixel_values"][3:],
-            *case.batch["pixel_values"][1:3],
-            case.batch["pixel_values"][0],
-        ]
-    }
+    images = case.batch["pixel_values"]
+    swapped = case.batch | {"pixel_values": [*images[3:], *images[1:3], images[0]]}
     moved = (policy.get_logprobs(BatchedDataDict(swapped))["logprobs"] - logprobs).abs().amax(-1)
     assert (moved[[0, 3]] > 1e-3).all() and (moved[[1, 2]] < 1e-4).all(), "control: the images of other rows"
 
@@ -126,9 +121,7 @@ def test_an_answer_has_no_tokens_of_media_however_likely_they_are(cases, family,
     tokens = AutoTokenizer.from_pretrained(case.folder).convert_tokens_to_ids(MEDIA[family])
     assert set(media_tokens(case.model.config)) == set(tokens)
     policy = HuggingFacePolicy(case.folder, max_new_tokens=6, eos_token_id=[], temperature=1.0)
-    with (
-        torch.no_grad()
-    ):  # logits of all others are 0, and those of these tokens are positive in about half of the places
+    with torch.no_grad():  # all other logits are 0, and these are positive in about half of the places
         policy.model.lm_head.weight.zero_()
         policy.model.lm_head.weight[tokens] = 1.0
     for greedy in (True, False):
@@ -136,9 +129,8 @@ def test_an_answer_has_no_tokens_of_media_however_likely_they_are(cases, family,
         answers = output["output_ids"][response_mask(output)]
         assert len(answers) == 24 and not torch.isin(answers, torch.tensor(tokens)).any()
     scored = policy.get_logprobs(output)["logprobs"]
-    assert float((scored - output["logprobs"])[response_mask(output)].abs().max()) < 1e-4, (
-        "over all tokens, as in training"
-    )
+    gap = (scored - output["logprobs"])[response_mask(output)].abs().max()
+    assert float(gap) < 1e-4, "over all tokens, as in training"
     assert policy.train(output, NLLLossFn())["num_tokens"] == 24
     monkeypatch.setattr(hf_generation, "media_tokens", lambda config: [])
     output = policy.generate(case.batch, greedy=True)

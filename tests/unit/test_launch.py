@@ -93,7 +93,7 @@ def recipe(tmp_path, monkeypatch):
         ["configs/cosmos-reason1-7b-fsdp2-sft.toml", "./tools/dataset/cosmos_sft.py"],
         ["configs/cosmos-reason1-7b-p-fsdp2-r-tp2-grpo.toml", "tools/dataset/cosmos_grpo.py"],
         ["mistral-7b-fsdp4-sft", "raw_text_sft"],
-        ["config/gpt-oss-20b-fsdp8-sft.yaml"],
+        ["gpt-oss-20b-fsdp8-sft"],
     ],
 )
 def test_the_commands_of_the_guides_parse_without_data_model_or_network(words, capsys, tmp_path, monkeypatch):

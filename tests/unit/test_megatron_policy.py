@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -174,26 +172,27 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
         MegatronPolicy(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     with pytest.raises(ConfigError, match="use_flash_attention=True.*Pass use_flash_attention=False"):
         MegatronPolicy(folder, use_flash_attention=True)
-    with pytest.raises(ConfigError, match="torch_dtype is float32.*Pass torch_dtype='bfloat16'"):
-        check_device(MegatronPolicyConfig(use_flash_attention=True), torch.device("cuda"))
-    with pytest.raises(
-        ConfigError, match="sequence_parallel=True, but the device is 'cpu'.*Pass sequence_parallel=False"
+    for words, options, device in (
+        ("torch_dtype is float32.*Pass torch_dtype='bfloat16'", {"use_flash_attention": True}, "cuda"),
+        ("=True, but the device is 'cpu'.*Pass sequence_parallel=False", {"sequence_parallel": True}, "cpu"),
     ):
-        check_device(MegatronPolicyConfig(sequence_parallel=True), torch.device("cpu"))
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3 does not divide vocab_size=47"):
-        check_family(AutoConfig.for_model("llama", vocab_size=47), 3, 1)
-    with pytest.raises(ConfigError, match="pipeline_model_parallel_size=5 does not divide num_hidden_layers=32"):
-        check_family(AutoConfig.for_model("llama"), 1, 5)
-    with pytest.raises(ConfigError, match="pipeline_model_parallel_size=2 puts the embedding.*ties them"):
-        check_family(AutoConfig.for_model("llama", tie_word_embeddings=True), 1, 2)
-    with pytest.raises(ConfigError, match="model_type=gpt2; required: llama or mistral"):
-        MegatronPolicy(tiny_lm("gpt2"))
-    with pytest.raises(ConfigError, match="sliding_window=3; required: None"):
-        MegatronPolicy(tiny_lm("mistral", sliding_window=3))
-    with pytest.raises(ConfigError, match="hidden_act=gelu; required: silu"):
-        MegatronPolicy(tiny_lm("llama", hidden_act="gelu"))
-    with pytest.raises(ConfigError, match="no place for 2 weights.*o_proj.bias"):
-        MegatronPolicy(tiny_lm("llama", attention_bias=True))
+        with pytest.raises(ConfigError, match=words):
+            check_device(MegatronPolicyConfig(**options), torch.device(device))
+    for words, fields, sizes in (
+        ("tensor_model_parallel_size=3 does not divide vocab_size=47", {"vocab_size": 47}, (3, 1)),
+        ("pipeline_model_parallel_size=5 does not divide num_hidden_layers=32", {}, (1, 5)),
+        ("pipeline_model_parallel_size=2 puts the embedding.*ties them", {"tie_word_embeddings": True}, (1, 2)),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_family(AutoConfig.for_model("llama", **fields), *sizes)
+    for words, family, fields in (
+        ("model_type=gpt2; required: llama or mistral", "gpt2", {}),
+        ("sliding_window=3; required: None", "mistral", {"sliding_window": 3}),
+        ("hidden_act=gelu; required: silu", "llama", {"hidden_act": "gelu"}),
+        ("no place for 2 weights.*o_proj.bias", "llama", {"attention_bias": True}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            MegatronPolicy(tiny_lm(family, **fields))
     before = policy.public_state_dict()
     batch["advantages"][0] = float("nan")
     with pytest.raises(NonFiniteError, match="loss is nan"):
@@ -286,19 +285,11 @@ def test_two_ranks_are_one_process_however_they_share(checkpoint, batch, tmp_pat
 # -- without Megatron-core ---------------------------------------------------------------------------------------
 
 
-def test_importing_needs_no_megatron_and_constructing_names_the_extra():
-    code = (
-        "import sys\n"
-        "sys.modules['megatron'] = None\n"
-        "import rlinf.llm.megatron.policy as module, importlib.util\n"
-        "importlib.util.find_spec = lambda name: None\n"
-        "try:\n"
-        "    module.MegatronPolicy('somewhere', tensor_model_parallel_size=2)\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
-    assert "extra 'megatron'" in done.stdout and "pip install -e '.[megatron]'" in done.stdout
+def test_constructing_names_the_extra(monkeypatch):
+    """Importing needs no Megatron-core: ``test_policy_contract``."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"extra 'megatron'.*pip install -e '.\[megatron\]'"):
+        MegatronPolicy("somewhere", tensor_model_parallel_size=2)
 
 
 @pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is installed")

@@ -467,3 +467,15 @@ def test_an_input_longer_than_the_language_models_positions_is_refused():
             model.evaluate_actions(inputs, torch.full((len(SENTENCES), 6), 530))
         model.config.text_config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
         model.predict_action_batch(do_sample=False, **inputs)
+
+
+def test_the_prompt_is_read_once_and_then_one_token_at_a_time():
+    model = build("autoregressive")
+    lengths, pictures, full_heads = [], [], []
+    model.language_model.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    model.vision_backbone.register_forward_hook(lambda *_: pictures.append(1))
+    model.language_model.lm_head.register_forward_hook(lambda *_: full_heads.append(1))
+    inputs = model.preprocess(observe("autoregressive"))
+    model.predict_action_batch(do_sample=False, **inputs)
+    assert lengths == [inputs["input_ids"].shape[1] + model.num_image_tokens] + [1] * (model.num_logprobs - 1)
+    assert len(pictures) == 1 and not full_heads, "the head is applied to action tokens alone"

@@ -3,6 +3,7 @@
 import tomllib
 
 import pytest
+import yaml
 
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, override_text
@@ -84,12 +85,14 @@ def test_the_package_has_the_recipes_of_the_guides():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_recipe_is_found_by_path_and_by_name_and_its_yaml_says_the_same(path):
-    by_path, notices = load_recipe(path)
+def test_a_recipe_is_found_by_path_and_by_name_and_may_be_written_as_yaml(path, tmp_path):
     name = path.rpartition("/")[2].removesuffix(".toml")
     assert find_recipe(path) == find_recipe(name) == packaged_recipes() / path
-    assert load_recipe(f"config/{name}.yaml") == (by_path, notices)
-    assert read_recipe(find_recipe(f"config/{name}.yaml")) == read_recipe(find_recipe(path))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(read_recipe(packaged_recipes() / path)))
+    words = ["train.optm_lr=3e-4", "policy.lora.r=4"]
+    assert load_recipe(str(mine), words) == load_recipe(path, words)
+    assert load_recipe(str(mine)) == load_recipe(path) != load_recipe(path, words)
 
 
 def test_a_recipe_below_the_working_directory_comes_first(tmp_path, monkeypatch):
@@ -132,17 +135,16 @@ def test_an_override_of_the_key_of_today_beats_its_older_name():
     assert load_recipe("cosmos-reason1-7b-fsdp2-sft", ["train.validation_step=8"])[0].validation.freq == 8
 
 
-def test_overrides_change_any_key_of_toml_and_yaml():
+def test_overrides_change_any_key():
     words = [
         "train.optm_betas=[0.8,0.9]",
         "policy.lora.r=4",
         "custom.mine={a:1}",
         "train.train_policy.dataset.name='a b'",
     ]
-    for name in ("mistral-7b-fsdp4-sft", "config/mistral-7b-fsdp4-sft.yaml"):
-        config, _ = load_recipe(name, words)
-        assert config.train.optm_betas == [0.8, 0.9] and config.policy.lora.r == 4
-        assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
+    config, _ = load_recipe("mistral-7b-fsdp4-sft", words)
+    assert config.train.optm_betas == [0.8, 0.9] and config.policy.lora.r == 4
+    assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
 
 
 def test_a_yaml_recipe_may_build_on_another(tmp_path):

@@ -25,10 +25,14 @@ SERVER = """
 import faulthandler, os, signal, sys, tempfile, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from rlinf.engines.vllm_process import end, end_with
-from rlinf.engines.weight_handle import WeightsRefusedError
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, RLinfError
+
+# Messages name two classes of modules that import torch, which would take most of the time of each start.
+handles, transfer = (sys.modules.setdefault(f"rlinf.engines.weight_{name}", ModuleType(name)) for name in ("handle", "transfer"))
+WeightsRefusedError = type("WeightsRefusedError", (RLinfError,), {"__module__": "rlinf.engines.weight_handle"})
+handles.WeightsRefusedError, transfer.PushHeader = WeightsRefusedError, type("PushHeader", (), {})
 
 faulthandler.register(signal.SIGUSR2)
 end_with(int(sys.argv[2]), sys.argv[3])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from weight_peers import Net, Remote, serve
 
 from rlinf.engines.weight_handle import WeightBuckets, WeightsRefusedError
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, PushHeader, push
@@ -25,19 +26,6 @@ from rlinf.models.lora import merged_state_dict, merged_tensors
 from rlinf.models.merged_weights import MergedWeights, block_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
-
-
-class Net(nn.Module):
-    def __init__(self, seed=0, width=24, frozen=True):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.base = nn.Linear(width, 4 * width)
-        self.head = nn.Linear(width, 3)
-        self.register_buffer("count", torch.tensor(seed))
-        self.register_buffer("empty", torch.zeros(0, 3))
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator)
-        self.base.requires_grad_(not frozen)
 
 
 class Direct:
@@ -306,7 +294,7 @@ from multiprocessing.connection import Connection
 sys.path[:0] = sys.argv[1].split(os.pathsep)
 import torch
 torch.set_num_threads(1)
-from test_weight_transfer import Net, Remote, serve
+from weight_peers import Net, Remote, serve
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, push
 
@@ -319,45 +307,6 @@ else:
 """
 
 
-def serve(connection, receiver, die_at=0):
-    """Answer commands until the other side is gone; die at the ``die_at``-th bucket."""
-    num_loads = 0
-    while True:
-        try:
-            command, payload = connection.recv()
-        except (EOFError, OSError):
-            return
-        if command == "state":
-            connection.send(("ok", {name: tensor.tolist() for name, tensor in receiver.module.state_dict().items()}))
-            continue
-        num_loads += command == "load"
-        if command == "load" and num_loads == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            connection.send(("ok", getattr(receiver, command)(payload)))
-        except WeightsRefusedError as error:
-            connection.send(("error", error))
-
-
-class Remote:
-    """A receiver behind a connection; the sender dies before the ``die_at``-th bucket."""
-
-    def __init__(self, connection, die_at=0):
-        self.connection, self.die_at, self.num_loads = connection, die_at, 0
-
-    def send(self, command, payload):
-        self.num_loads += command == "load"
-        if command == "load" and self.num_loads == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.connection.send((command, payload))
-
-    def answer(self, command):
-        status, answer = self.connection.recv()
-        if status == "error":
-            raise answer
-        return answer
-
-
 @pytest.fixture
 def start():
     """Start the other side; it is killed at the end."""
@@ -365,7 +314,7 @@ def start():
 
     def start(role, die_at=0):
         mine, theirs = Pipe()
-        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+        paths = os.pathsep.join(str(Path(__file__).parents[number]) for number in (1, 2))
         command = [sys.executable, "-c", PROCESS, paths, role, str(theirs.fileno()), str(die_at)]
         processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
         theirs.close()

@@ -58,7 +58,7 @@ class MegatronPolicyConfig(TokenPolicyConfig):
 class MegatronPolicy(TokenPolicy):
     """A policy over a Megatron-core ``GPTModel`` with the weights of a llama-like checkpoint of transformers.
 
-    Ranks are those of ``torch.distributed``; without a process group, the policy creates one of size 1. All ranks of one model
+    Without a ``torch.distributed`` process group, the policy creates one of size 1. All ranks of one model
     (tensor and pipeline parallel) must call every method with the same rows, and get the same results. Data-parallel ranks call
     ``train`` with their own rows; gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 

@@ -67,12 +67,7 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
     """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
-    Args:
-        hf_config: Configuration of the checkpoint.
-        names: Names of its weights.
-        rotary: Rotary embedding of the transformers model.
-        dtype: Number format of the weights.
-        parallel: ``MegatronPolicyConfig``.
+    ``names`` are the checkpoint's weights, ``rotary`` is the embedding of the transformers model, ``parallel`` a ``MegatronPolicyConfig``.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -217,7 +212,7 @@ def is_replicated(name: str) -> bool:
 
 
 def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
-    """Return whether a tensor-parallel rank computes only its part of a gradient: that of its heads, or of its sequence part."""
+    """Return whether a tensor-parallel rank computes only a part of a gradient: of its heads, or of its sequence part."""
     return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
 
 
@@ -225,14 +220,9 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint.
+    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint, by its names.
 
-    Args:
-        model: Result of ``build_gpt``.
-        weights: All weights of the checkpoint, by its names.
-        config: Configuration of the checkpoint.
-        first_layer: Number of the part's first layer.
-        rank, tp_size: Place among the tensor-parallel ranks.
+    ``model`` is a result of ``build_gpt`` that begins at ``first_layer``; ``config`` is the checkpoint's.
     """
     placed = set(_AROUND.values())
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""A row with images for ranks that have none, because shards of a vision tower are gathered by all ranks or by none."""
+"""A row with images for ranks without any, because shards of a vision tower are gathered by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
 
 
-def lent_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[str, Any] | None]:
-    """Return what this rank adds to the micro-batch of each pass: a row with images, or None (a collective call).
+def borrowed_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[str, Any] | None]:
+    """Return the row with images that this rank adds to the micro-batch of each pass, or None (a collective call).
 
     A row is added where another rank has images and this one has not. It is the shortest one with images of this rank, or of the
-    first rank that has any. A real row suits every model; a made-up one would need its placeholders and image sizes.
+    first rank with any. A real row suits every model; a made-up one would need its placeholders and image sizes.
 
     Args:
         parts: Micro-batches of this rank, at least one. The last one is repeated in further passes.
@@ -32,15 +32,15 @@ def lent_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[st
     some_rank_has_none, minus_lender, *anywhere = maximum(row is None, -nobody if row is None else -rank(), *own)
     lender = int(-minus_lender)  # the first rank that has images
     if some_rank_has_none and lender != nobody:
-        lent = broadcast_object(row, lender)
-        row = lent if row is None else row
+        borrowed = broadcast_object(row, lender)
+        row = borrowed if row is None else row
     return [row if there and not here else None for there, here in zip(anywhere, own, strict=True)]
 
 
-def with_lent_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """Return a micro-batch with one more row, as ``batch_scores`` reads it, and ``chosen`` bool ``[B, S]`` with none of its tokens.
+def with_borrowed_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Return a micro-batch with one more row, as ``batch_scores`` reads it, and ``chosen`` bool ``[B, S]`` without its tokens.
 
-    Both passes run through the row, and nothing of it enters a loss, so its gradients are 0.
+    Both passes run through the row, but it enters no loss, so its gradients are 0.
     """
     ids, mask = tokens_and_mask(part)
     length = len(row["input_ids"])
@@ -68,7 +68,7 @@ def _rows_with_images(data: Mapping[str, Any]) -> list[int]:
 
 
 def _shortest_row(parts: Sequence[BatchedDataDict]) -> dict[str, Any] | None:
-    """Return tokens ``[S]``, token types ``[S]`` and images of the shortest row that has images; None: no row has."""
+    """Return tokens ``[S]``, token types ``[S]`` and images of the shortest row with images, or None."""
     rows = [(int(tokens_and_mask(part)[1][row].sum()), part, row) for part in parts for row in _rows_with_images(part)]
     if not rows:
         return None

@@ -13,9 +13,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rlinf import models
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.config import AnyAlgorithmConfig, PPOConfig
-from rlinf.config.declared import cameras_read
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
@@ -36,7 +37,7 @@ from rlinf.options import (
     unknown_key_message,
 )
 from rlinf.rollout.config import RolloutConfig
-from rlinf.run_folder import LATEST
+from rlinf.run_folder import LATEST, MODEL_FOLDER
 from rlinf.tracking.config import TrackingConfig
 
 
@@ -169,6 +170,36 @@ def chunks_needed(config: RunConfig) -> int:
     """Return the policy calls that reach the end of the longest episode."""
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     return math.ceil(longest / config.model.action_chunks_len)
+
+
+def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
+    """Return the policy's class and its own configuration: of the checkpoint whose weights are taken, else of the model section.
+
+    Return None if that configuration is not on this machine.
+    """
+    source = config.checkpoint or config.init_from
+    if source is not None:
+        checkpoint = resolve_checkpoint(source)
+        for folder in (checkpoint / MODEL_FOLDER, checkpoint):  # adapters lie on the model of the section
+            if (folder / "config.json").is_file():
+                return models.local_settings(config.model, folder)
+    return models.local_settings(config.model)
+
+
+def cameras_read(config: RunConfig) -> list[str]:
+    """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
+    try:
+        usual = config.env.default_cameras()
+    except RLinfError:  # there is no such env, which `validate` reports
+        return []
+    if config.dataset is not None and config.checkpoint is None:
+        return usual
+    try:
+        found = declared_policy(config)
+    except RLinfError:  # there is no such model or folder, which `validate` reports
+        return usual
+    wanted = None if found is None else found[0].num_cameras(found[1])
+    return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:

@@ -12,10 +12,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from rlinf.envs.config import EnvConfig
+from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
 from rlinf.envs.episode_stats import EpisodeStats
-from rlinf.envs.episodes import drawn_episodes, select_tasks
-from rlinf.envs.spaces import check_cameras, checked_actions, checked_observation, observation_space, uniform_statistics
+from rlinf.envs.episodes import drawn_episodes
+from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text

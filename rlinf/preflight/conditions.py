@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
-from rlinf.envs.episodes import select_tasks
+from rlinf.envs.config import select_tasks
 from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
 from rlinf.models.base_weights import weights_digest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from rlinf.data.config import ExpertConfig
 from rlinf.data.rows import following_rows
 from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import expert_options
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -54,12 +55,6 @@ class Demonstrations:
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
         """Return the rows ``index`` (int64 ``[B]``) and their actions."""
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
-
-
-def expert_options(expert: ExpertConfig) -> dict[str, Any]:
-    """Return the keyword options for ``VectorEnv.expert_actions``; options that change nothing are left out."""
-    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
-    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})
 
 
 class ExpertDemonstrator:

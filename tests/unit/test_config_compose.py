@@ -20,6 +20,7 @@ from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
 from rlinf.models.config import ModelConfig
 from rlinf.options import from_mapping, public_fields, to_mapping
+from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.rollout.config import RolloutConfig
 
@@ -123,8 +124,9 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
     register_model("your_model_type", model=MODELS.get("mlp").model)
     (tmp_path / "config.json").write_text('{"state_dim": 31}')
     weights = ["model.attn_implementation=sdpa", f"model.model_path={tmp_path}"]
-    numbers = validate(build("experiment=your_config", *weights))
-    assert numbers.micro_batches_per_rank == RunConfig().trainer.minibatch_size
+    config = build("experiment=your_config", *weights)
+    validate(config)
+    assert derive(config).micro_batches_per_rank == RunConfig().trainer.minibatch_size
     with pytest.raises(ConfigError, match="flash_attention_2, but torch sees no|flash-attn"):
         validate(build("experiment=your_config", weights[1]))
 

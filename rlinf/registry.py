@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
-        """Add or replace a name; ``origin`` defaults to that of ``registering``."""
+        """Add or replace a name; ``origin`` is by default the one of ``registering``."""
         self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:

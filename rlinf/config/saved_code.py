@@ -1,4 +1,4 @@
-"""What in a saved configuration would run code; a checkpoint from somebody else is data until the user types otherwise."""
+"""Values of a saved configuration that would run code: a checkpoint stays data until the user types these values again."""
 
 from __future__ import annotations
 

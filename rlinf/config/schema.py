@@ -55,7 +55,7 @@ class RunConfig:
     resume: str | None = option(
         None,
         "Checkpoint or run folder to continue: weights, optimiser, counters and random state. auto: the newest whole checkpoint of "
-        "output_dir, or else of the experiment; a new run where there is none.",
+        "output_dir, or else of the experiment; without one, a new run.",
     )
     init_from: str | None = option(
         None, "Checkpoint or run folder whose weights start this run, and nothing else of it."
@@ -90,7 +90,7 @@ SOURCES = (
     "algorithm.offline_dataset",
     "evaluation.compare",
 )
-"""Keys that name what is read: a ``latest`` in them is settled before a new run becomes the latest one."""
+"""Keys of folders to read: a ``latest`` in them is resolved before a new run becomes the latest one."""
 
 
 def section_class(section: str, name: str) -> type:
@@ -133,7 +133,7 @@ MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random w
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Say that the key does not exist, and name the section that has it or the most similar ``known`` key.
 
-    ``hints`` are the types of the known keys; None: those of the default env and algorithm.
+    ``hints`` are the types of the known keys; None: the types under the default env and algorithm.
     """
     (section, _, name), known = dotted.rpartition("."), list(known)
     others = {key for key in field_types() if key.rpartition(".")[0] != section}  # of this one, `known` tells
@@ -190,13 +190,13 @@ def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
-    except RLinfError:  # there is no such env, which `validate` reports
+    except RLinfError:  # an unknown env, which `validate` reports
         return []
     if config.dataset is not None and config.checkpoint is None:
         return usual
     try:
         found = declared_policy(config)
-    except RLinfError:  # there is no such model or folder, which `validate` reports
+    except RLinfError:  # an unknown model or folder, which `validate` reports
         return usual
     wanted = None if found is None else found[0].num_cameras(found[1])
     return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
@@ -207,7 +207,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
 
     Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
     Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
-    ``validate`` says what is wrong with an env that cannot tell.
+    ``validate`` reports an env that cannot tell.
     """
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:

@@ -1,8 +1,8 @@
 """Where Hydra looks for configuration: packaged groups, experiment files, users' folders, other packages.
 
-A packaged group holds what differs from its dataclass; Hydra is shown the rest, too. An experiment is a YAML that holds what differs from the defaults. It may be used as ``experiment=name``,
-``+experiment=name`` or ``--config-name name``; its keys are global (as with Hydra's ``# @package _global_``), and without
-an ``experiment_name`` of its own it gets the name of its file.
+A packaged group holds the differences from its dataclass; Hydra is shown the rest, too. An experiment is a YAML file with the
+differences from the defaults, used as ``experiment=name``, ``+experiment=name`` or ``--config-name name``. Its keys are global
+(as with Hydra's ``# @package _global_``), and without an ``experiment_name`` of its own it gets the name of its file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGISTERED = {"model": MODELS, **REGISTRIES}
 
 
 def experiment_folders() -> list[Path]:
-    """Return the folders whose YAML files are experiments: ``--config-dir`` and its ``experiment/``, then those of rlinf."""
+    """Return the folders whose YAML files are experiments: ``--config-dir``, its ``experiment/``, the folder of rlinf."""
     return [*user_folders, *(folder / GROUP for folder in user_folders), packaged_experiments()]
 
 
@@ -184,7 +184,7 @@ def register(config_dir: str | None = None) -> None:
 
 
 def group_options(group: str) -> list[str]:
-    """Return the names that ``group=`` accepts, those of other packages and of the registered user folder included."""
+    """Return the names that ``group=`` accepts, also from other packages and the registered user folder."""
     GlobalHydra.instance().clear()
     with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
         return GlobalHydra.instance().config_loader().get_group_options(group)

@@ -34,7 +34,7 @@ def text_in(path: str | Path) -> str | None:
 
 
 def language_model_in(path: str | Path) -> str | None:
-    """Return the ``model_type`` of a folder, if it is that of a causal language model that reads no images, or None."""
+    """Return the ``model_type`` of a folder with a causal language model that reads no images; None for other folders."""
     from transformers.models.auto import modeling_auto
 
     found = folder_config(str(path)).get("model_type")

@@ -1,4 +1,4 @@
-"""What the checks of models share: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
+"""Shared by the checks of models: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Check:
     """One row of the table.
 
     Attributes:
-        name: What was tried.
+        name: The property that was checked.
         passed: Whether it held; None if there was nothing to decide, and ``detail`` says why.
         detail: The numbers.
     """

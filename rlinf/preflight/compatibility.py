@@ -1,4 +1,4 @@
-"""Cross-checks of model, env, data and evaluation: what the one gives must be what the other reads."""
+"""Cross-checks of model, env, data and evaluation: each must give what the other reads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Training needs a number format whose gradients do not vanish."""
+    """Check that gradients do not vanish in the number format of the weights."""
     precision = config.model.precision
     if PRECISIONS[precision] is torch.float16:
         found = f"model.precision={precision} is for evaluation: in float16 small gradients become 0"
@@ -134,7 +134,7 @@ def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
 
 
 def env_spec(config: RunConfig) -> EnvSpec:
-    """Return what the env of a configuration will show."""
+    """Return the inputs that the env of a configuration will give."""
     env, width_of = config.env, ENVS.get(config.env.name).state_width
 
     def override_for_state(narrowest: int, widest: int) -> str | None:
@@ -269,7 +269,7 @@ def check_dataset(
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
-    """What a row of a collected dataset means (action repeats, camera flips, physics) must be so in the present env."""
+    """Check that rows of a collected dataset mean the same in the present env (action repeats, camera flips, physics)."""
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present:

@@ -73,7 +73,7 @@ class Placement:
 
     Attributes:
         num_ranks, num_players: Over all machines; 0 players: the ranks play.
-        num_blocks: Over all ranks; 0: players take what is next, and own none.
+        num_blocks: Over all ranks; 0: players own no blocks, and each takes the next one.
         gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
         ranks_compute: Else they only read and write, and leave all GPUs to the players.

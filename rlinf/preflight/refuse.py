@@ -1,4 +1,4 @@
-"""The one shape of a refusal: what was found, what was required, the override that fixes it."""
+"""The shape of every refusal: the value found, the requirement, the override that fixes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def refuse(found: str, required: str, fix: str) -> NoReturn:
 
     Args:
         found: The values, as ``key=value`` where possible.
-        required: What was required of them, or why they do not work.
+        required: The requirement, or why they do not work.
         fix: Overrides that fix it.
     """
     raise ConfigError(f"{found}; required: {required}. Set {fix}")

@@ -1,8 +1,8 @@
 """All cross-checks of a configuration, before any process, model or simulator starts.
 
 ``validate`` asks one section after the other. Each function of ``SECTIONS`` decides what the command needs of its section, and
-calls the checks of a feature only where that feature is on. This module has the sections of processes, optimiser, rollout and
-cloning; ``compatibility`` those of model, env and data, ``folders`` and ``saved`` what is on disk.
+checks a feature only where it is on. This module checks processes, optimiser, rollout and cloning; ``compatibility``
+checks model, env and data; ``folders`` and ``saved`` check the disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Case:
         self.config, self.command = config, command
         self.trains = command in ("train", "sft")
         self.learns = command == "train" and config.trainer.max_steps > 0
-        self.clones = self.trains and config.sft.max_steps > 0
 
     @property
     def has_policy(self) -> bool:
@@ -87,7 +86,8 @@ def validate(config: RunConfig, command: str = "train") -> None:
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     case = Case(config, command)
-    for check_section in SECTIONS if case.has_policy else WITHOUT_POLICY:
+    env_section(case)
+    for check_section in SECTIONS if case.has_policy else ():
         check_section(case)
 
 
@@ -95,9 +95,6 @@ def env_section(case: Case) -> None:
     check_names(case.config)
     if case.config.rollout.num_chunks is None:
         case.config.rollout.num_chunks = chunks_needed(case.config)
-
-
-def collect_section(case: Case) -> None:
     if case.command == "collect":
         check_collect(case.config)
 
@@ -162,15 +159,12 @@ def players_section(case: Case) -> None:
         check_evaluation_players(case.config)
 
 
-def algorithm_section(case: Case) -> None:
+def learning_section(case: Case) -> None:
     if case.learns:
         check_blocks(case.config)
         ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
         check_whole_episodes(case.config)
-
-
-def cloning_section(case: Case) -> None:
-    if case.clones:
+    if case.trains and case.config.sft.max_steps > 0:
         check_sft(case.config, case.policy)
 
 
@@ -183,21 +177,11 @@ def output_section(case: Case) -> None:
             check_new_folder(case.config)
 
 
-WITHOUT_POLICY = (env_section, collect_section)
 SECTIONS = (
-    *WITHOUT_POLICY,
-    model_section,
-    cluster_section,
-    sources_section,
-    policy_section,
-    evaluation_section,
-    trainer_section,
-    players_section,
-    algorithm_section,
-    cloning_section,
-    output_section,
-)
-"""In the order in which a user is told: names, then folders, which the policy is read from, then numbers."""
+    model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, players_section,
+    learning_section, output_section,
+)  # fmt: skip
+"""The sections of a command with a policy. Folders come before the policy, which is read from them."""
 
 
 def check_names(config: RunConfig) -> None:
@@ -255,7 +239,7 @@ def check_devices(config: RunConfig, command: str) -> None:
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Check that the ranks can hold the policy as ``trainer.sharding`` has it; a policy to be sharded must say how."""
+    """Check that the ranks can hold the policy as ``trainer.sharding`` asks; a policy to shard must declare its blocks."""
     trainer, ranks = config.trainer, config.cluster.num_processes
     if trainer.shard_size is not None and ranks % trainer.shard_size:
         found = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
@@ -281,7 +265,7 @@ def check_phases(config: RunConfig, command: str) -> None:
 
 
 def check_collapse(config: RunConfig) -> None:
-    """Check that a run that watches for a collapse is evaluated, and can go back where it is to."""
+    """Check that a run that watches for a collapse is evaluated, and that a run that rolls back can do so."""
     mode = f"trainer.on_collapse={config.trainer.on_collapse}"
     if config.trainer.on_collapse == "continue" or config.trainer.max_steps == 0:
         return
@@ -388,9 +372,9 @@ def check_staleness(config: RunConfig) -> None:
 
 
 def check_rollout_memory(config: RunConfig) -> None:
-    """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs.
+    """Check that the observations of a rollout fit into the machine's memory. Each rank holds its own envs' observations.
 
-    A process that plays has them, too, and so has the memory in which it hands them over, once for each rollout that waits there.
+    A process that plays holds a copy, and hands it over in shared memory, which holds one more for each rollout that waits there.
     """
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     row = ENVS.get(env.name).observation_bytes(env)
@@ -454,7 +438,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def check_whole_episodes(config: RunConfig) -> None:
-    """Check that the first episode of each env ends within an iteration: of shorter ones, only successes would be counted."""
+    """Check that the first episode of each env ends within an iteration; otherwise only its success would count."""
     rollout, chunk_len = config.rollout, config.model.action_chunks_len
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * chunk_len

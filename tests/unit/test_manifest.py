@@ -428,10 +428,7 @@ def test_settings_of_model_and_processor_are_recorded(mlp, tmp_path):
         "image_size": [8, 8],
         "cameras": list(config.env.cameras),
         "prompt_template": "go",
-        "processor": {
-            "size": [8, 8],
-            "vocabulary_sha256": hashlib.sha256(b'[["a", 0], ["b", 1]]').hexdigest(),
-        },
+        "processor": {"size": [8, 8], "vocabulary_sha256": hashlib.sha256(b'[["a", 0], ["b", 1]]').hexdigest()},
     }
     assert built.actions == {
         "action_token_len": config.model.action_token_len,

@@ -14,10 +14,8 @@ from typing import Any
 class RLinfError(Exception):
     """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
 
-    Args:
-        message: The actual value, and the requirement.
-        **cure: Arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
-            ``rlinf.options.cured_by_settings`` turns them into the override to set.
+    ``cure`` holds arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
+    ``rlinf.options.cured_by_settings`` turns them into the override to set.
     """
 
     def __init__(self, message: str = "", **cure: Any) -> None:

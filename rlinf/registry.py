@@ -24,17 +24,12 @@ _origins = [USER_CODE]
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name.
-
-    Attributes:
-        name: The name in the configuration.
-        target: The object, or its ``"module:attribute"``, imported at first use.
-        origin: Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``.
-    """
+    """A name of the configuration, and its object or ``"module:attribute"``, imported at first use."""
 
     name: str
     target: Any
     origin: str
+    """Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``."""
 
 
 @contextmanager

@@ -87,10 +87,7 @@ def keys_named(name: str) -> list[str]:
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:
     """Compose the packaged groups, experiments and overrides into one configuration (without the node ``hydra``).
 
-    Args:
-        overrides: As on the command line, e.g. ``["experiment=quickstart", "trainer.max_steps=3"]``.
-        config_dir: Folder of the user's own groups and experiments.
-        root: Primary config.
+    ``overrides`` are as on the command line, ``config_dir`` has the user's own groups and experiments, ``root`` is the primary config.
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
@@ -253,17 +250,7 @@ def compose_on_saved(
 
     Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
     name a checkpoint, an evaluation, a server or a dataset to write belong to the earlier run and are not taken over. Keys that
-    name code have to be typed again.
-
-    Args:
-        saved: Resolved configuration of the earlier run.
-        overrides: As on the command line.
-        config_dir: Folder of the user's own groups and experiments.
-        folder: Where ``saved`` was read, for messages.
-
-    Raises:
-        ConfigError: An override cannot be laid over it.
-        CheckpointError: ``saved`` names code that no override names.
+    name code have to be typed again, else CheckpointError is raised. ``folder`` is the place of ``saved``, for messages.
     """
     parsed = parse_overrides(normalize_overrides(overrides))
     parsed = [item for item in parsed if not item.key_or_group.startswith("hydra.")]

@@ -228,10 +228,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Check the keys and types of a composed configuration; plugins are imported first, so that their names are known.
+    """Check the keys and types of a nested mapping or ``DictConfig``, whose missing keys and sections take their defaults.
 
-    Args:
-        mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
+    Plugins are imported first, so that their names are known.
     """
     values = dict(plain_container(mapping))
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)

@@ -162,8 +162,7 @@ def choose_by(key: str, values: dict) -> Any:
 def register(config_dir: str | None = None) -> None:
     """Make Hydra see the above, and the YAML files of the user's ``--config-dir`` as groups and experiments.
 
-    Raises:
-        ConfigError: It is not a folder, or a file in it has the name of a packaged one, which Hydra would take instead.
+    Raise ConfigError if a file in it has the name of a packaged one, which Hydra would take instead.
     """
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
@@ -171,9 +170,8 @@ def register(config_dir: str | None = None) -> None:
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
             other_name = path.with_name(f"my_{path.name}")
-            raise ConfigError(
-                f"{path} has the name of a file of rlinf, which Hydra takes. Rename it, e.g. {other_name}"
-            )
+            taken = f"{path} has the name of a file of rlinf, which Hydra takes"
+            raise ConfigError(f"{taken}. Rename it, e.g. {other_name}")
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
     plugins = Plugins.instance()
     plugins.register(GroupSource)

@@ -49,11 +49,8 @@ Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
     """Check ``GenerationOutputSpec``, that greedy generation repeats, and that the other kind samples.
 
-    Return one sentence per violation; empty if the contract holds.
-
-    Args:
-        backend: Ready to generate, with ``do_sample`` on.
-        prompts: A few right-padded prompts of different lengths, of two tokens or more.
+    ``backend`` is ready to generate, with ``do_sample`` on; ``prompts`` are a few right-padded prompts of different lengths, of two
+    tokens or more. Return one sentence per violation; empty if the contract holds.
     """
     greedy = backend.generate(prompts, greedy=True)
     many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)
@@ -144,11 +141,9 @@ def validate_log_probability_consistency(
 ) -> bool:
     """Sample from ``test_data`` (prompts) with the inference backend, score the result with the other, and compare.
 
-    Raise ConfigError if the backends know different vocabularies, return log-probabilities of different shapes, or nothing was generated.
-
-    Returns:
-        Whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN
-        is not. The reason of a False is logged as a warning.
+    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN is not.
+    The reason of a False is logged as a warning. Raise ConfigError if the backends know different vocabularies, return
+    log-probabilities of different shapes, or nothing was generated.
     """
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)

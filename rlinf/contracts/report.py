@@ -9,12 +9,9 @@ BATCH_SIZES = (1, 4)
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table.
+    """One row of the table: the property, whether it held, and the numbers.
 
-    Attributes:
-        name: The property that was checked.
-        passed: Whether it held; None if there was nothing to decide, and ``detail`` says why.
-        detail: The numbers.
+    ``passed`` is None if there was nothing to decide, and ``detail`` says why.
     """
 
     name: str

@@ -226,13 +226,9 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
 def check_dataset(
     config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
-    """Check that a dataset is whole as far as its description tells, and has what model and env have; return that description.
+    """Check that a dataset is whole as far as its description tells, and fits model and env; return that description.
 
-    Args:
-        config: Of the run.
-        policy: Class and own configuration of the policy; None: unknown.
-        folder: The dataset; None: ``sft.dataset``.
-        key: Setting that names it.
+    ``key`` names the setting of the ``folder`` (None: ``sft.dataset``), and ``policy`` is a class with its configuration (None: unknown).
     """
     sft, env = config.sft, config.env
     folder = sft.dataset if folder is None else folder

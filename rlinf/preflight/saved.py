@@ -39,10 +39,8 @@ def check_unread_keys(config: RunConfig, command: str) -> None:
 def check_start(config: RunConfig, command: str) -> None:
     """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured.
 
-    Raises:
-        CheckpointError: The checkpoint holds another model type, or cannot be resumed, because it is an export or because env,
-            number format or versions differ (``ManifestMismatchError``).
-        ConfigError: The seed differs, the run has already done more, or its checkpoint was set aside.
+    Raise CheckpointError for another model type, an export, or other conditions (``ManifestMismatchError``); ConfigError for another
+    seed, fewer steps than were done, or a checkpoint that was set aside.
     """
     folder = resolve_checkpoint(config.resume or config.init_from)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):

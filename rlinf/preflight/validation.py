@@ -72,16 +72,10 @@ class Case:
 
 
 def validate(config: RunConfig, command: str = "train") -> None:
-    """Check that the parts of a configuration fit each other and this machine.
+    """Check that the parts of a configuration which ``command`` uses fit each other and this machine.
 
-    Args:
-        config: Typed configuration.
-        command: One of ``COMMANDS``. Only what the command uses is checked.
-
-    Raises:
-        ConfigError: Values contradict each other, or name something that does not exist.
-        MissingDependencyError: An option needs a package that is not installed.
-        CheckpointError: A folder to load is not a checkpoint.
+    Raise ConfigError for a contradiction or an unknown name, MissingDependencyError for a package that is not installed, and
+    CheckpointError for a folder that is not a checkpoint.
     """
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
@@ -339,11 +333,8 @@ def check_rollout_processes(config: RunConfig) -> None:
         refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
         kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
-        refuse(
-            f"{found} with env.name={env.name}, which {kind}",
-            "an env in the process that plays",
-            "rollout.worker_processes=0",
-        )
+        found += f" with env.name={env.name}, which {kind}"
+        refuse(found, "an env in the process that plays", "rollout.worker_processes=0")
     blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
     if blocks % count:
         what = "envs" if rollout.group_size == 1 else "groups"
@@ -381,11 +372,8 @@ def check_rollout_memory(config: RunConfig) -> None:
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     waiting = max(0, config.cluster.max_staleness - 1)
     copies = 3 + waiting if rollout.worker_processes else 1
-    size = (
-        f"{row} bytes"
-        if copies == 1
-        else f"{row} bytes x {copies} copies (rollout.worker_processes={rollout.worker_processes})"
-    )
+    size = f"{row} bytes"
+    size += f" x {copies} copies (rollout.worker_processes={rollout.worker_processes})" if copies > 1 else ""
     per_env = copies * rollout.num_chunks * row
     num_envs, available = rollout.num_envs * ranks_here // ranks, main_memory_bytes()
     if num_envs * per_env > available:

@@ -75,7 +75,7 @@ def largest_gap(a, b) -> float:
     )
 
 
-def test_a_checkpoint_gives_back_its_policy_and_its_export_acts_alike(saved, tmp_path):
+def test_exported_folder_acts_as_the_checkpoint(saved, tmp_path):
     kind, folder, config, model = saved
     assert largest_gap(act(load_policy(folder, read_config(folder)).eval(), config), act(model, config)) <= 1e-6
     output = export(folder, tmp_path / "exported", merge_lora=kind == "lora")
@@ -171,7 +171,7 @@ def over_a_folder(write, folder, model, weights):
     ("fault", "message"),
     [(other_numbers, "read back, its logits differ"), (over_a_folder, "Cannot write .*exported: .*Check space")],
 )
-def test_an_export_that_is_not_the_policy_is_not_written(mlp, tmp_path, monkeypatch, fault, message):
+def test_export_that_reads_back_other_numbers_is_not_written(mlp, tmp_path, monkeypatch, fault, message):
     monkeypatch.setattr(export_module, "write_policy", partial(fault, export_module.write_policy))
     with pytest.raises(CheckpointError, match=message):
         export(mlp[0], tmp_path / "exported")

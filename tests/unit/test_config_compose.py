@@ -28,21 +28,11 @@ from rlinf.preflight.validation import validate
 from rlinf.rollout.config import RolloutConfig
 
 SEED_KEYS = {
-    "model_type": "your_model_type",
-    "action_token_len": 7,
-    "action_chunks_len": 1,
-    "unnorm_key": "your_action_key",
-    "micro_batch_size": 1,
-    "val_micro_batch_size": 8,
-    "precision": "bf16",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "image_size": [224, 224],
-    "is_lora": False,
-    "attn_implementation": "flash_attention_2",
-    "low_cpu_mem_usage": True,
+    "model_type": "your_model_type", "action_token_len": 7, "action_chunks_len": 1, "unnorm_key": "your_action_key",
+    "micro_batch_size": 1, "val_micro_batch_size": 8, "precision": "bf16", "vocab_size": 32000, "hidden_size": 4096,
+    "image_size": [224, 224], "is_lora": False, "attn_implementation": "flash_attention_2", "low_cpu_mem_usage": True,
     "trust_remote_code": True,
-}
+}  # fmt: skip
 
 
 def build(*overrides, config_dir=None) -> RunConfig:
@@ -229,34 +219,6 @@ def test_a_users_file_that_cannot_be_composed_is_refused(tmp_path, file, text, m
         build(*(["experiment=mine"] if "mine" in file else []), config_dir=str(tmp_path))
 
 
-def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path):
-    (tmp_path / "windy_env.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from rlinf.options import option\n"
-        "from rlinf.envs import register_env\n"
-        "from rlinf.envs.base import VectorEnv\n"
-        "from rlinf.envs.config import EnvConfig\n"
-        "@dataclass\n"
-        "class MyConfig(EnvConfig):\n"
-        "    wind_m_s: float = option(0.0, 'Wind.')\n"
-        "class MyEnv(VectorEnv):\n"
-        "    config_class = MyConfig\n"
-        "    all_task_names = classmethod(lambda cls, config: ['blow'])\n"
-        "register_env('windy', MyEnv)\n"
-    )
-    (tmp_path / "configs" / "env").mkdir(parents=True)
-    (tmp_path / "configs" / "env" / "windy.yaml").write_text("name: windy\nwind_m_s: 2\n")
-    plugin = f"plugins=[{tmp_path / 'windy_env.py'}]"
-    config = build("env=windy", plugin, config_dir=str(tmp_path / "configs"))
-    assert config.env.wind_m_s == 2.0 and config.env.image_size == 64
-    with pytest.raises(ConfigError, match="Set env.wind_m_s="):
-        build("env=windy", plugin, "+env.wind_ms=3", config_dir=str(tmp_path / "configs"))
-    # A spawned process, which knows nothing but what is pickled, gets the same configuration.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        assert pool.apply(to_mapping, (config,))["env"]["wind_m_s"] == 2.0
-
-
 @pytest.mark.parametrize(
     ("name", "text", "error", "message"),
     [("json.py", "", ConfigError, "Rename your file, e.g. my_json.py"), (None, "no_such_module", ConfigError, "no module 'no_such_module'"),
@@ -429,7 +391,14 @@ def test_a_yaml_of_the_users_goes_before_the_defaults_of_a_registered_name(plugi
     name, path = plugin
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / f"{name}.yaml").write_text(f"name: {name}\njoints: 5\n")
-    assert build_config(compose_config([f"env={name}", f"plugins=[{path}]"], str(tmp_path))).env.joints == 5
+    words = [f"env={name}", f"plugins=[{path}]"]
+    config = build(*words, config_dir=str(tmp_path))
+    assert config.env.joints == 5 and config.env.image_size == 64
+    with pytest.raises(ConfigError, match="Set env.joints="):
+        build(*words, "+env.jonts=3", config_dir=str(tmp_path))
+    # A spawned process, which knows nothing but what is pickled, gets the same configuration.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(to_mapping, (config,))["env"]["joints"] == 5
 
 
 def test_another_algorithm_goes_with_an_experiment_and_its_other_keys_are_left_out_on_one_line(capsys):

@@ -497,3 +497,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _check_reset(self) -> None:
         if self._specs is None:
             raise ConfigError("The environment has no episode yet; call reset() first.")
+
+
+def options_of_expert(expert: Any) -> dict[str, Any]:
+    """Return the keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that change nothing."""
+    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
+    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})

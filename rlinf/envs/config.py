@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlinf.errors import ConfigError, closest, did_you_mean
 from rlinf.memory import num_cores
@@ -116,9 +116,3 @@ def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) ->
         raise ConfigError(
             f"env.cameras={override_text(list(cameras))} names a camera twice. Set env.cameras={override_text(once)}"
         )
-
-
-def expert_options(expert: Any) -> dict[str, Any]:
-    """Return the keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that change nothing."""
-    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
-    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})

@@ -17,7 +17,7 @@ from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
-from rlinf.envs.config import expert_options
+from rlinf.envs.base import options_of_expert
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
@@ -175,7 +175,7 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 def check_demonstrator(config: RunConfig) -> None:
     """Check that the env has the scripted expert that behaviour cloning needs."""
     instead = "sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
-    ENVS.get(config.env.name).check_expert(config.env, expert_options(config.sft.expert), instead)
+    ENVS.get(config.env.name).check_expert(config.env, options_of_expert(config.sft.expert), instead)
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -298,7 +298,7 @@ def check_collect(config: RunConfig) -> None:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if config.checkpoint is None:
         instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
-        ENVS.get(env.name).check_expert(env, expert_options(config.sft.expert), instead)
+        ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), instead)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         fix = f"collect.video=false, or env.image_size={env.image_size + 1}"

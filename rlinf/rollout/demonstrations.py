@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlinf.data.config import ExpertConfig
 from rlinf.data.rows import following_rows
-from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import expert_options
+from rlinf.envs.base import VectorEnv, options_of_expert
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -74,7 +73,7 @@ class ExpertDemonstrator:
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         env = self.env
-        wanted = env.expert_actions(**expert_options(self.expert))
+        wanted = env.expert_actions(**options_of_expert(self.expert))
         noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
         return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
 

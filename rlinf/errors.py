@@ -1,6 +1,6 @@
 """Errors that a user can cause, and suggestions for misspelt names.
 
-Every message states the actual value, what was required, and the cure.
+Every message states the actual value, the requirement, and the cure.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any
 class RLinfError(Exception):
     """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
 
-    Args:
-        message: The actual value, and what was required.
-        **cure: Arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
-            ``rlinf.options.cured_by_settings`` turns them into the override to set.
+    ``cure`` holds arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
+    ``rlinf.options.cured_by_settings`` turns them into the override to set.
     """
 
     def __init__(self, message: str = "", **cure: Any) -> None:
@@ -50,7 +48,7 @@ class ConfigError(RLinfError, ValueError):
 
 
 class RefusedInputError(ConfigError):
-    """A policy refuses what it is shown, or answers with what are no actions; it may take other input."""
+    """A policy refuses an observation, or does not answer with actions; it may take other observations."""
 
 
 class MissingDependencyError(RLinfError, ImportError):

@@ -43,15 +43,11 @@ def public_fields(cls: type) -> dict[str, dataclasses.Field]:
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
-    """Build a configuration dataclass from a mapping, strictly.
+    """Build a configuration dataclass, whose fields are ``option``s, from a plain mapping or ``DictConfig``, strictly.
 
     Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted. Raise
-    ConfigError if a key is unknown, or a value has the wrong type, is not among the choices or is out of bounds.
-
-    Args:
-        cls: Dataclass whose fields were declared with ``option``.
-        mapping: Plain mapping or OmegaConf ``DictConfig``.
-        path: Dotted path of ``mapping`` in the whole configuration, for messages.
+    ConfigError if a key is unknown, or a value has the wrong type, is not among the choices or is out of bounds. ``path`` is the
+    dotted path of ``mapping`` in the whole configuration, for messages.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
@@ -131,9 +127,7 @@ def type_name(hint: Any) -> str:
 def cured_by_settings(section: str, **renamed: str) -> Iterator[None]:
     """Have library errors that are raised inside name the override to set instead of the argument to pass.
 
-    Args:
-        section: Section of the configuration that holds the settings.
-        **renamed: Argument to setting, where their names differ.
+    ``section`` holds the settings; ``renamed`` maps arguments to settings where their names differ.
     """
     try:
         yield
@@ -191,11 +185,8 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
-        found, required = (
-            f"{dotted} is {override_text(converted)!r}",
-            f"one of {', '.join(map(override_text, choices))}",
-        )
-        raise ConfigError(f"{found}; required: {required}. Set {dotted}={close}")
+        found, names = f"{dotted} is {override_text(converted)!r}", ", ".join(map(override_text, choices))
+        raise ConfigError(f"{found}; required: one of {names}. Set {dotted}={close}")
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"

@@ -24,17 +24,12 @@ _origins = [USER_CODE]
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name.
-
-    Attributes:
-        name: The name in the configuration.
-        target: The object, or its ``"module:attribute"``, imported at first use.
-        origin: Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``.
-    """
+    """A name of the configuration, and its object or ``"module:attribute"``, imported at first use."""
 
     name: str
     target: Any
     origin: str
+    """Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``."""
 
 
 @contextmanager
@@ -69,7 +64,7 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
-        """Add or replace a name; ``origin`` defaults to that of ``registering``."""
+        """Add or replace a name; ``origin`` is by default the one of ``registering``."""
         self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:

@@ -1,4 +1,4 @@
-"""``rlinf doctor``: what works on this machine, and the memory that an experiment needs.
+"""``rlinf doctor``: the parts that work on this machine, and the memory that an experiment needs.
 
 Heavy imports are inside functions, so that a missing or broken package becomes a finding instead of a traceback.
 """
@@ -35,7 +35,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and what was found or fixes it."""
+    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and the finding or its cure."""
 
     topic: str
     status: str
@@ -129,7 +129,7 @@ def check_rendering() -> Finding:
 
 
 def check_envs() -> list[Finding]:
-    """Check that each registered env can be made (packages, assets, graphics); only that of the main job must work."""
+    """Check that each registered env can be made (packages, assets, graphics); only the env of the main job must work."""
     findings = []
     for name in ENVS:
         try:

@@ -87,10 +87,7 @@ def keys_named(name: str) -> list[str]:
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:
     """Compose the packaged groups, experiments and overrides into one configuration (without the node ``hydra``).
 
-    Args:
-        overrides: As on the command line, e.g. ``["experiment=quickstart", "trainer.max_steps=3"]``.
-        config_dir: Folder of the user's own groups and experiments.
-        root: Primary config.
+    ``overrides`` are as on the command line, ``config_dir`` has the user's own groups and experiments, ``root`` is the primary config.
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
@@ -106,7 +103,7 @@ def _load_named_plugins(overrides: list[str]) -> None:
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides) if not item.is_sweep_override()}
     path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
     if "plugins" not in typed and path is not None:
-        with suppress(yaml.YAMLError):  # Hydra, which reads the file after this, says what is wrong
+        with suppress(yaml.YAMLError):  # Hydra reads the file after this, and reports the error
             experiment = OmegaConf.load(path)
             if OmegaConf.is_list(experiment):  # Hydra leaves it out without a word
                 raise ConfigError(f"{path} holds a list; required: keys of the configuration, such as trainer.")
@@ -228,7 +225,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _in_present_terms(saved: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Return a saved configuration with the keys and values of today, and tell on one line what was renamed or dropped."""
+    """Return a saved configuration with the keys and values of today, and print one line of the changes."""
     cluster, trainer = dict(saved.get("cluster") or {}), dict(saved.get("trainer") or {})
     changed = []
     if "timeout_s" in cluster:
@@ -249,21 +246,11 @@ def compose_on_saved(
     config_dir: str | None = None,
     folder: str | Path = "the checkpoint",
 ) -> DictConfig:
-    """Lay overrides over the configuration of an earlier run: what is not overridden stays as it was.
+    """Lay overrides over the configuration of an earlier run, whose other values stay.
 
     Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
-    name a checkpoint, an evaluation, a server or a dataset to write belong to the earlier run and are not taken over. What names
-    code has to be typed.
-
-    Args:
-        saved: Resolved configuration of the earlier run.
-        overrides: As on the command line.
-        config_dir: Folder of the user's own groups and experiments.
-        folder: Where ``saved`` was read, for messages.
-
-    Raises:
-        ConfigError: An override cannot be laid over it.
-        CheckpointError: ``saved`` names code that no override names.
+    name a checkpoint, an evaluation, a server or a dataset to write belong to the earlier run and are not taken over. Keys that
+    name code have to be typed again, else CheckpointError is raised. ``folder`` is the place of ``saved``, for messages.
     """
     parsed = parse_overrides(normalize_overrides(overrides))
     parsed = [item for item in parsed if not item.key_or_group.startswith("hydra.")]

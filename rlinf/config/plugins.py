@@ -17,12 +17,8 @@ user_folders: list[Path] = []
 def load_plugins(plugins: Iterable[str]) -> list[str]:
     """Import each plugin once per process; a worker process calls this before it builds anything.
 
-    Args:
-        plugins: Module names (``my_package.my_env``) or paths that end in ``.py``, relative to the present folder or to
-            ``--config-dir``.
-
-    Returns:
-        The same with absolute paths, which mean the same files to every process.
+    A plugin is a module (``my_package.my_env``) or a path that ends in ``.py``, relative to the present folder or to ``--config-dir``.
+    Return the plugins with absolute paths, which mean the same files to every process.
     """
     found = [str(_find_file(plugin)) if plugin.endswith(".py") else plugin for plugin in plugins]
     for plugin in found:

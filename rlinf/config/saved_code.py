@@ -1,4 +1,4 @@
-"""What in a saved configuration would run code; a checkpoint from somebody else is data until the user types otherwise."""
+"""Values of a saved configuration that would run code: a checkpoint stays data until the user types these values again."""
 
 from __future__ import annotations
 
@@ -24,14 +24,9 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
-    """Refuse what would make Python import or trust code, unless the user has replaced it.
+    """Raise CheckpointError for values that would make Python import or trust code, with everything that has to be typed.
 
-    Raise CheckpointError with everything that has to be typed.
-
-    Args:
-        saved: Configuration stored in a checkpoint or an export.
-        typed: Keys and groups whose values the user has replaced, e.g. ``{"plugins", "env"}``.
-        folder: Of the configuration, for the message.
+    The user has replaced the values of the keys and groups ``typed``, e.g. ``{"plugins", "env"}``. ``folder`` is for the message.
     """
     names = tuple(f"{name}." for name in typed)
     found = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]

@@ -13,9 +13,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rlinf import models
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.config import AnyAlgorithmConfig, PPOConfig
-from rlinf.config.declared import cameras_read
+from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
@@ -36,7 +37,7 @@ from rlinf.options import (
     unknown_key_message,
 )
 from rlinf.rollout.config import RolloutConfig
-from rlinf.run_folder import LATEST
+from rlinf.run_folder import LATEST, MODEL_FOLDER
 from rlinf.tracking.config import TrackingConfig
 
 
@@ -54,7 +55,7 @@ class RunConfig:
     resume: str | None = option(
         None,
         "Checkpoint or run folder to continue: weights, optimiser, counters and random state. auto: the newest whole checkpoint of "
-        "output_dir, or else of the experiment; a new run where there is none.",
+        "output_dir, or else of the experiment; without one, a new run.",
     )
     init_from: str | None = option(
         None, "Checkpoint or run folder whose weights start this run, and nothing else of it."
@@ -89,7 +90,7 @@ SOURCES = (
     "algorithm.offline_dataset",
     "evaluation.compare",
 )
-"""Keys that name what is read: a ``latest`` in them is settled before a new run becomes the latest one."""
+"""Keys of folders to read: a ``latest`` in them is resolved before a new run becomes the latest one."""
 
 
 def section_class(section: str, name: str) -> type:
@@ -132,7 +133,7 @@ MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random w
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Say that the key does not exist, and name the section that has it or the most similar ``known`` key.
 
-    ``hints`` are the types of the known keys; None: those of the default env and algorithm.
+    ``hints`` are the types of the known keys; None: the types under the default env and algorithm.
     """
     (section, _, name), known = dotted.rpartition("."), list(known)
     others = {key for key in field_types() if key.rpartition(".")[0] != section}  # of this one, `known` tells
@@ -171,12 +172,42 @@ def chunks_needed(config: RunConfig) -> int:
     return math.ceil(longest / config.model.action_chunks_len)
 
 
+def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
+    """Return the policy's class and its own configuration: of the checkpoint whose weights are taken, else of the model section.
+
+    Return None if that configuration is not on this machine.
+    """
+    source = config.checkpoint or config.init_from
+    if source is not None:
+        checkpoint = resolve_checkpoint(source)
+        for folder in (checkpoint / MODEL_FOLDER, checkpoint):  # adapters lie on the model of the section
+            if (folder / "config.json").is_file():
+                return models.local_settings(config.model, folder)
+    return models.local_settings(config.model)
+
+
+def cameras_read(config: RunConfig) -> list[str]:
+    """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
+    try:
+        usual = config.env.default_cameras()
+    except RLinfError:  # an unknown env, which `validate` reports
+        return []
+    if config.dataset is not None and config.checkpoint is None:
+        return usual
+    try:
+        found = declared_policy(config)
+    except RLinfError:  # an unknown model or folder, which `validate` reports
+        return usual
+    wanted = None if found is None else found[0].num_cameras(found[1])
+    return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
+
+
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig`` (``typed_config``), and fill in what follows from others of its values.
 
     Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
     Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
-    ``validate`` says what is wrong with an env that cannot tell.
+    ``validate`` reports an env that cannot tell.
     """
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:
@@ -197,10 +228,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Check the keys and types of a composed configuration; plugins are imported first, so that their names are known.
+    """Check the keys and types of a nested mapping or ``DictConfig``, whose missing keys and sections take their defaults.
 
-    Args:
-        mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
+    Plugins are imported first, so that their names are known.
     """
     values = dict(plain_container(mapping))
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)

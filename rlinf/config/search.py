@@ -1,8 +1,8 @@
 """Where Hydra looks for configuration: packaged groups, experiment files, users' folders, other packages.
 
-A packaged group holds what differs from its dataclass; Hydra is shown the rest, too. An experiment is a YAML that holds what differs from the defaults. It may be used as ``experiment=name``,
-``+experiment=name`` or ``--config-name name``; its keys are global (as with Hydra's ``# @package _global_``), and without
-an ``experiment_name`` of its own it gets the name of its file.
+A packaged group holds the differences from its dataclass; Hydra is shown the rest, too. An experiment is a YAML file with the
+differences from the defaults, used as ``experiment=name``, ``+experiment=name`` or ``--config-name name``. Its keys are global
+(as with Hydra's ``# @package _global_``), and without an ``experiment_name`` of its own it gets the name of its file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGISTERED = {"model": MODELS, **REGISTRIES}
 
 
 def experiment_folders() -> list[Path]:
-    """Return the folders whose YAML files are experiments: ``--config-dir`` and its ``experiment/``, then those of rlinf."""
+    """Return the folders whose YAML files are experiments: ``--config-dir``, its ``experiment/``, the folder of rlinf."""
     return [*user_folders, *(folder / GROUP for folder in user_folders), packaged_experiments()]
 
 
@@ -162,8 +162,7 @@ def choose_by(key: str, values: dict) -> Any:
 def register(config_dir: str | None = None) -> None:
     """Make Hydra see the above, and the YAML files of the user's ``--config-dir`` as groups and experiments.
 
-    Raises:
-        ConfigError: It is not a folder, or a file in it has the name of a packaged one, which Hydra would take instead.
+    Raise ConfigError if a file in it has the name of a packaged one, which Hydra would take instead.
     """
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
@@ -171,9 +170,8 @@ def register(config_dir: str | None = None) -> None:
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
             other_name = path.with_name(f"my_{path.name}")
-            raise ConfigError(
-                f"{path} has the name of a file of rlinf, which Hydra takes. Rename it, e.g. {other_name}"
-            )
+            taken = f"{path} has the name of a file of rlinf, which Hydra takes"
+            raise ConfigError(f"{taken}. Rename it, e.g. {other_name}")
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
     plugins = Plugins.instance()
     plugins.register(GroupSource)
@@ -184,7 +182,7 @@ def register(config_dir: str | None = None) -> None:
 
 
 def group_options(group: str) -> list[str]:
-    """Return the names that ``group=`` accepts, those of other packages and of the registered user folder included."""
+    """Return the names that ``group=`` accepts, also from other packages and the registered user folder."""
     GlobalHydra.instance().clear()
     with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
         return GlobalHydra.instance().config_loader().get_group_options(group)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlinf.checkpoints.folders import is_checkpoint, is_export, is_run
-from rlinf.config.schema import RunConfig
-from rlinf.errors import ConfigError
 from rlinf.models import MODELS
 from rlinf.models.fallback import folder_config
 
@@ -36,24 +34,9 @@ def text_in(path: str | Path) -> str | None:
 
 
 def language_model_in(path: str | Path) -> str | None:
-    """Return the ``model_type`` of a folder, if it is that of a causal language model that reads no images, or None."""
+    """Return the ``model_type`` of a folder with a causal language model that reads no images; None for other folders."""
     from transformers.models.auto import modeling_auto
 
     found = folder_config(str(path)).get("model_type")
     is_text = found in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and found not in MODELS
     return found if is_text and found not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
-
-
-def check_no_text(config: RunConfig, command: str) -> None:
-    """Check that the dataset holds demonstrations, and that the model can see."""
-    for key, path, instead in (
-        ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
-        (
-            "model.model_path",
-            config.model.model_path,
-            "a policy or a vision-language model. Set model.model_path=<its folder>",
-        ),
-    ):
-        found = None if path is None else text_in(path)
-        if found is not None:
-            raise ConfigError(f"{key} is '{path}', {found}; `rlinf {command}` needs {instead}. {PAGE}")

@@ -69,7 +69,7 @@ class TrainerConfig:
     )
     shard_size: int | None = option(
         None,
-        "Ranks that divide the weights among themselves (HSDP), e.g. those of one machine; groups of so many ranks hold replicas. "
+        "Ranks that divide the weights among themselves (HSDP), e.g. the ranks of one machine; groups of so many ranks hold replicas. "
         "null: all ranks.",
         minimum=1,
     )

@@ -45,11 +45,9 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
 
 
 def check_properties(env_factory: EnvFactory, max_steps: int = 64) -> Iterator[tuple[str, list[str]]]:
-    """Check one property after the other; see ``check_env``.
+    """Yield each key of ``PROPERTIES`` and its violations; see ``check_env``.
 
-    Yields:
-        Key in ``PROPERTIES`` and its violations. The later checks build on declarations, splits and observation, so a
-        violation there ends the check.
+    The later checks build on declarations, splits and observation, so a violation there ends the check.
     """
     reported: set[str] = set()
     envs = [env_factory(*how) for how in ((NUM_ENVS, False), (NUM_ENVS, True), (1, False), (NUM_ENVS, False))]
@@ -142,12 +140,8 @@ def equal_rows(one: Observation, other: Observation) -> bool:
 class _EnvChecker:
     """One method per property; each yields a sentence per violation.
 
-    Attributes:
-        frozen: ``NUM_ENVS`` rows without auto-reset.
-        running: ``NUM_ENVS`` rows with auto-reset.
-        single: One row without auto-reset.
-        untouched: As ``frozen``, and not reset before ``idle`` is checked.
-        max_steps: Env steps per trajectory.
+    ``running`` has auto-reset, the other envs do not. ``single`` has one row, the others ``NUM_ENVS``. ``untouched`` is not reset
+    before ``idle`` is checked. A trajectory has ``max_steps`` env steps.
     """
 
     frozen: VectorEnv

@@ -49,11 +49,8 @@ Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
     """Check ``GenerationOutputSpec``, that greedy generation repeats, and that the other kind samples.
 
-    Return one sentence per violation; empty if the contract holds.
-
-    Args:
-        backend: Ready to generate, with ``do_sample`` on.
-        prompts: A few right-padded prompts of different lengths, of two tokens or more.
+    ``backend`` is ready to generate, with ``do_sample`` on; ``prompts`` are a few right-padded prompts of different lengths, of two
+    tokens or more. Return one sentence per violation; empty if the contract holds.
     """
     greedy = backend.generate(prompts, greedy=True)
     many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)
@@ -73,7 +70,7 @@ def check_generation(backend: GenerationInterface | PolicyInterface, prompts: Ba
 def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]:
     """Check generation, log-probabilities, the reference (if there is one) and one training step, which changes the policy.
 
-    ``policy`` must not have been trained; prompts and result are those of ``check_generation``.
+    ``policy`` must not have been trained. For prompts and result, see ``check_generation``.
     """
     report = check_generation(policy, prompts)
     if report:
@@ -144,11 +141,9 @@ def validate_log_probability_consistency(
 ) -> bool:
     """Sample from ``test_data`` (prompts) with the inference backend, score the result with the other, and compare.
 
-    Raise ConfigError if the backends know different vocabularies, return log-probabilities of different shapes, or nothing was generated.
-
-    Returns:
-        Whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN
-        is not. The reason of a False is logged as a warning.
+    Return whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN is not.
+    The reason of a False is logged as a warning. Raise ConfigError if the backends know different vocabularies, return
+    log-probabilities of different shapes, or nothing was generated.
     """
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)
@@ -175,7 +170,7 @@ def validate_log_probability_consistency(
 
 
 def vocab_size(backend: Any) -> int | None:
-    """Return ``backend.vocab_size``, else that of ``backend.model.config``, else None."""
+    """Return the ``vocab_size`` of ``backend``, else of ``backend.model.config``, else None."""
     if hasattr(backend, "vocab_size"):
         return backend.vocab_size
     config = getattr(getattr(backend, "model", None), "config", None)
@@ -183,7 +178,7 @@ def vocab_size(backend: Any) -> int | None:
 
 
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:
-    """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; raise ConfigError if there are none."""
+    """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; raise ConfigError for an empty ``mask``."""
     if not mask.any():
         raise ConfigError("No token was generated to compare. Give shorter prompts or max_new_tokens=8")
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
@@ -203,7 +198,7 @@ def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Check]:
 
 
 def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Check]:
-    """Compare log-probabilities of decoding with a cache with those of one pass; arguments and error as above."""
+    """Compare log-probabilities from decoding with a cache and from one pass; arguments and error as above."""
     return _all_passed(consistency_checks, model_name, kwargs)
 
 

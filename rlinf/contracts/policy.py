@@ -209,7 +209,7 @@ class PolicyChecker:
         return checks
 
     def row_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare the actions of a row alone with those next to rows of other lengths."""
+        """Compare the actions of a row alone and next to rows of other lengths."""
         checks = []
         for do_sample in (False, True):
             batch = self.act(policy, self.mixed, do_sample=do_sample)[1].actions
@@ -234,7 +234,7 @@ class PolicyChecker:
 
         Rollout and training score the whole distribution, so both agree with a sampler that draws from another one (top-k,
         top-p, its own temperature). The entropy of a column is conditioned on the columns before it. The differences are
-        therefore uncorrelated, and the standard error of their mean is that of independent ones.
+        therefore uncorrelated, and their mean has the standard error of a mean of independent numbers.
 
         Where no rare token was drawn, the variance of the sample is near 0 and says too little. So the variance of ``log p``
         counts as well: ``T dH/dT`` where logits are divided by ``T``, half the number of dimensions of a Gaussian. Two rare tokens
@@ -277,7 +277,7 @@ class PolicyChecker:
                 found.append(logprobs + self.score(inputs, sequences).entropy - 0.5)
                 expected.append(-0.5 * torch.special.ndtri(numbers.double()).square().to(logprobs))
             else:
-                if isinstance(model, TokenActionModel):  # ``logits`` may be those of the whole vocabulary
+                if isinstance(model, TokenActionModel):  # ``logits`` may cover the whole vocabulary
                     logits = logits[..., -model.action_tokenizer.num_bins :]
                 tokens = sample_tokens(logits, True, self.temperature, numbers.to(logits.device))
                 found.append(logprobs)
@@ -285,7 +285,7 @@ class PolicyChecker:
         return self.agreement(name, torch.cat(found), torch.cat(expected))
 
     def score_checks(self) -> list[Check]:
-        """Compare scores and values of a row alone with those next to rows of other lengths."""
+        """Compare scores and values of a row alone and next to rows of other lengths."""
         inputs, prediction = self.act(self.model, self.mixed)
         batch, alone = self.score(inputs, prediction.sequences), []
         for row in range(NUM_ROWS):
@@ -321,7 +321,7 @@ class PolicyChecker:
         return [*checks, _difference("torch: log-probs at another temperature differ", other, before)]
 
     def training_checks(self) -> list[Check]:
-        """Compare scores in training mode (dropout on) with those in evaluation mode, and look for gradients.
+        """Compare scores in training mode (dropout on) and in evaluation mode, and look for gradients.
 
         The model is left in evaluation mode and without gradients.
         """

@@ -1,4 +1,4 @@
-"""What the checks of models share: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
+"""Shared by the checks of models: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ BATCH_SIZES = (1, 4)
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table.
+    """One row of the table: the property, whether it held, and the numbers.
 
-    Attributes:
-        name: What was tried.
-        passed: Whether it held; None if there was nothing to decide, and ``detail`` says why.
-        detail: The numbers.
+    ``passed`` is None if there was nothing to decide, and ``detail`` says why.
     """
 
     name: str

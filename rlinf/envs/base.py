@@ -12,10 +12,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from rlinf.envs.config import EnvConfig
+from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
 from rlinf.envs.episode_stats import EpisodeStats
-from rlinf.envs.episodes import drawn_episodes, select_tasks
-from rlinf.envs.spaces import check_cameras, checked_actions, checked_observation, observation_space, uniform_statistics
+from rlinf.envs.episodes import drawn_episodes
+from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.options import override_text
@@ -497,3 +497,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _check_reset(self) -> None:
         if self._specs is None:
             raise ConfigError("The environment has no episode yet; call reset() first.")
+
+
+def options_of_expert(expert: Any) -> dict[str, Any]:
+    """Return the keyword options for ``VectorEnv.expert_actions`` from ``sft.expert``, without those that change nothing."""
+    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
+    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})

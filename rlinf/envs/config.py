@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rlinf.errors import ConfigError, closest, did_you_mean
 from rlinf.memory import num_cores
-from rlinf.options import option
+from rlinf.options import option, override_text
 
 
 @dataclass
@@ -80,3 +82,37 @@ def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config
     return replace(config, num_processes=max(1, num_cores() // num_sharers))
+
+
+def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
+    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Refuse unknown or repeated ones."""
+    if wanted is None:
+        return list(names)
+    for name in wanted:
+        if name not in names:
+            mended = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
+            raise ConfigError(
+                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(mended)}"
+            )
+    if not wanted:
+        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{names[0]}]")
+    once = list(dict.fromkeys(wanted))
+    if len(once) < len(wanted):
+        raise ConfigError(f"env.tasks={override_text(wanted)} names a task twice. Set env.tasks={override_text(once)}")
+    return [name for name in names if name in wanted]
+
+
+def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
+    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or is there twice."""
+    for camera in cameras:
+        if known is not None and camera not in known:
+            mended = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
+            raise ConfigError(
+                f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, known)} "
+                f"Set env.cameras={override_text(list(mended))}"
+            )
+    once = list(dict.fromkeys(cameras))
+    if len(once) < len(cameras):
+        raise ConfigError(
+            f"env.cameras={override_text(list(cameras))} names a camera twice. Set env.cameras={override_text(once)}"
+        )

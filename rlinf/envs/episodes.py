@@ -8,7 +8,6 @@ from typing import Any
 
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import closest, override_text
 from rlinf.types import EpisodeSpec
 
 EVAL_INIT_STATE_OFFSET = 1_000_000_000
@@ -63,21 +62,3 @@ def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) ->
     if split == "train":
         return EpisodeList(suite, num_tasks, config.num_train_init_states, 0, seed=0)
     return EpisodeList(suite, num_tasks, config.num_eval_init_states, EVAL_INIT_STATE_OFFSET, seed=1)
-
-
-def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Refuse unknown or repeated ones."""
-    if wanted is None:
-        return list(names)
-    for name in wanted:
-        if name not in names:
-            mended = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
-            raise ConfigError(
-                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(mended)}"
-            )
-    if not wanted:
-        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{names[0]}]")
-    once = list(dict.fromkeys(wanted))
-    if len(once) < len(wanted):
-        raise ConfigError(f"env.tasks={override_text(wanted)} names a task twice. Set env.tasks={override_text(once)}")
-    return [name for name in names if name in wanted]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import gymnasium
 import numpy as np
 from PIL import Image
 
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import closest, override_text
+from rlinf.errors import ConfigError
 from rlinf.types import Observation
 
 
@@ -24,22 +21,6 @@ def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dic
     if state_dim:
         spaces["state"] = gymnasium.spaces.Box(-np.inf, np.inf, (state_dim,), np.float32)
     return gymnasium.spaces.Dict(spaces)
-
-
-def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
-    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or is there twice."""
-    for camera in cameras:
-        if known is not None and camera not in known:
-            mended = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
-            raise ConfigError(
-                f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, known)} "
-                f"Set env.cameras={override_text(list(mended))}"
-            )
-    once = list(dict.fromkeys(cameras))
-    if len(once) < len(cameras):
-        raise ConfigError(
-            f"env.cameras={override_text(list(cameras))} names a camera twice. Set env.cameras={override_text(once)}"
-        )
 
 
 def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -13,18 +13,18 @@ from rlinf.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_PRECISIONS = {
-    torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed"),
-    torch.bfloat16: ("bf16", "bfloat16", "bf16-true"),
-    torch.float16: ("fp16", "float16", "16", "16-true", "half"),
+PRECISIONS = {
+    **dict.fromkeys(("fp32", "float32", "32", "32-true", "bf16-mixed"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-true"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "16", "16-true", "half"), torch.float16),
 }
+"""``model.precision`` to the dtype of the weights."""
 
 
 def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
     """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights."""
-    for dtype, names in _PRECISIONS.items():
-        if str(precision) in names:
-            return dtype
+    if str(precision) in PRECISIONS:
+        return PRECISIONS[str(precision)]
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
     raise ConfigError(
         f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Set e.g. model.precision={close}"

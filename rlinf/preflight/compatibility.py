@@ -1,4 +1,4 @@
-"""Cross-checks between model, env and command: what the one gives must be what the other reads."""
+"""Cross-checks of model, env, data and evaluation: each must give what the other reads."""
 
 from __future__ import annotations
 
@@ -11,37 +11,120 @@ from typing import Any
 
 import torch
 
-from rlinf import models
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset, image_columns, state_column
 from rlinf.data.stored import DatasetInfo
+from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
+from rlinf.envs.base import options_of_expert
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
-from rlinf.options import override_text, public_fields, to_mapping
+from rlinf.models.building import entry_for
+from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
+from rlinf.options import closest, cured_by_settings, override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
 from rlinf.preflight.refuse import refuse
-from rlinf.rollout.demonstrations import expert_options
 from rlinf.types import EnvSpec
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+ACTING = ("evaluate", "collect", "diagnose")
+"""The commands that ask a policy for actions and nothing else."""
 
 KEYS_OF_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
 """Keys of ``env`` that ``check_dataset`` checks by the columns of a dataset, or that change no row."""
 
 
+def check_model(config: RunConfig) -> None:
+    """Check model type, number format, attention kernel and adapters."""
+    model = config.model
+    if not entry_for(model).acts:
+        refuse(
+            f"model.model_type={model.model_type} is a language model, which cannot act in env.name={config.env.name}",
+            "a policy, or a vision-language model to make one of",
+            "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
+        )
+    if model.precision not in PRECISIONS:
+        torch_dtype_from_precision(model.precision)  # raises, and names the nearest one
+    attention = model.attn_implementation
+    if attention not in ATTENTION:
+        fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
+        refuse(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
+    if attention == "flash_attention_2":
+        found, instead = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
+        if not torch.cuda.is_available():
+            refuse(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
+        require_package("flash_attn", found, "flash-attn", instead)
+    if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
+        found = f"model.image_size={override_text(model.image_size)}"
+        refuse(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
+    if model.lora_path is not None and not model.is_lora:
+        found = f"model.lora_path={model.lora_path} with model.is_lora=false"
+        refuse(found, "an adapter to load", "model.is_lora=true")
+    if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
+        reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
+        refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
+
+
+def check_elsewhere(config: RunConfig, command: str) -> None:
+    """Check that a policy behind an address is only asked to act."""
+    url, name = config.model.url, config.model.model_type
+    if not entry_for(config.model).elsewhere:
+        if url is not None:
+            refuse(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
+        return
+    found = f"model.model_type={name}"
+    if url is None:
+        refuse(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
+    if config.checkpoint is not None:
+        refuse(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
+    for key in ("model_path", "lora_path", "init_config", "is_lora"):
+        if getattr(config.model, key):
+            given = f"model.{key}={override_text(getattr(config.model, key))}"
+            refuse(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
+    if command not in ACTING:
+        required = f"a policy with weights here; this one only acts (`rlinf {'`, `rlinf '.join(ACTING)}`)"
+        refuse(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
+    if config.cluster.num_players is not None:
+        found = f"cluster.num_players={config.cluster.num_players} with model.url={url}"
+        refuse(found, "ranks that ask the server themselves", "cluster.num_players=null cluster.num_processes=2")
+
+
+def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+    """Check that activations can be recomputed, and that there is a compiler, where the model section asks for them."""
+    model = config.model
+    if model.gradient_checkpointing and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
+        found = (
+            f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
+        )
+        refuse(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
+    if model.compile:
+        from rlinf.models.blocks import check_compiler  # imports transformers
+
+        with cured_by_settings("model"):
+            check_compiler(resolve_device(config.cluster.device, 1))
+
+
+def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+    """Check that there is a GPU for ``model.cuda_graph``, and a policy that decodes token by token."""
+    device = resolve_device(config.cluster.device, 1)
+    if device != "cuda":
+        refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
+    if policy is not None:
+        policy[0].check_cuda_graph(policy[1], config.model.attn_implementation)
+
+
 def check_precision(config: RunConfig) -> None:
-    """Training needs a number format whose gradients do not vanish."""
+    """Check that gradients do not vanish in the number format of the weights."""
     precision = config.model.precision
-    if models.torch_dtype_from_precision(precision) is torch.float16:
+    if PRECISIONS[precision] is torch.float16:
         found = f"model.precision={precision} is for evaluation: in float16 small gradients become 0"
         refuse(found, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
 
 
-def check_inputs(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
     """Check that the env shows what the policy (of ``declared_policy``) reads, and that both mean the same actions."""
-    if policy is None:
-        return
     policy_class, settings = policy
     policy_class.check_env(settings, env_spec(config))
     statistics = getattr(settings, "norm_stats", None) or {}
@@ -51,7 +134,7 @@ def check_inputs(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 
 
 def env_spec(config: RunConfig) -> EnvSpec:
-    """Return what the env of a configuration will show."""
+    """Return the inputs that the env of a configuration will give."""
     env, width_of = config.env, ENVS.get(config.env.name).state_width
 
     def override_for_state(narrowest: int, widest: int) -> str | None:
@@ -74,7 +157,7 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     from rlinf.rollout.vllm_policy import adapter_of  # imports transformers and peft
 
     if policy is None:
-        adapter_of(models.entry_for(config.model).resolve().model)
+        adapter_of(entry_for(config.model).resolve().model)
     else:
         adapter_of(policy[0]).check(policy[1])
     check_temperature(rollout.temperature, "rollout.temperature")
@@ -92,7 +175,7 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
 def check_demonstrator(config: RunConfig) -> None:
     """Check that the env has the scripted expert that behaviour cloning needs."""
     instead = "sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
-    ENVS.get(config.env.name).check_expert(config.env, expert_options(config.sft.expert), instead)
+    ENVS.get(config.env.name).check_expert(config.env, options_of_expert(config.sft.expert), instead)
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -143,13 +226,9 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
 def check_dataset(
     config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
-    """Check that a dataset is whole as far as its description tells, and has what model and env have; return that description.
+    """Check that a dataset is whole as far as its description tells, and fits model and env; return that description.
 
-    Args:
-        config: Of the run.
-        policy: Class and own configuration of the policy; None: unknown.
-        folder: The dataset; None: ``sft.dataset``.
-        key: Setting that names it.
+    ``key`` names the setting of the ``folder`` (None: ``sft.dataset``), and ``policy`` is a class with its configuration (None: unknown).
     """
     sft, env = config.sft, config.env
     folder = sft.dataset if folder is None else folder
@@ -186,7 +265,7 @@ def check_dataset(
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
-    """What a row of a collected dataset means (action repeats, camera flips, physics) must be so in the present env."""
+    """Check that rows of a collected dataset mean the same in the present env (action repeats, camera flips, physics)."""
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present:
@@ -219,7 +298,7 @@ def check_collect(config: RunConfig) -> None:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if config.checkpoint is None:
         instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
-        ENVS.get(env.name).check_expert(env, expert_options(config.sft.expert), instead)
+        ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), instead)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         fix = f"collect.video=false, or env.image_size={env.image_size + 1}"

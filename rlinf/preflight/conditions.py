@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
-from rlinf.envs.episodes import select_tasks
+from rlinf.envs.config import select_tasks
 from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
 from rlinf.models.base_weights import weights_digest
 
@@ -35,11 +35,9 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 def build_manifest(
     config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
 ) -> Manifest:
-    """Record the current conditions.
+    """Record the current conditions of a policy, with the result of ``take_fingerprint`` if there is one.
 
-    Args:
-        model: The policy. Its ``config`` holds ``norm_stats`` and preprocessing; it may have a ``processor``.
-        fingerprint: What ``take_fingerprint`` returned; None: not taken.
+    The ``config`` of ``model`` holds ``norm_stats`` and preprocessing; it may have a ``processor``.
     """
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}

@@ -9,10 +9,26 @@ from pathlib import Path
 from rlinf import models
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.schema import RunConfig
+from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.errors import ConfigError
 from rlinf.models.base_weights import check_base
 from rlinf.preflight.refuse import refuse
 from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, MODEL_FOLDER, STATE_FILE
+
+
+def check_no_text(config: RunConfig, command: str) -> None:
+    """Check that the dataset holds demonstrations, and that the model can see."""
+    for key, path, instead in (
+        ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
+        (
+            "model.model_path",
+            config.model.model_path,
+            "a policy or a vision-language model. Set model.model_path=<its folder>",
+        ),
+    ):
+        found = None if path is None else text_in(path)
+        if found is not None:
+            raise ConfigError(f"{key} is '{path}', {found}; `rlinf {command}` needs {instead}. {PAGE}")
 
 
 def check_sources(config: RunConfig) -> None:
@@ -36,7 +52,7 @@ def check_sources(config: RunConfig) -> None:
         check_hub_folder("model.model_path", model.model_path, models.config_file_names(models.entry_for(model)))
     if model.lora_path is not None:
         check_hub_folder("model.lora_path", model.lora_path, ("adapter_config.json",))
-    if is_new and Path(model.model_path or "").expanduser().is_dir():
+    if is_new and model.lora_path is not None and Path(model.model_path or "").expanduser().is_dir():
         check_base(model, config.evaluation.allow_mismatch)
     if config.tokenizer.tokenizer_model is not None:
         check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, ())

@@ -140,11 +140,10 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
 def store_bytes(config: RunConfig) -> int | None:
     """Return the bytes of weights and rollouts that one machine may have in Ray's store of objects, in a run with players.
 
-    Frozen weights are stored once. Of the trained ones there are the last version, the one that is being stored, and those of rollouts that
-    are under way; and as many whole rollouts.
+    None: The size of the policy is not known before its files are on this machine.
 
-    Returns:
-        None: The size of the policy is not known before its files are on this machine.
+    Frozen weights are stored once. Trained weights are there in several versions: the last one, the one that is being stored, and one
+    for each rollout under way. There are as many whole rollouts.
     """
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         return None

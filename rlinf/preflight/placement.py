@@ -52,15 +52,11 @@ class Node:
 
 @dataclass(frozen=True)
 class StoreRoom:
-    """What a run with players needs in Ray's store of objects on each machine with players.
-
-    Attributes:
-        num_bytes: Of weights and rollouts.
-        cures: Overrides of a run that needs less.
-    """
+    """The room that a run with players needs in Ray's store of objects on each machine with players, for weights and rollouts."""
 
     num_bytes: int
     cures: str
+    """Overrides of a run that needs less."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Placement:
 
     Attributes:
         num_ranks, num_players: Over all machines; 0 players: the ranks play.
-        num_blocks: Over all ranks; 0: players take what is next, and own none.
+        num_blocks: Over all ranks; 0: players own no blocks, and each takes the next one.
         gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
         ranks_compute: Else they only read and write, and leave all GPUs to the players.
@@ -88,33 +84,21 @@ class Placement:
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of a run.
-
-        Args:
-            config: Of the run.
-            nodes: The machines of the cluster; None: they are not known yet.
-
-        Raises:
-            ConfigError: Players, ranks, envs and machines do not fit each other.
-        """
+        """Return the placement of a run on ``nodes``, the machines of the cluster; None: they are not known yet."""
         cluster, rollout, by_ray = config.cluster, config.rollout, ranks_by_ray(config)
         ranks, players = cluster.num_processes, 0
         if has_players(config):
             players = ranks if cluster.num_players is None else cluster.num_players
         if players % ranks:
             fix = f"cluster.num_players={max(1, math.ceil(players / ranks)) * ranks}"
-            refuse(
-                f"cluster.num_players={players}",
-                f"a multiple of cluster.num_processes={ranks}, so many for each rank",
-                fix,
-            )
+            required = f"a multiple of cluster.num_processes={ranks}, so many for each rank"
+            refuse(f"cluster.num_players={players}", required, fix)
         if players and rollout.num_envs % (players * rollout.group_size):
             share = players * rollout.group_size
             fix = f"rollout.num_envs={max(1, round(rollout.num_envs / share)) * share}"
             unit = f"cluster.num_players={players} x rollout.group_size={rollout.group_size}"
-            refuse(
-                f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because one player plays a group", fix
-            )
+            required = f"a multiple of {unit}, because one player plays a group"
+            refuse(f"rollout.num_envs={rollout.num_envs}", required, fix)
         if by_ray and nodes is not None:  # this machine may have no GPU
             on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
         else:
@@ -181,22 +165,14 @@ class Placement:
         return max(1, of_rank * self.num_ranks // self.num_players)
 
     def torch_threads(self, of_rank: int | None, of_machine: int) -> int:
-        """Return the threads with which a player computes.
+        """Return the threads with which a player computes: its part of ``given_num_threads`` (``of_rank``).
 
-        Args:
-            of_rank: ``given_num_threads``, of which a player has the part that its rank leaves it; None: the next one counts.
-            of_machine: The player's share of the cores of its machine.
+        None: its share of the cores of its machine (``of_machine``).
         """
         return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_players)
 
     def check_nodes(self, nodes: Sequence[Node], without_players: str, on_cpu: str) -> None:
-        """Refuse machines without room for all players.
-
-        Args:
-            nodes: The machines.
-            without_players: Overrides of a run without players.
-            on_cpu: The override with which players need no GPUs.
-        """
+        """Refuse machines without room for all players; the last two are overrides that need no players, or no GPUs."""
         fitting = sum(node.room(self.gpus_per_player) for node in nodes)
         if fitting >= self.num_players:
             return
@@ -214,13 +190,7 @@ class Placement:
         refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
 
     def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
-        """Refuse machines without room for all ranks and players, which Ray starts.
-
-        Args:
-            nodes: The machines.
-            without_ray: Overrides of a run without Ray.
-            on_cpu: The override with which ranks and players need no GPUs.
-        """
+        """Refuse machines without room for all ranks and players, which Ray starts; see ``check_nodes``."""
 
         def fit(num_ranks: int, num_players: int) -> bool:
             """Return whether there is room for ranks, which take the first places, and for players in the rest."""
@@ -261,9 +231,8 @@ def check_placement(config: RunConfig) -> None:
             refuse(found, "ranks or players for Ray to start", f"cluster.start=auto, or {SPLIT}")
         if cluster.num_players is not None:
             found = f"cluster.num_players={cluster.num_players} with cluster.placement=colocated"
-            refuse(
-                found, "players of their own", "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
-            )
+            fix = "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
+            refuse(found, "players of their own", fix)
     else:
         _check_players(config)
     if cluster.start == "ray":

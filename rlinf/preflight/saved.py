@@ -28,23 +28,21 @@ LAUNCH_KEYS = ("output_dir", "resume", "init_from")
 """Keys that say how and where a run was started. A resumed run has its own, so ``changes_since`` ignores them."""
 
 
-def check_start(config: RunConfig, command: str) -> None:
-    """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured, and that no unused key is set.
-
-    Raises:
-        CheckpointError: The checkpoint holds another model type, or cannot be resumed, because it is an export or because env,
-            number format or versions differ (``ManifestMismatchError``).
-        ConfigError: The seed differs, the run has already done more, its checkpoint was set aside, or a key of another command
-            is set.
-    """
+def check_unread_keys(config: RunConfig, command: str) -> None:
+    """Check that no key is set that training does not read."""
     for key, instead in KEYS_OF_OTHER_COMMANDS.items():
         value = getattr(config, key)
         if value is not None:
             raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {instead.format(value)}")
-    source = config.resume or config.init_from
-    if source is None:
-        return
-    folder = resolve_checkpoint(source)
+
+
+def check_start(config: RunConfig, command: str) -> None:
+    """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured.
+
+    Raise CheckpointError for another model type, an export, or other conditions (``ManifestMismatchError``); ConfigError for another
+    seed, fewer steps than were done, or a checkpoint that was set aside.
+    """
+    folder = resolve_checkpoint(config.resume or config.init_from)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name
         place = f"{back} (replacing the one there)" if back.exists() else back
@@ -95,10 +93,10 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 def check_no_head(config: RunConfig) -> None:
     """Check that a policy with a head is trained by what trains heads."""
-    source, trains_heads = config.resume or config.init_from, ALGORITHMS.get(config.algorithm.name).freezes_policy
-    if source is None or (trains_heads and (config.resume is not None or config.sft.max_steps == 0)):
+    trains_heads = ALGORITHMS.get(config.algorithm.name).freezes_policy
+    if trains_heads and (config.resume is not None or config.sft.max_steps == 0):
         return
-    folder = resolve_checkpoint(source)
+    folder = resolve_checkpoint(config.resume or config.init_from)
     if has_policy(folder) and has_head(policy_folder(folder)):
         refuse(
             f"{folder} holds a head on a frozen policy",

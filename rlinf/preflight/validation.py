@@ -1,20 +1,20 @@
 """All cross-checks of a configuration, before any process, model or simulator starts.
 
-``validate`` lists them. This module checks names, devices and batch sizes; ``compatibility`` checks that model, env, dataset
-and command fit each other; ``folders`` and ``saved`` check what is on disk.
+``validate`` asks one section after the other. Each function of ``SECTIONS`` decides what the command needs of its section, and
+checks a feature only where it is on. This module checks processes, optimiser, rollout and cloning; ``compatibility``
+checks model, env and data; ``folders`` and ``saved`` check the disk.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.config.declared import declared_policy
-from rlinf.config.schema import RunConfig, chunks_needed, section_class
-from rlinf.config.text_inputs import check_no_text
+from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, section_class
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
@@ -23,101 +23,159 @@ from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
-from rlinf.models import entry_for, torch_dtype_from_precision
-from rlinf.models.building import check_features
-from rlinf.options import closest, cured_by_settings, override_text
+from rlinf.models.building import check_features, entry_for
+from rlinf.options import cured_by_settings, override_text
 from rlinf.preflight.compatibility import (
     check_collect,
+    check_cuda_graph,
     check_dataset,
     check_demonstrator,
+    check_elsewhere,
     check_evaluation,
     check_inputs,
+    check_model,
+    check_performance,
     check_precision,
     check_rollout,
     require_package,
 )
-from rlinf.preflight.derived import DerivedNumbers, derive, learns_head
-from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
+from rlinf.preflight.derived import learns_head
+from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_players, check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
-from rlinf.preflight.saved import check_no_head, check_start
+from rlinf.preflight.saved import check_no_head, check_start, check_unread_keys
 
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
-ACTING = ("evaluate", "collect", "diagnose")
-"""Those of ``COMMANDS`` that ask a policy for actions and nothing else."""
 WITH_RANKS = ("train", "sft", "evaluate")
-"""Those of ``COMMANDS`` that run on several ranks."""
+"""The commands that run on several ranks, and evaluate."""
 
 
-def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
-    """Check that the parts of a configuration fit each other and this machine.
+class Case:
+    """A configuration, and what its command does with it."""
 
-    Args:
-        config: Typed configuration.
-        command: One of ``COMMANDS``. Only what the command uses is checked.
+    def __init__(self, config: RunConfig, command: str) -> None:
+        self.config, self.command = config, command
+        self.trains = command in ("train", "sft")
+        self.learns = command == "train" and config.trainer.max_steps > 0
 
-    Raises:
-        ConfigError: Values contradict each other, or name something that does not exist.
-        MissingDependencyError: An option needs a package that is not installed.
-        CheckpointError: A folder to load is not a checkpoint.
+    @property
+    def has_policy(self) -> bool:
+        """Whether the command loads a policy; otherwise the scripted expert of the env acts."""
+        config = self.config
+        return self.command != "collect" or config.checkpoint is not None or config.model.url is not None
+
+    @cached_property
+    def policy(self) -> tuple[Any, Any] | None:
+        """The policy's class and its own configuration, once the folders are checked; None: not on this machine."""
+        return declared_policy(self.config)
+
+
+def validate(config: RunConfig, command: str = "train") -> None:
+    """Check that the parts of a configuration which ``command`` uses fit each other and this machine.
+
+    Raise ConfigError for a contradiction or an unknown name, MissingDependencyError for a package that is not installed, and
+    CheckpointError for a folder that is not a checkpoint.
     """
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
-    trains = command in ("train", "sft")
-    check_names(config)
-    if config.rollout.num_chunks is None:
-        config.rollout.num_chunks = chunks_needed(config)
-    if trains:
-        check_no_text(config, command)
-    if command == "collect":
-        check_collect(config)
-        if config.checkpoint is None and config.model.url is None:  # The scripted expert acts.
-            return derive(config)
-    check_model(config)
-    check_elsewhere(config, command)
-    check_devices(config, command)
-    if command in WITH_RANKS:
-        check_env_nodes(config)
+    case = Case(config, command)
+    env_section(case)
+    for check_section in SECTIONS if case.has_policy else ():
+        check_section(case)
+
+
+def env_section(case: Case) -> None:
+    check_names(case.config)
+    if case.config.rollout.num_chunks is None:
+        case.config.rollout.num_chunks = chunks_needed(case.config)
+    if case.command == "collect":
+        check_collect(case.config)
+
+
+def model_section(case: Case) -> None:
+    if case.trains:
+        check_no_text(case.config, case.command)
+    check_model(case.config)
+    check_elsewhere(case.config, case.command)
+
+
+def cluster_section(case: Case) -> None:
+    check_devices(case.config, case.command)
+    if case.command in WITH_RANKS and case.config.cluster.env_nodes:
+        check_env_nodes(case.config)
+
+
+def sources_section(case: Case) -> None:
+    config = case.config
     check_sources(config)
-    if trains:
-        check_start(config, command)
+    if case.trains and (config.checkpoint is not None or config.dataset is not None):
+        check_unread_keys(config, case.command)
+    if case.trains and (config.resume is not None or config.init_from is not None):
+        check_start(config, case.command)
         check_no_head(config)
-    policy = declared_policy(config)
-    if policy is not None:
-        check_features(policy[0], config.model)
-    check_inputs(config, policy)
-    check_cuda_graph(config, policy)
-    if command == "diagnose" and config.model.url is None:
-        check_rollout(config, policy)
-    if command in ("serve", "collect", "diagnose"):
-        return derive(config)
-    check_evaluation(config)
-    if trains:
-        check_no_comparison(config, command)
-        check_phases(config, command)
-        check_collapse(config)
-        check_sharding(config)
-        check_performance(config, policy)
-        check_precision(config)
-    if command == "train":
-        check_placement(config)
-    if command == "evaluate":
-        check_evaluation_players(config)
-    if command == "train" and config.trainer.max_steps > 0:
-        check_blocks(config)
-        ALGORITHMS.get(config.algorithm.name).check(config, policy)
-        check_whole_episodes(config)
-    if trains and config.sft.max_steps > 0:
-        check_sft(config, policy)
-    if trains and config.tracking.wandb:
+
+
+def policy_section(case: Case) -> None:
+    if case.policy is not None:
+        check_features(case.policy[0], case.config.model)
+        check_inputs(case.config, case.policy)
+    if case.config.model.cuda_graph:
+        check_cuda_graph(case.config, case.policy)
+    if case.command == "diagnose" and case.config.model.url is None:
+        check_rollout(case.config, case.policy)
+
+
+def evaluation_section(case: Case) -> None:
+    if case.command in WITH_RANKS:
+        check_evaluation(case.config)
+    if case.trains:
+        check_no_comparison(case.config, case.command)
+
+
+def trainer_section(case: Case) -> None:
+    if case.trains:
+        check_phases(case.config, case.command)
+        check_collapse(case.config)
+        check_sharding(case.config)
+        check_profile(case.config)
+        check_performance(case.config, case.policy)
+        check_precision(case.config)
+
+
+def players_section(case: Case) -> None:
+    cluster = case.config.cluster
+    if cluster.start == "auto" and cluster.placement == "colocated" and cluster.num_players is None:
+        return
+    if case.command == "train":
+        check_placement(case.config)
+    if case.command == "evaluate":
+        check_evaluation_players(case.config)
+
+
+def learning_section(case: Case) -> None:
+    if case.learns:
+        check_blocks(case.config)
+        ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
+        check_whole_episodes(case.config)
+    if case.trains and case.config.sft.max_steps > 0:
+        check_sft(case.config, case.policy)
+
+
+def output_section(case: Case) -> None:
+    if case.trains and case.config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
-    if config.output_dir is not None:
-        check_writable(config.output_dir)
-        if trains:
-            check_new_folder(config)
-    return derive(config)
+    if case.config.output_dir is not None and case.command in WITH_RANKS:
+        check_writable(case.config.output_dir)
+        if case.trains:
+            check_new_folder(case.config)
+
+
+SECTIONS = (
+    model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, players_section,
+    learning_section, output_section,
+)  # fmt: skip
+"""The sections of a command with a policy. Folders come before the policy, which is read from them."""
 
 
 def check_names(config: RunConfig) -> None:
@@ -131,65 +189,9 @@ def check_names(config: RunConfig) -> None:
     ENVS.get(config.env.name).check_names(config.env)
 
 
-def check_model(config: RunConfig) -> None:
-    """Check model type, number format, attention kernel and adapters."""
-    model = config.model
-    if not entry_for(model).acts:
-        refuse(
-            f"model.model_type={model.model_type} is a language model, which cannot act in env.name={config.env.name}",
-            "a policy, or a vision-language model to make one of",
-            "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
-        )
-    torch_dtype_from_precision(model.precision)
-    attention = model.attn_implementation
-    if attention not in ATTENTION:
-        fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
-        refuse(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
-    if attention == "flash_attention_2":
-        found, instead = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
-        if not torch.cuda.is_available():
-            refuse(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
-        require_package("flash_attn", found, "flash-attn", instead)
-    if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
-        found = f"model.image_size={override_text(model.image_size)}"
-        refuse(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
-    if model.lora_path is not None and not model.is_lora:
-        found = f"model.lora_path={model.lora_path} with model.is_lora=false"
-        refuse(found, "an adapter to load", "model.is_lora=true")
-    if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
-        reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
-        refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
-
-
-def check_elsewhere(config: RunConfig, command: str) -> None:
-    """Check that a policy behind an address is only asked to act."""
-    url, name = config.model.url, config.model.model_type
-    if not entry_for(config.model).elsewhere:
-        if url is not None:
-            refuse(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
-        return
-    found = f"model.model_type={name}"
-    if url is None:
-        refuse(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
-    if config.checkpoint is not None:
-        refuse(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
-    for key in ("model_path", "lora_path", "init_config", "is_lora"):
-        if getattr(config.model, key):
-            given = f"model.{key}={override_text(getattr(config.model, key))}"
-            refuse(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
-    if command not in ACTING:
-        required = f"a policy with weights here; this one only acts (`rlinf {'`, `rlinf '.join(ACTING)}`)"
-        refuse(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
-    if config.cluster.num_players is not None:
-        found = f"cluster.num_players={config.cluster.num_players} with model.url={url}"
-        refuse(found, "ranks that ask the server themselves", "cluster.num_players=null cluster.num_processes=2")
-
-
 def check_env_nodes(config: RunConfig) -> None:
     """Check that simulators on other machines can be reached, and that their own deadlines come first."""
     cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
-    if not cluster.env_nodes:
-        return
     found = f"cluster.env_nodes={cluster.env_nodes}"
     if workers:
         required = "one of them 0, because the threads of a rank wait for simulators elsewhere at no cost"
@@ -221,10 +223,9 @@ def check_devices(config: RunConfig, command: str) -> None:
             f"cluster.num_processes={cluster.num_processes}, and {place.launcher} has started {place.size} processes"
         )
         refuse(found, "the same number", "cluster.num_processes=null, which takes all of them")
-    if command in ("train", "sft") and ranks_by_ray(config):
-        return  # the machines of the cluster are asked, when there is one
     num_processes = cluster.num_processes if has_ranks and place is None else 1
-    if cluster.device == "cuda":
+    # The machines of a Ray cluster are asked, when there is one.
+    if cluster.device == "cuda" and not (command in ("train", "sft") and ranks_by_ray(config)):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
             found = f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
@@ -232,7 +233,7 @@ def check_devices(config: RunConfig, command: str) -> None:
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Check that the ranks can hold the policy as ``trainer.sharding`` has it; a policy to be sharded must say how."""
+    """Check that the ranks can hold the policy as ``trainer.sharding`` asks; a policy to shard must declare its blocks."""
     trainer, ranks = config.trainer, config.cluster.num_processes
     if trainer.shard_size is not None and ranks % trainer.shard_size:
         found = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
@@ -258,7 +259,7 @@ def check_phases(config: RunConfig, command: str) -> None:
 
 
 def check_collapse(config: RunConfig) -> None:
-    """Check that a run that watches for a collapse is evaluated, and can go back where it is to."""
+    """Check that a run that watches for a collapse is evaluated, and that a run that rolls back can do so."""
     mode = f"trainer.on_collapse={config.trainer.on_collapse}"
     if config.trainer.on_collapse == "continue" or config.trainer.max_steps == 0:
         return
@@ -332,11 +333,8 @@ def check_rollout_processes(config: RunConfig) -> None:
         refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
         kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
-        refuse(
-            f"{found} with env.name={env.name}, which {kind}",
-            "an env in the process that plays",
-            "rollout.worker_processes=0",
-        )
+        found += f" with env.name={env.name}, which {kind}"
+        refuse(found, "an env in the process that plays", "rollout.worker_processes=0")
     blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
     if blocks % count:
         what = "envs" if rollout.group_size == 1 else "groups"
@@ -365,20 +363,17 @@ def check_staleness(config: RunConfig) -> None:
 
 
 def check_rollout_memory(config: RunConfig) -> None:
-    """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs.
+    """Check that the observations of a rollout fit into the machine's memory. Each rank holds its own envs' observations.
 
-    A process that plays has them, too, and so has the memory in which it hands them over, once for each rollout that waits there.
+    A process that plays holds a copy, and hands it over in shared memory, which holds one more for each rollout that waits there.
     """
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     row = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     waiting = max(0, config.cluster.max_staleness - 1)
     copies = 3 + waiting if rollout.worker_processes else 1
-    size = (
-        f"{row} bytes"
-        if copies == 1
-        else f"{row} bytes x {copies} copies (rollout.worker_processes={rollout.worker_processes})"
-    )
+    size = f"{row} bytes"
+    size += f" x {copies} copies (rollout.worker_processes={rollout.worker_processes})" if copies > 1 else ""
     per_env = copies * rollout.num_chunks * row
     num_envs, available = rollout.num_envs * ranks_here // ranks, main_memory_bytes()
     if num_envs * per_env > available:
@@ -431,7 +426,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def check_whole_episodes(config: RunConfig) -> None:
-    """Check that the first episode of each env ends within an iteration: of shorter ones, only successes would be counted."""
+    """Check that the first episode of each env ends within an iteration; otherwise only its success would count."""
     rollout, chunk_len = config.rollout, config.model.action_chunks_len
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * chunk_len
@@ -498,33 +493,6 @@ def divisors_text(number: int, multiple_of: int) -> str:
 def _divisors(number: int, multiple_of: int) -> list[int]:
     found = [divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor % multiple_of == 0]
     return found or [number]
-
-
-def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check the options of a command that trains; ``policy`` is a policy's class and its configuration, where they are known."""
-    check_profile(config)
-    model = config.model
-    if model.gradient_checkpointing and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
-        found = (
-            f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
-        )
-        refuse(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
-    if model.compile:
-        from rlinf.models.blocks import check_compiler  # imports transformers
-
-        with cured_by_settings("model"):
-            check_compiler(resolve_device(config.cluster.device, 1))
-
-
-def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that there is a GPU for ``model.cuda_graph``, and a policy that decodes token by token."""
-    if not config.model.cuda_graph:
-        return
-    device = resolve_device(config.cluster.device, 1)
-    if device != "cuda":
-        refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
-    if policy is not None:
-        policy[0].check_cuda_graph(policy[1], config.model.attn_implementation)
 
 
 def check_profile(config: RunConfig) -> None:

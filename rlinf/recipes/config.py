@@ -69,7 +69,7 @@ class TrainPolicyConfig:
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
     enable_dataset_cache: bool = option(
-        False, "Keep every row in main memory once it is prepared; not those of a stream."
+        False, "Keep every row in main memory once it is prepared; not the rows of a stream."
     )
 
     # sft
@@ -150,19 +150,11 @@ class CkptConfig:
 
 
 @dataclass
-class Fp8Config:
-    """Training in 8 bits: not available."""
-
-    enable_fp8: bool = option(False, "Train in 8 bits; only false.")
-
-
-@dataclass
 class TrainConfig:
     """The optimiser, precision and length of a run."""
 
     train_policy: TrainPolicyConfig = option(TrainPolicyConfig(), "Method and data.")
     ckpt: CkptConfig = option(CkptConfig(), "Checkpoints.")
-    fp8: Fp8Config = option(Fp8Config(), "Training in 8 bits.")
     resume: bool | str = option(
         False,
         "true or auto: go on from the newest whole checkpoint below output_dir, if there is one; or a checkpoint or run folder.",
@@ -319,7 +311,7 @@ class ValidationConfig:
         None, "Most tokens of an answer; only null or rollout.max_response_length.", minimum=1
     )
     reward_function: str | list[str] | dict[str, float] | None = option(
-        None, f"{_REWARDS}; null: in GRPO those of training, in SFT none (the loss alone)."
+        None, f"{_REWARDS}; null: in GRPO as in training, in SFT none (the loss alone)."
     )
 
 
@@ -391,6 +383,6 @@ class RecipeConfig:
     custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
     mode: str = option(
         "disaggregated",
-        "disaggregated: vLLM engines have GPUs of their own; colocated: those of the policy.",
+        "disaggregated: vLLM engines have GPUs of their own; colocated: they share the GPUs of the policy.",
         choices=MODES,
     )

@@ -178,6 +178,8 @@ def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
             value = section.pop(_name(key))
             if value not in neutral:
                 notices.append(f"{key}={override_text(value)} has no effect: {reason}")
+    if (train := _holder(mapping, "train.fp8")) is not None and not train["fp8"]:
+        del train["fp8"]  # all keys of this section are such keys
     return notices
 
 

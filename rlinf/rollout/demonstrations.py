@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlinf.data.config import ExpertConfig
 from rlinf.data.rows import following_rows
-from rlinf.envs.base import VectorEnv
+from rlinf.envs.base import VectorEnv, options_of_expert
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -56,12 +56,6 @@ class Demonstrations:
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 
-def expert_options(expert: ExpertConfig) -> dict[str, Any]:
-    """Return the keyword options for ``VectorEnv.expert_actions``; options that change nothing are left out."""
-    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
-    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})
-
-
 class ExpertDemonstrator:
     """The scripted expert of an env.
 
@@ -79,7 +73,7 @@ class ExpertDemonstrator:
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         env = self.env
-        wanted = env.expert_actions(**expert_options(self.expert))
+        wanted = env.expert_actions(**options_of_expert(self.expert))
         noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
         return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
 

@@ -1,6 +1,5 @@
 """Checkpoints: a run goes on bit for bit, on any number of ranks, and a damaged folder never passes for a good one."""
 
-import copy
 import json
 import logging
 import os
@@ -45,11 +44,8 @@ class Tiny(LlamaForCausalLM):
 
 def build(seed: int = 0, hidden_size: int = 16) -> tuple[Tiny, torch.optim.AdamW]:
     torch.manual_seed(seed)
-    model = Tiny(
-        LlamaConfig(
-            vocab_size=32, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-        )
-    )
+    sizes = {"vocab_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = Tiny(LlamaConfig(hidden_size=hidden_size, **sizes))
     return model, optimizer_of(model)
 
 
@@ -57,6 +53,11 @@ def optimizer_of(model) -> torch.optim.AdamW:
     head = [p for name, p in model.named_parameters() if "value_head" in name]
     body = [p for name, p in model.named_parameters() if "value_head" not in name]
     return torch.optim.AdamW([{"params": body}, {"params": head, "weight_decay": 0.0}], lr=1e-2)
+
+
+def steps(number: int, model, optimizer) -> None:
+    for _ in range(number):
+        step(model, optimizer)
 
 
 def step(model, optimizer, head_only: bool = False) -> None:
@@ -89,33 +90,26 @@ def save(folder: Path, model, optimizer, step: int = 2, max_keep: int = -1, best
 def saved(tmp_path_factory) -> Path:
     """A checkpoint after two steps; tests that damage it copy it."""
     model, optimizer = build()
-    step(model, optimizer)
-    step(model, optimizer)
+    steps(2, model, optimizer)
     return save(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000002", model, optimizer)
 
 
 def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path):
     model, optimizer = build()
-    for _ in range(2):
-        step(model, optimizer)
+    steps(2, model, optimizer)
     folder = save(tmp_path / "rl_000002", model, optimizer)
-    for _ in range(2):
-        step(model, optimizer)
+    steps(2, model, optimizer)
     straight = weights_of(model)
 
     resumed, resumed_optimizer = build(seed=5)
-    assert load_checkpoint(folder, model=resumed, optimizer=resumed_optimizer) == {
-        "step": 2,
-        "nested": {"env_steps": 7},
-    }
-    for _ in range(2):
-        step(resumed, resumed_optimizer)
+    state = load_checkpoint(folder, model=resumed, optimizer=resumed_optimizer)
+    assert state == {"step": 2, "nested": {"env_steps": 7}}
+    steps(2, resumed, resumed_optimizer)
     assert equal(weights_of(resumed), straight)
 
     forgetful, fresh_optimizer = build(seed=5)
     load_checkpoint(folder, model=forgetful, optimizer=None)
-    for _ in range(2):
-        step(forgetful, fresh_optimizer)
+    steps(2, forgetful, fresh_optimizer)
     assert not equal(weights_of(forgetful), straight), "a control: without the optimiser's state it must differ"
 
 
@@ -152,13 +146,8 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     folder = save(tmp_path / "rl_000000", model, optimizer)
 
     def draw():
-        return [
-            random.random(),
-            random.gauss(0, 1),
-            np.random.standard_normal(),
-            np.random.rand(),
-            torch.rand(2).tolist(),
-        ]
+        own = [random.random(), random.gauss(0, 1)]
+        return [*own, np.random.standard_normal(), np.random.rand(), torch.rand(2).tolist()]
 
     expected = draw()
     assert draw() != expected
@@ -172,13 +161,8 @@ def test_checkpoint_is_a_copy(tmp_path):
     before = weights_of(model)
     loop_state = {"list": [1]}
     folder = save_checkpoint(
-        tmp_path / "rl_000001",
-        model=model,
-        optimizer=optimizer,
-        loop_state=loop_state,
-        run_config=CONFIG,
-        manifest=MANIFEST,
-    )
+        tmp_path / "rl_000001", model=model, optimizer=optimizer, loop_state=loop_state, run_config=CONFIG, manifest=MANIFEST
+    )  # fmt: skip
     loop_state["list"].append(2)
     step(model, optimizer)
     assert not equal(weights_of(model), before)
@@ -204,24 +188,27 @@ def test_folder_has_all_parts_and_loads_with_from_pretrained(saved):
 @pytest.mark.parametrize(
     "name", ["model/model.safetensors", "trainer_state/__0_0.distcp", "state.json", "rng/rank_0.pt"]
 )
-@pytest.mark.parametrize("damage", ["flip", "remove"])
+@pytest.mark.parametrize("damage", ["flip", "flip behind its time and size", "remove"])
 def test_damage_is_noticed(saved, tmp_path, name, damage):
     folder = copied(saved, tmp_path / "rl_000002")
+    verify_checkpoint(folder)
     path = folder / name
-    if damage == "flip":
-        data = bytearray(path.read_bytes())
+    before, data = path.stat(), bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    else:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    else:
-        path.unlink()
+    if "behind" in damage:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        verify_checkpoint(folder)
     model, optimizer = build()
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load_checkpoint(folder, model=model, optimizer=optimizer)
 
 
 def copied(source: Path, target: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(source, target))
 
 
@@ -238,8 +225,7 @@ def edited(folder: Path, **state) -> Path:
     """Change ``state.json`` of a checkpoint, and the manifest with it."""
     found = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(found | state))
-    replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
-    return folder
+    return rehashed(folder)
 
 
 def test_run_folder_means_its_newest_checkpoint(saved, tmp_path, caplog):
@@ -317,45 +303,28 @@ def test_oldest_checkpoints_of_a_phase_are_deleted(tmp_path):
     (tmp_path / "notes").mkdir()
     for name in ("sft_000100", "sft_000200", "rl_000001", "rl_000002", "rl_000003", "rl_000004"):
         save(tmp_path / name, model, optimizer, max_keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "notes",
-        "rl_000003",
-        "rl_000004",
-        "sft_000100",
-        "sft_000200",
-    ]
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["notes", "rl_000003", "rl_000004", "sft_000100", "sft_000200"]
     save(tmp_path / "rl_000002", model, optimizer, max_keep=1)  # a run that went back keeps what it wrote last
     assert sorted(path.name for path in tmp_path.glob("rl_*")) == ["rl_000002"]
 
 
-def test_saving_again_replaces(tmp_path):
+def test_a_failed_save_leaves_the_former_checkpoint_and_the_next_one_replaces_it(tmp_path, monkeypatch):
     model, optimizer = build()
-    for number in (1, 2):
-        folder = save(tmp_path / "rl_000001", model, optimizer, step=number)
-    assert read_loop_state(folder)["step"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
-
-
-def test_what_a_killed_process_had_begun_to_write_is_deleted(tmp_path):
-    model, optimizer = build()
-    (tmp_path / "checkpoints" / ".rl_000001.tmp" / "rng").mkdir(parents=True)
-    save(tmp_path / "checkpoints" / "rl_000002", model, optimizer)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["rl_000002"]
-
-
-def test_failed_save_leaves_the_former_checkpoint_and_no_rest(tmp_path, monkeypatch):
-    model, optimizer = build()
+    (tmp_path / ".rl_000007.tmp" / "rng").mkdir(parents=True)  # by a process that was killed
     folder = save(tmp_path / "rl_000001", model, optimizer, step=1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_model_files", full)
-    with pytest.raises(CheckpointError, match="No space left on device.*output_dir"):
-        save(folder, model, optimizer, step=2)
-    assert read_loop_state(folder)["step"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
-    resolve_checkpoint(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_model_files", full)
+        with pytest.raises(CheckpointError, match="No space left on device.*output_dir"):
+            save(folder, model, optimizer, step=2)
+    for number in (1, 3):
+        assert read_loop_state(resolve_checkpoint(tmp_path))["step"] == number
+        assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
+        save(folder, model, optimizer, step=3)
 
 
 class Exploit:
@@ -370,7 +339,7 @@ def test_code_in_a_file_is_not_run(saved, tmp_path, name, capsys):
         torch.save(Exploit(), folder / name)
     else:
         (folder / name).write_bytes(pickle.dumps(Exploit()))
-    replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
+    rehashed(folder)
     model, optimizer = build()
     with pytest.raises(CheckpointError, match=re.escape(name.split("/")[0])):
         load_checkpoint(folder, model=model, optimizer=optimizer)
@@ -479,22 +448,18 @@ def test_a_full_disk_is_one_sentence_with_the_file_and_the_free_space(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_within_the_shards_names_the_file(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+      (CheckpointError, r"MiB free\): '.*__0_0.distcp'. Check space")),
+     (KeyboardInterrupt("a second Ctrl-C"), (KeyboardInterrupt, ""))],
+)  # fmt: skip
+def test_an_error_within_the_shards_names_the_file_unless_it_is_ctrl_c(tmp_path, monkeypatch, error, refusal):
+    def fail(*_, **__):
+        raise error
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
-    with pytest.raises(CheckpointError, match=r"MiB free\): '.*__0_0.distcp'. Check space"):
-        save(tmp_path / "rl_000001", *build())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_ctrl_c_while_shards_are_written_is_no_fault_of_the_disk(tmp_path, monkeypatch):
-    def pressed(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", pressed)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", fail)
+    with pytest.raises(refusal[0], match=refusal[1]):
         save(tmp_path / "rl_000001", *build())
     assert list(tmp_path.iterdir()) == []
 
@@ -507,22 +472,19 @@ def train_on_two_ranks(folder: str) -> None:
     Sharded(model, "cpu")
     optimizer = optimizer_of(model)
     torch.manual_seed(1)
-    for _ in range(2):
-        step(model, optimizer)
+    steps(2, model, optimizer)
     torch.manual_seed(10)
     random.seed(rank())
     saved = save(run / "rl_000002", model, optimizer)
     expected_random = random.random()
-    for _ in range(2):
-        step(model, optimizer)
+    steps(2, model, optimizer)
     straight = weights_of(model)
     resumed, _ = build(seed=4)
     Sharded(resumed, "cpu")
     resumed_optimizer = optimizer_of(resumed)
     load_checkpoint(saved, model=resumed, optimizer=resumed_optimizer)
     assert random.random() == expected_random
-    for _ in range(2):
-        step(resumed, resumed_optimizer)
+    steps(2, resumed, resumed_optimizer)
     assert equal(weights_of(resumed), straight)
     if rank() == 0:
         torch.save(straight, run / "straight.pt")
@@ -539,8 +501,7 @@ def test_two_sharded_ranks_save_what_one_process_resumes(tmp_path, caplog):
     assert "saved by 2 ranks and is loaded by 1" in caplog.text
     assert equal(weights_of(model), {n: t for n, t in load_file(folder / "model" / "model.safetensors").items()})
     torch.manual_seed(10)
-    for _ in range(2):
-        step(model, optimizer)
+    steps(2, model, optimizer)
     straight = torch.load(tmp_path / "straight.pt", weights_only=True)
     difference = max(float((weights_of(model)[name] - straight[name]).abs().max()) for name in straight)
     assert difference < 1e-5, f"one rank must go on as two would: {difference}"
@@ -565,24 +526,3 @@ def load_on_two_ranks(folder: str) -> None:
 
 def test_one_process_saves_what_two_sharded_ranks_load(saved):
     launch(load_on_two_ranks, str(saved), 2, "cpu")
-
-
-def test_copies_are_independent():
-    model, _ = build()
-    weights = weights_of(model)
-    assert equal(weights, copy.deepcopy(weights))
-    weights["value_head.bias"] += 1
-    assert not equal(weights, weights_of(model)), "a control for the comparison used above"
-
-
-def test_a_file_changed_behind_its_time_and_size_is_noticed(saved, tmp_path):
-    folder = tmp_path / saved.name
-    shutil.copytree(saved, folder)
-    verify_checkpoint(folder)
-    file = next((folder / "trainer_state").glob("*.distcp"))
-    before, data = file.stat(), bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(CheckpointError, match=file.name):
-        verify_checkpoint(folder)

@@ -27,6 +27,11 @@ def test_a_killed_run_resumes_from_a_whole_checkpoint():
     assert result.returncode == 0 and "'resumed': 4" in result.stdout, result.stdout + result.stderr
 
 
+def save(manager, step: int, model, optimizer) -> None:
+    about = {"loop_state": {"step": step}, "run_config": {}, "manifest": checkpoint_kill.MANIFEST}
+    manager.save(f"step_{step}", model=model, optimizer=optimizer, **about)
+
+
 STAGES = {
     "the folder is made": ("_start_folder", 3, "step_2"),
     "the shards are written": ("write_tensors", 3, "step_2"),
@@ -56,14 +61,7 @@ def test_there_is_no_moment_at_which_a_kill_loses_more_than_one_save(tmp_path, s
         checkpoint_kill.train(straight, own, step)
     assert all(torch.equal(straight.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
     manager = checkpoint_kill.CheckpointManager(tmp_path, max_keep=2, with_policy=False)
-    manager.save(
-        "step_4",
-        model=model,
-        optimizer=optimizer,
-        loop_state={"step": 4},
-        run_config={},
-        manifest=checkpoint_kill.MANIFEST,
-    )
+    save(manager, 4, model, optimizer)
     assert "step_4" in manager.names() and len(manager.names()) == 2
     assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written is cleared away"
 
@@ -96,10 +94,7 @@ def _save_three(folder: Path, name: str, call: int) -> None:
     manager = checkpoint_kill.CheckpointManager(folder, max_keep=2, with_policy=False)
     for step in range(3):
         checkpoint_kill.train(model, optimizer, step)
-        manager.save(
-            f"step_{step + 1}", model=model, optimizer=optimizer, loop_state={"step": step + 1}, run_config={},
-            manifest=checkpoint_kill.MANIFEST,
-        )  # fmt: skip
+        save(manager, step + 1, model, optimizer)
 
 
 def test_a_torn_file_of_a_checkpoint_is_noticed(tmp_path):
@@ -107,8 +102,7 @@ def test_a_torn_file_of_a_checkpoint_is_noticed(tmp_path):
     model, optimizer = checkpoint_kill.build(16)
     manager = checkpoint_kill.CheckpointManager(tmp_path, with_policy=False)
     for step in (1, 2):
-        manager.save(f"step_{step}", model=model, optimizer=optimizer, loop_state={"step": step}, run_config={},
-                     manifest=checkpoint_kill.MANIFEST)  # fmt: skip
+        save(manager, step, model, optimizer)
     torn = next((tmp_path / "checkpoints" / "step_2" / "trainer_state").glob("*.distcp"))
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
     assert resolve_checkpoint(tmp_path).name == "step_1"

@@ -1,7 +1,9 @@
 """Export: what others load acts as the checkpoint does, adapters are merged once, and nothing is overwritten."""
 
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,13 +75,9 @@ def largest_gap(a, b) -> float:
     )
 
 
-def test_checkpoint_gives_back_its_policy(saved):
-    _, folder, config, model = saved
-    assert largest_gap(act(load_policy(folder, read_config(folder)).eval(), config), act(model, config)) <= 1e-6
-
-
 def test_exported_folder_acts_as_the_checkpoint(saved, tmp_path):
     kind, folder, config, model = saved
+    assert largest_gap(act(load_policy(folder, read_config(folder)).eval(), config), act(model, config)) <= 1e-6
     output = export(folder, tmp_path / "exported", merge_lora=kind == "lora")
     names = {path.name for path in output.iterdir()}
     assert {"config.json", "dataset_statistics.json", "manifest.json", "config.yaml", "model.safetensors"} <= names
@@ -105,16 +103,15 @@ def test_exported_folder_loads_with_from_pretrained(tmp_path):
     assert not any("lora" in name for name in model.state_dict())
 
 
-def test_merging_twice_and_merging_nothing_are_refused(lora, tmp_path):
+def test_merging_twice_and_merging_nothing_are_refused(lora, mlp, tmp_path):
     folder, _, _ = lora
     merged = export(folder, tmp_path / "merged", merge_lora=True)
     with pytest.raises(CheckpointError, match="merged before; a second time.*merge_lora=false"):
         export(merged, tmp_path / "again", merge_lora=True)
     again = export(merged, tmp_path / "again")
     assert Manifest.load(again).lora == {"state": "merged"}
-    make_checkpoint(tmp_path / "plain", "mlp")
     with pytest.raises(CheckpointError, match="do not exist"):
-        export(tmp_path / "plain", tmp_path / "other", merge_lora=True)
+        export(mlp[0], tmp_path / "other", merge_lora=True)
     assert not (tmp_path / "other").exists()
 
 
@@ -147,55 +144,52 @@ def test_adapters_on_a_base_folder_are_exported_as_adapters(tmp_path):
         load_policy(output, replace(config, model=replace(model_config, is_lora=False)))
 
 
-def test_nothing_is_overwritten(saved, tmp_path):
-    _, folder, _, _ = saved
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine.txt").write_text("keep")
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory):
+    """A run folder with one checkpoint, and the policy in it."""
+    folder = tmp_path_factory.mktemp("mlp")
+    return folder, make_checkpoint(folder / "rl_000001", "mlp")[1]
+
+
+def test_nothing_is_overwritten(mlp, tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="not empty; nothing is overwritten"):
-        export(folder, tmp_path / "taken")
-    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine.txt"]
+        export(mlp[0], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_export_that_reads_back_other_numbers_is_not_written(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "rl_000001", "mlp")
-    write = export_module.write_policy
-
-    def write_other(folder, model, weights):
-        write(folder, model, {name: tensor + 0.01 for name, tensor in weights.items()})
-
-    monkeypatch.setattr(export_module, "write_policy", write_other)
-    with pytest.raises(CheckpointError, match="read back, its logits differ"):
-        export(tmp_path / "rl_000001", tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+def other_numbers(write, folder, model, weights):
+    write(folder, model, {name: tensor + 0.01 for name, tensor in weights.items()})
 
 
-def test_weights_that_cannot_be_written_are_no_crash(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "rl_000001", "mlp")
-    write = export_module.write_policy
-
-    def write_over_a_folder(folder, model, weights):
-        (folder / "model.safetensors").mkdir()
-        write(folder, model, weights)
-
-    monkeypatch.setattr(export_module, "write_policy", write_over_a_folder)
-    with pytest.raises(CheckpointError, match="Cannot write .*exported: .*Check space"):
-        export(tmp_path / "rl_000001", tmp_path / "exported")
-    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
+def over_a_folder(write, folder, model, weights):
+    (folder / "model.safetensors").mkdir()
+    write(folder, model, weights)
 
 
-def test_damaged_checkpoint_is_not_exported(tmp_path):
-    make_checkpoint(tmp_path / "rl_000001", "mlp")
-    (tmp_path / "rl_000001" / "model" / "config.json").write_text("{}")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(other_numbers, "read back, its logits differ"), (over_a_folder, "Cannot write .*exported: .*Check space")],
+)
+def test_export_that_reads_back_other_numbers_is_not_written(mlp, tmp_path, monkeypatch, fault, message):
+    monkeypatch.setattr(export_module, "write_policy", partial(fault, export_module.write_policy))
+    with pytest.raises(CheckpointError, match=message):
+        export(mlp[0], tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_checkpoint_is_not_exported(mlp, tmp_path):
+    shutil.copytree(mlp[0], tmp_path / "run")
+    (tmp_path / "run" / "rl_000001" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="model/config.json"):
-        export(tmp_path / "rl_000001", tmp_path / "exported")
+        export(tmp_path / "run" / "rl_000001", tmp_path / "exported")
 
 
-def test_export_can_be_read_and_not_resumed(tmp_path):
-    config, model = make_checkpoint(tmp_path / "rl_000001", "mlp")
-    output = export(tmp_path / "rl_000001", tmp_path / "exported")
+def test_export_can_be_read_and_not_resumed(mlp, tmp_path):
+    output = export(mlp[0], tmp_path / "exported")
     assert Manifest.load(output).files == hash_files(output)
     with pytest.raises(CheckpointError, match="exported policy, which can start a run .init_from=. but not resume"):
-        load_checkpoint(output, model=model)
+        load_checkpoint(output, model=mlp[1])
 
 
 def test_config_of_a_checkpoint_must_be_readable(tmp_path):

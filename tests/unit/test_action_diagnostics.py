@@ -320,7 +320,7 @@ def confident(mass, seed):
     return logits
 
 
-@pytest.mark.parametrize("mass", [0.1, 0.01, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5])
+@pytest.mark.parametrize("mass", [0.1, 1e-3, 1e-4, 1e-5])
 def test_a_confident_policy_that_draws_right_is_not_accused_where_rare_tokens_come_or_do_not(mass):
     failures = []
     for seed in range(40):

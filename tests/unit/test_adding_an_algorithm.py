@@ -18,6 +18,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
 from rlinf.options import public_fields
+from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.tracking import METRICS
 from rlinf.types import ActionEvaluation, Observation, RolloutBatch
@@ -112,7 +113,8 @@ def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder):
     (folder / "my_configs" / "algorithm" / "random_search.yaml").write_text("name: random_search\n", encoding="utf-8")
     more = ("plugins=[random_search.py]", "algorithm=random_search", "trainer.max_steps=6", "algorithm.std=0.3")
     config = composed(folder, *more, "env.reward_mode=shaped")
-    derived = validate(config)
+    validate(config)
+    derived = derive(config)
     assert (derived.optimizer_steps, derived.env_steps) == (0, 6 * 8 * 8 * config.model.action_chunks_len)
     run, trace = build(config), []
     model, iteration = run.session.worker.model, run.rl.iteration

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.training import TrainerConfig
 from rlinf.errors import ConfigError
@@ -91,18 +92,6 @@ def test_bounds_are_accepted_where_they_include_the_number():
         from_mapping(Outer, {"inner": values})
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["algorithm.gamma=1.01", "algorithm.gae_lambda=1.5", "algorithm.dual_clip=0.5", "algorithm.value_clip_range=-0.1",
-     "trainer.adam_beta1=1.0", "trainer.adam_beta2=1", "trainer.target_success_rate=80", "sft.time_limit_s=-1", "env.success_bonus=nan"],
-)  # fmt: skip
-def test_numbers_that_mean_nothing_are_refused(override):
-    dotted, value = override.split("=")
-    section, key = dotted.split(".")
-    with pytest.raises(ConfigError, match=dotted):
-        build_config({section: {key: float(value)}})
-
-
 def test_discount_belongs_to_ppo():
     assert build_config({"algorithm": {"name": "ppo", "gamma": 1}}).algorithm.gamma == 1.0
     with pytest.raises(ConfigError, match="algorithm.gamma"):
@@ -157,17 +146,23 @@ def test_what_to_do_at_a_collapse_may_stand_in_a_yaml_file():
         from_mapping(TrainerConfig, OmegaConf.to_container(OmegaConf.create("on_collapse: off")))
 
 
-def test_bounds_and_lists_are_refused_with_a_value_that_works():
-    from rlinf.config.compose import compose_config
-    from rlinf.config.schema import build_config
-
-    for words, said in (
-        (["trainer.learning_rate=0"], "at least 1e-12 and at most 1"),
-        (["sft.learning_rate=0"], "at least 1e-12 and at most 1"),
-        (["algorithm=td3", "algorithm.target_noise_std=1e21"], "at least 0 and at most 10"),
-        (["cluster.env_nodes=1000000000000000000000"], "at least 0 and at most 4096"),
-        (["seed=[1,2]"], "Set e.g. seed=1, or -m seed=1,2 for one run of each"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            build_config(compose_config(words))
-        assert said in str(error.value)
+@pytest.mark.parametrize(("words", "message"), [
+    (["algorithm.gamma=1.01"], "algorithm.gamma is 1.01; required: at least 0 and at most 1"),
+    (["algorithm.gae_lambda=1.5"], "algorithm.gae_lambda is 1.5"),
+    (["algorithm.dual_clip=0.5"], "algorithm.dual_clip is 0.5"),
+    (["algorithm.value_clip_range=-0.1"], "algorithm.value_clip_range is -0.1"),
+    (["trainer.adam_beta1=1.0"], "trainer.adam_beta1 is 1.0"),
+    (["trainer.adam_beta2=1"], "trainer.adam_beta2 is 1"),
+    (["trainer.target_success_rate=80"], "trainer.target_success_rate is 80"),
+    (["sft.time_limit_s=-1"], "sft.time_limit_s is -1"),
+    (["env.success_bonus=nan"], "env.success_bonus is nan"),
+    (["trainer.learning_rate=0"], "at least 1e-12 and at most 1"),
+    (["sft.learning_rate=0"], "at least 1e-12 and at most 1"),
+    (["algorithm=td3", "algorithm.target_noise_std=1e21"], "at least 0 and at most 10"),
+    (["cluster.env_nodes=1000000000000000000000"], "at least 0 and at most 4096"),
+    (["seed=[1,2]"], "Set e.g. seed=1, or -m seed=1,2 for one run of each"),
+])  # fmt: skip
+def test_numbers_out_of_bounds_are_refused_with_a_value_that_works(words, message):
+    with pytest.raises(ConfigError) as error:
+        build_config(compose_config(words))
+    assert message in str(error.value)

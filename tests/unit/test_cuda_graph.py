@@ -21,7 +21,6 @@ from rlinf.errors import ConfigError
 from rlinf.models import build_policy, cuda_graph, get_model
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules import float32
-from rlinf.preflight import validation
 from rlinf.preflight.validation import validate
 from tests.unit.test_openvla_model import build, observe
 
@@ -249,7 +248,7 @@ def test_without_a_gpu_the_option_is_refused_by_name():
     ],
 )
 def test_policies_that_do_not_decode_token_by_token_are_refused(monkeypatch, model, message):
-    monkeypatch.setattr(validation, "resolve_device", lambda *_: "cuda")
+    monkeypatch.setattr("rlinf.preflight.compatibility.resolve_device", lambda *_: "cuda")
     state = "env.state=full" if model == "model=mlp" else "env.state=proprio"
     config = build_config(compose_config([model, "env=tabletop", state, "model.cuda_graph=true"]))
     with pytest.raises(ConfigError, match=f"{message}. Set model.cuda_graph=false"):

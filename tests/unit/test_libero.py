@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from rlinf.config.compose import compose_config
-from rlinf.config.declared import declared_policy
-from rlinf.config.schema import build_config
+from rlinf.config.schema import build_config, declared_policy
 from rlinf.envs.libero import assets as libero_assets
 from rlinf.envs.libero import env as adapter
 from rlinf.envs.libero import scene as libero_scene

@@ -14,7 +14,7 @@ from rlinf.config.schema import build_config
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.errors import ParityError
-from rlinf.preflight.derived import accepted_gap, parity_gate
+from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.parity import ParityGate, check_parity
 
 
@@ -237,18 +237,6 @@ def test_in_16_bits_the_gate_stops_at_the_first_step_and_after_the_first_update_
     assert len(warnings) == 1 and "differ by 0.5 at step 1" in warnings[0] and "The run continues" in warnings[0]
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [
-    ([], 1e-3),
-    (["model.precision=bf16"], None),
-    (["model.precision=bf16-mixed"], None),
-    (["rollout.vllm.dtype=bfloat16"], None),
-    (["rollout.vllm.dtype=bfloat16", "rollout.backend=torch"], 1e-3),
-    (["model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2),
-])  # fmt: skip
-def test_the_limit_follows_from_the_number_formats_of_both_sides(overrides, expected):
-    assert accepted_gap(build_config(compose_config(["experiment=quickstart_vllm", *overrides]))) == expected
-
-
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_log_probability_that_is_not_finite_stops_any_step(value):
     with pytest.raises(ParityError, match="call 0 of env 0, episode four.*or temperatures.$"):  # no limit would do
@@ -287,8 +275,14 @@ def test_an_approximate_kl_at_the_limit_is_accepted():
 
 
 @pytest.mark.parametrize(("overrides", "max_gap", "always"), [
-    ([], 1e-3, True), (["model.precision=bf16"], None, False), (["model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2, False),
+    (["experiment=quickstart_vllm"], 1e-3, True),
+    (["experiment=quickstart_vllm", "model.precision=bf16"], None, False),
+    (["experiment=quickstart_vllm", "model.precision=bf16-mixed"], None, False),
+    (["experiment=quickstart_vllm", "rollout.vllm.dtype=bfloat16"], None, False),
+    (["experiment=quickstart_vllm", "rollout.vllm.dtype=bfloat16", "rollout.backend=torch"], 1e-3, True),
+    (["experiment=quickstart_vllm", "model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2, False),
+    (["model=mlp", "env=tabletop", "model.precision=bf16"], None, False),
 ])  # fmt: skip
-def test_the_gate_of_a_run_always_stops_in_float32_only(overrides, max_gap, always):
-    gate = parity_gate(build_config(compose_config(["model=mlp", "env=tabletop", *overrides])))
-    assert gate.max_gap == max_gap and gate.always_stops == always
+def test_the_gate_follows_from_the_number_formats_of_both_sides(overrides, max_gap, always):
+    gate = parity_gate(build_config(compose_config(overrides)))
+    assert (gate.max_gap, gate.always_stops) == (max_gap, always)

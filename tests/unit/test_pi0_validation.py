@@ -6,8 +6,7 @@ import json
 import pytest
 
 from rlinf.config.compose import compose_config
-from rlinf.config.declared import declared_policy
-from rlinf.config.schema import build_config
+from rlinf.config.schema import build_config, declared_policy
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import get_model
 from rlinf.preflight.compatibility import check_inputs

@@ -63,37 +63,30 @@ def typed(command: str, folder: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_plugins_of_a_checkpoint_are_imported_only_where_they_are_typed(evil, here, started, capsys, command):
-    folder, mark = evil(plugins=[str(here / "evil.py")]), here / "executed"
-    main(typed(command, folder))
-    captured = capsys.readouterr()
-    assert f"Set 'plugins=[{here / 'evil.py'}]'" in captured.err + captured.out
-    assert not mark.exists() and started == [] and "evil" not in sys.modules
-    main(typed(command, folder, f"plugins=[{here / 'evil.py'}]"))
-    assert mark.exists(), "a control: the user has typed it"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_env_id_that_imports_a_module_is_refused(evil, here, monkeypatch, capsys, command):
+def test_no_command_runs_code_of_a_checkpoint(evil, here, started, monkeypatch, capsys, command):
     monkeypatch.syspath_prepend(here)
-    settings = to_mapping(build_config(compose_config(["env=gymnasium"])))["env"]
-    folder = evil(env=settings | {"id": "evil:Evil-v0"})
-    main(typed(command, folder))
-    captured = capsys.readouterr()
-    assert "env.id=evil:Evil-v0" in captured.err + captured.out and not (here / "executed").exists()
-    main(typed("evaluate", folder, "env.id=evil:Evil-v0"))
-    assert (here / "executed").exists(), "a control"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_trust_in_a_folders_code_is_not_taken_over(evil, started, capsys, command):
-    folder = evil(model__trust_remote_code=True)
+    env = to_mapping(build_config(compose_config(["env=gymnasium"])))["env"] | {"id": "evil:Evil-v0"}
+    folder = evil(plugins=[str(here / "evil.py")], model__trust_remote_code=True, env=env)
     assert main(typed(command, folder)) != 0
     captured = capsys.readouterr()
-    assert "model.trust_remote_code=true" in captured.err + captured.out and started == []
-    main(typed(command, folder, "model.trust_remote_code=true"))
-    captured = capsys.readouterr()
-    assert "Set model.trust_remote_code=true" not in captured.err + captured.out
+    for key in (f"'plugins=[{here / 'evil.py'}]'", "env.id=evil:Evil-v0", "model.trust_remote_code=true"):
+        assert key in captured.err + captured.out
+    assert not (here / "executed").exists() and started == [] and "evil" not in sys.modules
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_plugin_that_is_typed_is_imported(evil, here, started, command):
+    """The control of the test above."""
+    main(typed(command, evil(plugins=["elsewhere.py"]), f"plugins=[{here / 'evil.py'}]"))
+    assert (here / "executed").exists()
+
+
+def test_an_env_id_and_trust_that_are_typed_are_taken(evil, here, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(here)
+    env = to_mapping(build_config(compose_config(["env=gymnasium"])))["env"] | {"id": "evil:Evil-v0"}
+    words = ["env.id=evil:Evil-v0", "model.trust_remote_code=true"]
+    main(typed("evaluate", evil(env=env, model__trust_remote_code=True), *words))
+    assert (here / "executed").exists() and "Set model.trust_remote_code=true" not in capsys.readouterr().err
 
 
 def test_a_resumed_run_trusts_what_is_typed_and_names_everything_that_is_not(evil, here, started, capsys):

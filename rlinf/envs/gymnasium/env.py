@@ -15,12 +15,12 @@ from typing import Any, ClassVar, NamedTuple
 import gymnasium
 import numpy as np
 
-from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.gymnasium.reading import Parts, part, parts_of, sentence_of, success_of
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import check_cameras, checked_picture, resized
+from rlinf.envs.spaces import checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import option
 from rlinf.seeding import derive_seed

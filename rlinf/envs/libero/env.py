@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.episodes import EpisodeList, check_split, select_tasks
+from rlinf.envs.config import ProcessEnvConfig, select_tasks
+from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.libero.assets import check_assets
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import EnvConfig
-from rlinf.envs.episodes import select_tasks
+from rlinf.envs.config import EnvConfig, select_tasks
 from rlinf.envs.spaces import checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option

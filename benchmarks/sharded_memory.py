@@ -37,7 +37,7 @@ from rlinf.distributed.parallel import Sharded, take_weights_of_rank_0  # noqa: 
 from rlinf.distributed.process_group import rank  # noqa: E402
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm  # noqa: E402
 from rlinf.models import HFModel  # noqa: E402
-from rlinf.models.deferred import check_read  # noqa: E402
+from rlinf.models.weights_in_files import check_read  # noqa: E402
 from rlinf.optim.master_adamw import MasterAdamW  # noqa: E402
 from rlinf.optim.train_step import TrainStep  # noqa: E402
 

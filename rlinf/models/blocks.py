@@ -22,7 +22,7 @@ from rlinf.errors import ConfigError
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that a model names in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
+    """Return the outermost modules named in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
     names = set(getattr(model, "fsdp_wrap_modules", ()))
     blocks: list[nn.Module] = []
     waiting = [model]
@@ -76,7 +76,7 @@ def check_compiler(device: str) -> None:
     except InvalidCxxCompiler as error:
         sought = os.environ.get("CXX", "g++")
         raise ConfigError(
-            f"torch.compile needs a C++ compiler on CPU, and there is no working {sought} (the variable CXX names another). "
+            f"torch.compile needs a C++ compiler on CPU, but finds no working {sought} (the variable CXX names another). "
             "Install one (apt-get install g++), or do without.",
             compile=False,
         ) from error

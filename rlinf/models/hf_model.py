@@ -21,8 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.models.loading import check_fit, read_json, without_load_report
+from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
 """A class is usable if one of these knows it. The first one decides if ``architectures`` is empty."""
@@ -70,7 +70,7 @@ class HFModel(nn.Module):
             dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
             attn_implementation: Attention kernel. Transformers chooses if it is None, or ``sdpa`` for a class without it.
             trust_remote_code: Run the Python code in the folder.
-            deferred: Leave the weights in their files, if they can be (``rlinf.models.deferred``).
+            deferred: Leave the weights in their files, if they can be (``rlinf.models.weights_in_files``).
 
         Raises:
             CheckpointError: ``path`` cannot be read, or a weight is missing, unexpected or of another shape.

@@ -61,19 +61,19 @@ def checkpoint_folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    reason = "there is no such folder"
+    reason = "the folder does not exist"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
         from huggingface_hub import snapshot_download
 
         try:
             return Path(snapshot_download(str(path)))
         except (OSError, ValueError) as error:
-            reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
+            reason = f"the folder does not exist, and as a hub id it cannot be downloaded: {error}"
     raise CheckpointError(f"model.model_path is '{path}': {reason}. Set model.model_path=<checkpoint folder>")
 
 
 def hide_progress_bars() -> None:
-    """Keep the bars of transformers, which tell of milliseconds, out of our one live line, also where it is not imported yet."""
+    """Keep transformers' bars out of our one live line, even if transformers is imported later."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:
         from transformers.utils import logging as bars
@@ -97,7 +97,7 @@ def without_load_report() -> Iterator[None]:
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:
-    """Refuse weights that are not exactly those of the model, by what transformers reports: ``missing_keys`` and so on.
+    """Refuse weights that do not fit the model exactly, by transformers' report: ``missing_keys`` and so on.
 
     ``cure``: settings that mend it, besides another folder.
     """

@@ -1,4 +1,4 @@
-"""A frozen policy and the head that learns on top of it, as one policy: it acts, is evaluated, saved and loaded like any other."""
+"""A frozen policy and the head that learns on top of it, as one policy that acts, is saved and loaded like any other."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     Args:
         base: The policy; its parameters are frozen.
-        head: What learns.
+        head: The trained part.
         action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
         critics: They choose among the options of a head that has several; None: for other heads.
 
     Attributes:
         base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
-        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder. Then ``save_pretrained`` writes the
-            head alone, into a folder somewhere in the run folder. None: it writes both.
+        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder, below which
+            ``save_pretrained`` then writes the head alone. None: it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers of a sampled call: those of the candidates of the frozen policy, and those of the head."""
+        """Random numbers of a sampled call: for the candidates of the frozen policy, then for the head."""
         return self.num_candidate_numbers + self.head.num_noises
 
     @property
@@ -114,11 +114,9 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        """Ask the frozen policy once. Return its chunks in env units and the features, float32; with ``sample`` for a head that steers.
+        """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for a head that steers.
 
-        Args:
-            inputs: What ``preprocess`` returned.
-            uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
+        ``uniforms [B, num_candidate_numbers]``, in (0, 1), decide the sampled candidates.
         """
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
@@ -127,7 +125,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for what the frozen policy said, and which option it is, int64 ``[B]``.
+        """Return the action ``[B, A]`` for features and base chunks, and the number of its option, int64 ``[B]``.
 
         ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
@@ -143,10 +141,10 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
-        """Return what the env executes for actions ``[B, A]`` of ``compose``: ``[B, C, D]`` in env units, within bounds.
+        """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
 
-        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a head
-        that steers, the frozen policy goes on with the pass of ``propose_to_head`` and samples from ``actions``.
+        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
+        head that steers, the frozen policy continues from ``propose_to_head`` and samples from ``actions``.
         """
         if self.head.steers:
             uniforms = self.base.steering_uniforms(self.head.config.scale * actions)
@@ -189,10 +187,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder of the frozen policy, and the head next to it; ``state_dict``: the weights, if gathered.
-
-        With ``kept_base``, the head alone.
-        """
+        """Write the folder of the frozen policy (unless ``kept_base``), and the head; ``state_dict``: gathered weights."""
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         base = {name.removeprefix("base."): tensor for name, tensor in weights.items() if name.startswith("base.")}
         own = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
@@ -223,9 +218,8 @@ class HeadedPolicy(ActionModel, nn.Module):
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
                 raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
             head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
-            critics = None
-            if settings["num_critics"]:
-                critics = Critics(config, head.num_critic_inputs, settings["num_critics"])
+            count = settings["num_critics"]
+            critics = Critics(config, head.num_critic_inputs, count) if count else None
             policy = cls(base, head, weights["action_low"], weights["action_high"], critics)
             own = {name for name in policy.state_dict() if not name.startswith("base.")}
             if own != weights.keys():
@@ -262,17 +256,17 @@ def check_steered(config: HeadConfig, base: ActionModel) -> None:
     """Raise ConfigError if a head sets the random numbers of a policy that draws none."""
     if HEADS.get(config.name).steers and base.num_candidate_uniforms == 0:
         raise ConfigError(
-            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as configured draws "
-            "none; required: a policy that samples its actions. Set algorithm.head.name=residual"
+            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
+            "configured draws none; required: a policy that samples its actions. Set algorithm.head.name=residual"
         )
 
 
 def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
-    """Return random numbers in (0, 1), float32 ``[B, count]``, that the images and states of each row of ``inputs`` decide.
+    """Return random numbers in (0, 1), float32 ``[B, count]``, decided by the images and states of each row of ``inputs``.
 
-    So an evaluation repeats on a machine, and yet every observation has candidates of its own. With the same quantiles for all
-    observations, the policy could never do what lies between them. Floating-point numbers and bytes count; token ids and masks do
-    not, because they are padded to the longest prompt of the call.
+    So an evaluation can be repeated, and every observation still has candidates of its own: with the same quantiles for all,
+    actions between the quantiles would never be tried. Token ids and masks do not count, because their padding depends on
+    the other rows of the call.
     """
     if not count:
         return torch.empty(num_rows, 0)
@@ -291,7 +285,7 @@ def normal(uniforms: Tensor) -> Tensor:
 
 
 def head_settings(folder: str | Path) -> dict[str, Any]:
-    """Return what ``save_pretrained`` wrote of a head, without its weights; raise CheckpointError if it cannot be read."""
+    """Return the settings that ``save_pretrained`` wrote for a head; raise CheckpointError if they cannot be read."""
     path = Path(folder) / HEAD_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -326,8 +320,8 @@ def base_folder(folder: str | Path) -> Path:
         )
     if weights_digest(str(found)) != digest:
         raise CheckpointError(
-            f"The weights in {found} are damaged or were replaced: their digest is not that which the head in {folder} was trained on. "
-            "Copy them again, or use another run"
+            f"The weights in {found} are damaged or were replaced: the head in {folder} was trained on others, by their "
+            "digest. Copy them again, or use another run"
         )
     return found
 

@@ -50,9 +50,8 @@ class MLPConfig(PlainConfig):
 class MLPForRLActionPrediction(PlainPolicy):
     """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
 
-    Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
-    and what is executed is clipped to that range. ``temperature`` multiplies the variance, which is what dividing
-    log-densities by it means.
+    Actions are drawn in normalised units, where the action statistics span [-1, 1]. ``sequences`` holds them as drawn; for
+    execution they are clipped to this range. ``temperature`` multiplies the variance, which divides log-densities.
     """
 
     config_class = MLPConfig
@@ -93,11 +92,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         self.post_init()
 
     def _add_encoder(self, config: MLPConfig) -> int:
-        """Add what turns inputs into features, if anything; returns the number of features."""
+        """Add an encoder of the inputs, if any; return the number of features."""
         return config.state_dim
 
     def _features(self, state: Tensor) -> Tensor:
-        """Features ``[B, F]`` of what ``preprocess`` returned."""
+        """Features ``[B, F]`` of the result of ``preprocess``."""
         return state
 
     @classmethod
@@ -158,7 +157,7 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the last hidden layer, or (``pooled``, without a prefix of several positions) of what the network reads."""
+        """Width of the last hidden layer; under ``pooled``, of the network's input, the only position."""
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
     def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:

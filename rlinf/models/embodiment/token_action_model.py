@@ -1,4 +1,4 @@
-"""What every policy of action tokens has in common, given one teacher-forced pass."""
+"""The common part of all policies of action tokens, based on one teacher-forced pass."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class TokenActionModel(ActionModel):
     def _score(
         self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
-        ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
-        ``prefix``, if given, gets the states of images and prompt, from which ``propose`` makes features.
+        """Return bin logits ``[B, A, n_bins]`` of ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` of the value.
+
+        Only autoregressive models read ``tokens``, and the value's state must not depend on them.
+        ``prefix``, if given, receives the states of images and prompt, from which ``propose`` makes features.
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Refuse inputs that, with the actions, are longer than what the language model was made for."""
+        """Refuse inputs that, with the actions, are longer than the positions of the language model."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
@@ -61,7 +62,7 @@ class TokenActionModel(ActionModel):
 
     @property
     def feature_dim(self) -> int:
-        """``A`` hidden states of the language model one after the other, or the mean of those of the prefix, or their token."""
+        """Width of ``A`` hidden states one after the other, of the mean state of the prefix, or of its token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)

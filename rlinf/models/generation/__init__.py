@@ -2,17 +2,14 @@
 
 from rlinf.imports import lazy_attributes
 
+INTERFACES = ("GenerationConfig", "GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec", "VllmConfig")
+DEFINED_IN = dict.fromkeys(INTERFACES, "rlinf.llm.generation_interface") | {
+    "verify_right_padding": "rlinf.llm.batch_checks"
+}
+
 __getattr__ = lazy_attributes(
     __name__,
-    {
-        "GenerationConfig": "rlinf.llm.generation_interface",
-        "GenerationDatumSpec": "rlinf.llm.generation_interface",
-        "GenerationInterface": "rlinf.llm.generation_interface",
-        "GenerationOutputSpec": "rlinf.llm.generation_interface",
-        "HuggingFaceGeneration": "rlinf.llm.hf_generation",
-        "VllmConfig": "rlinf.llm.generation_interface",
-        "VllmGeneration": "rlinf.llm.vllm_generation",
-        "VllmGenerationWorker": "rlinf.llm.vllm_generation",
-        "verify_right_padding": "rlinf.llm.batch_checks",
-    },
+    DEFINED_IN
+    | dict.fromkeys(("VllmGeneration", "VllmGenerationWorker"), "rlinf.llm.vllm_generation")
+    | {"HuggingFaceGeneration": "rlinf.llm.hf_generation"},
 )

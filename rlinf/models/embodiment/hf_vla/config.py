@@ -24,7 +24,7 @@ OWN_FIELDS = (
 
 
 class HfVlaConfig(PreTrainedConfig):
-    """The VLM's own configuration, and what makes a policy of it.
+    """The VLM's own configuration, with the fields that make a policy of it.
 
     A saved folder stays one of the VLM's own format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
 
@@ -147,7 +147,7 @@ class HfVlaConfig(PreTrainedConfig):
 
 
 def fields_of(template: str) -> set[str | None]:
-    """Return the names in braces of a format string; a template that is none has the field ``?``."""
+    """Return the names in braces of a format string; an invalid one has the field ``?``."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError:

@@ -28,7 +28,7 @@ from rlinf.models.embodiment.folder_policy import refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
-from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
@@ -38,7 +38,7 @@ from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 HEAD_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
-"""Modules besides the VLM, and their files next to those of the VLM."""
+"""Modules besides the VLM, and their files next to the VLM's."""
 
 
 class ActionRows(nn.Linear):
@@ -73,7 +73,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         value_head: bool = True,
         detach_value: bool = True,
         features: str = "hidden",
-        vlm: PreTrainedModel | None = None,  # None: drawn at random
     ) -> None:
         super().__init__(config)
         width = config.text_config.hidden_size
@@ -82,20 +81,21 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_tokens_end, config.action_bin_rule)
         self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
-        self.vlm = config.vlm_class()(config.vlm_config) if vlm is None else vlm
-        self._keep_action_rows()
+        self._take_vlm(config.vlm_class()(config.vlm_config))
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width)
         self.post_init()
         # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
-        if vlm is None and config.weight_init == "fan_in":
+        if config.weight_init == "fan_in":
             self._init_weights_by_fan_in()
 
-    def _keep_action_rows(self) -> None:
-        head = self.vlm.get_output_embeddings()
+    def _take_vlm(self, vlm: PreTrainedModel) -> None:
+        """Act by ``vlm``, whose output head computes the rows of the action tokens only from now on."""
+        self.vlm = vlm
+        head = vlm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ConfigError(
-                f"The output head of {type(self.vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
+                f"The output head of {type(vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
                 "Set model.model_path=<folder of another VLM>"
             )
         head.__class__ = ActionRows
@@ -118,7 +118,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return rf"vlm\.({'|'.join(sorted(patterns))})"
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
         return self.vlm.get_input_embeddings()
 
     @torch.no_grad()
@@ -149,7 +148,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; none may be longer than the language model was made for."""
+        """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(observation)
         self.check_length(max(lengths))  # `preprocess` counts the tokens of pictures, too
         return lengths
@@ -170,7 +169,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def _score(
         self, inputs: dict[str, Tensor], tokens: Tensor, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TokenActionModel._score``; one teacher-forced pass."""
         rest = dict(inputs)
         prompt = rest.pop("input_ids")
         rest = self._start(prompt, rest)
@@ -202,7 +200,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def _prefill(
         self, input_ids: Tensor, inputs: dict[str, Tensor]
     ) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
-        """Run the prompts: what ``generate`` passes on, the cache, the first token's logits ``[B, n_bins]``, all states ``[B, S, H]``."""
+        """Run the prompts: the next arguments of ``generate``, cache, first logits ``[B, n_bins]``, all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
         kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
         logits, hidden_states = self._run(input_ids, rest, 1, **kwargs)
@@ -220,7 +218,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode behind prompts, given the first token's logits and state ``[B, H]``.
 
-        Return sequences ``[B, L + A]``, logits ``[B, A, n_bins]``, and the states ``[B, A, H]`` that the tokens were read from.
+        Return sequences ``[B, L + A]``, and logits ``[B, A, n_bins]`` and states ``[B, A, H]`` of the tokens.
         """
         all_logits, states, rest = [first[0]], [first[1]], dict(rest)  # a copy, which the hook below changes in place
         kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}
@@ -273,8 +271,14 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
         loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is refused below
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
-        kwargs.pop("trust_remote_code", None)  # the classes are those of transformers
-        _check_before_loading(folder, config, kwargs)
+        kwargs.pop("trust_remote_code", None)  # all classes come from transformers
+        if not config.norm_stats:
+            raise ConfigError(
+                f"'{folder}' holds no action statistics and model.unnorm_key is {kwargs.get('unnorm_key') or 'null'}; "
+                "a VLM that never acted takes the environment's, by its name. Set e.g. model.unnorm_key=tabletop"
+            )
+        with torch.device("meta"), init.no_init_weights():  # refuses wrong settings before weights are read
+            model = cls(config, *args, **kwargs)
         try:
             with no_progress_bars(), without_load_report():
                 vlm, info = config.vlm_class().from_pretrained(folder, config=config.vlm_config, **loading)
@@ -284,12 +288,11 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             ) from error
         unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
         check_fit(folder, {**info, "unexpected_keys": unused})
-        with init.no_init_weights():
-            model = cls(config, *args, vlm=vlm, **kwargs)
+        model._take_vlm(vlm)
         for name, file in HEAD_FILES.items():
             head = getattr(model, name)
             if head is not None:
-                head.reset_parameters()
+                head.to_empty(device="cpu").reset_parameters()
                 if (folder / file).is_file():
                     _load_head(folder / file, head)
         return model.eval()
@@ -317,16 +320,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str, Any]) -> None:
-    if not config.norm_stats:
-        raise ConfigError(
-            f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; "
-            "a VLM that never acted takes those of the environment, by its name. Set e.g. model.unnorm_key=tabletop"
-        )
-    ActionNormalizer(select_action_stats(config.norm_stats, arguments.get("unnorm_key")), arguments.get("action_dim"))
-    config.action_tokens_end  # noqa: B018  (raises)
 
 
 def _bool_mask(inputs: dict[str, Tensor]) -> Tensor | None:

@@ -14,10 +14,7 @@ from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the statistics of one data set: ``action``, and ``proprio`` where it has states.
-
-    ``unnorm_key`` may be None where ``norm_stats`` (data set name to statistics) has one entry.
-    """
+    """Return the statistics of one data set: ``action``, and ``proprio`` if it has states; None: of the only data set."""
     if unnorm_key is None:
         if len(norm_stats) != 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""One token that says what the states of a prefix say (RLT, 2604.23073, stage 1)."""
+"""One token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
 
 
 class ReadoutToken(nn.Module):
-    """Encode the states of images and prompt into one token, from which a decoder must say each of them again.
+    """Encode the states of images and prompt into one token, from which a decoder must reconstruct each of them.
 
     The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position. RLT's
-    decoder reads the states before that position, too, from which much of the next one can be guessed without any token.
-
-    Args:
-        hidden_size: ``H``, width of the states.
+    decoder also reads the states before the position, from which much of the next state can be guessed without any token.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -62,9 +59,9 @@ class ReadoutToken(nn.Module):
             return self.encoder(sequence, src_key_padding_mask=ignored)[:, 0]
 
     def loss(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean squared error with which the states, each of mean 0 and deviation 1, are said again: ``[B]``.
+        """Return the mean squared error ``[B]`` of the reconstructed states, each scaled to mean 0 and deviation 1.
 
-        No gradient reaches the states. 1 is what a decoder reaches that says nothing.
+        No gradient reaches the states. A decoder that predicts the mean reaches 1.
         """
         states = states.detach()
         with without_autocast(states):
@@ -76,7 +73,7 @@ class ReadoutToken(nn.Module):
             return (errors * mask).sum(1) / mask.sum(1)
 
     def _inputs(self, states: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return standardised states ``[B, P, H]``, and codes of their positions, which padding does not count: ``[B or 1, P, width]``."""
+        """Return standardised states ``[B, P, H]``, and codes ``[B or 1, P, width]`` of their positions without padding."""
         standard = nn.functional.layer_norm(states.float(), states.shape[-1:])
         numbers = torch.arange(states.shape[1], device=states.device)[None] if mask is None else mask.cumsum(1) - 1
         scales = torch.exp(
@@ -87,7 +84,7 @@ class ReadoutToken(nn.Module):
 
 
 def holds_readout_token(folder: str | Path) -> bool:
-    """Return whether a folder of a policy, or of its adapters, holds the weights of such a token."""
+    """Return whether a folder of a policy, or of its adapters, holds the weights of a ``ReadoutToken``."""
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):

@@ -86,7 +86,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
         """Build the processor of a model without a ``preprocessor_config.json``.
 
-        Mean and deviation: those of ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
+        Mean and deviation are from ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
         """
         imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
         half = {"mean": [0.5] * 3, "std": [0.5] * 3}
@@ -132,7 +132,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess_tensors(self, images: Tensor, is_resized: bool = False, is_cropped: bool = False) -> Tensor:
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
-        The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
+        The public processor, which resizes with Pillow, gives the same numbers: see ``resize_bicubic``.
 
         Args:
             images: As the cameras show them.
@@ -170,7 +170,10 @@ class PrismaticImageProcessor(BaseImageProcessor):
             square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
             square[..., top : top + height, left : left + width] = images
             images = square
-        target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
+        target = size
+        if isinstance(size, int):  # of the shorter side; the longer one keeps the aspect, rounded down
+            height, width = images.shape[-2:]
+            target = (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
         images = resize_bicubic(images, target)
         if target == crop:
             return images
@@ -194,21 +197,13 @@ class PrismaticImageProcessor(BaseImageProcessor):
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number.
 
-    The channels of a pixel lie side by side in what a camera gives. Whole rows of pixels at a time are several times as fast as
-    three numbers at a time.
+    The channels of a camera's pixel lie side by side. Whole rows are several times as fast as three numbers at a time.
     """
     rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]: a view, where the channels are last in memory
     width = images.shape[-1]
     mean, std = (rows.new_tensor(values).repeat(width) for values in (mean, std))
     rows.div_(rows.new_tensor(255.0)).sub_(mean).div_(std)
     return rows.unflatten(2, (width, -1)).permute(0, 3, 1, 2)
-
-
-def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return the size at which the shorter side is ``size`` and the aspect is kept (the longer one rounded down)."""
-    if height <= width:
-        return size, int(size * width / height)
-    return int(size * height / width), size
 
 
 class PrismaticProcessor:

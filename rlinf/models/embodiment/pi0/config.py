@@ -40,8 +40,7 @@ _LEROBOT_FIELDS = {
 
 
 class Pi0Config(PreTrainedConfig):
-    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025). The first block of arguments is the network, the second what
-    it is fed, the third how it acts in reinforcement learning.
+    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): the network, then its inputs, then how it acts in RL.
 
     Args:
         pi05: pi0.5: adaptive norms get the time, and the state is part of the prompt. False: pi0.
@@ -173,7 +172,7 @@ class Pi0Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read the configuration of a folder: ours, that of openpi's converter, lerobot's, or ``tiny_config.json``.
+        """Read the configuration of a folder: ours, openpi's, lerobot's, or ``tiny_config.json``.
 
         Where the file does not say whether this is pi0.5 (openpi's converter does not), the names of the tensors do.
         Statistics under ``assets/<name>/norm_stats.json`` are added to ``norm_stats`` as ``<name>``.
@@ -200,7 +199,7 @@ def check_attention(implementation: str | None) -> None:
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse sizes of the model section that exceed those of the network."""
+    """Refuse sizes of the model section that exceed the network's."""
     if action_dim > config.action_dim:
         raise ConfigError(
             f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "

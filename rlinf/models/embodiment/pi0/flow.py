@@ -50,7 +50,7 @@ def step_moments(
     * ``flow_ode``: ``w1 = t_next``, deviation 0. This is the Euler step ``x - v d``.
     * ``flow_sde`` (the SDE of Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
       ``w1 = t_next - s^2 d / (2 t)``, deviation ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``. Where ``t = 1``, the
-      denominator of ``s`` is that of the second grid point, because it would be 0.
+      denominator of ``s`` would be 0, and the second grid point's is taken.
     * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, deviation
       ``t_next sin(pi a / 2)``.
     * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, deviation given by a trained head.

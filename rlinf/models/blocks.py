@@ -34,13 +34,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) -> None:
-    """Say how the blocks of a model run where gradients are needed, in place.
+    """Set how the blocks of a model (without blocks, its direct submodules) run where gradients are needed, in place.
 
-    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it. Raise ConfigError if
-    ``recomputed`` is set and the model has no repeated blocks.
+    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it.
 
     Args:
-        model: Model; one without repeated blocks has its direct submodules compiled.
+        model: Model; ``recomputed`` needs repeated blocks.
         recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016).
         compiled: Run each block through ``torch.compile``.
     """

@@ -111,10 +111,7 @@ def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = Non
 
 
 def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter folder, each file under a temporary name first.
-
-    ``state_dict``: gathered weights of a sharded model; None: the model's own.
-    """
+    """Write an adapter folder, each file under a temporary name first; ``state_dict`` as in ``adapter_state_dict``."""
     if not has_adapters(model):
         raise ConfigError("The model has no LoRA layers to save. Set model.is_lora=true")
     folder = Path(folder)
@@ -168,12 +165,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the merged policy, each adapter added to its weight when its turn comes.
 
-    The model stays as it is; adapted weights are new tensors, all others are the model's own.
-
-    Args:
-        model: With or without adapters.
-        names: Tensors to yield, by their names without adapters; None: all.
-        state: State dict of a model whose own would be one of shards; None: the model's own.
+    The model stays as it is; adapted weights are new tensors, all others are the model's own. ``names``, without adapters,
+    selects tensors (None: all); ``state`` holds the gathered weights of a sharded model (None: the model's own).
     """
     for name, tensor in base_tensors(model, state):
         if names is None or name in names:

@@ -14,11 +14,11 @@ from rlinf.distributed.parallel import local_part
 from rlinf.optim.finite import check_loaded
 
 READ_WHOLE = "read_whole_because"
-"""Attribute of a model whose weights were asked to stay in their files and could not: the reason."""
+"""Attribute with the reason why the weights of a model could not stay in their files, as asked."""
 
 
 def how_read(model: nn.Module) -> str:
-    """Tell how the ranks get the weights of a model that they shard."""
+    """Describe how the ranks get the weights of a model that they shard."""
     if is_deferred(model):
         return "each rank reads its rows of the weights"
     because = getattr(model, READ_WHOLE, None) or "its weights are random, or its class reads its folder itself"

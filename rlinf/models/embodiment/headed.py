@@ -21,7 +21,7 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
-from rlinf.models.sampling import draw_uniforms
+from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import from_mapping, override_text
 from rlinf.run_folder import FROZEN_FOLDER, HEAD_SETTINGS, HEAD_WEIGHTS
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
@@ -61,24 +61,22 @@ class HeadedPolicy(ActionModel, nn.Module):
         self.base_sha256: str | None = None
         self.kept_base: str | None = None
 
+    # The frozen policy decides how observations become inputs.
+
     @property
     def config(self) -> Any:
-        """Configuration of the frozen policy."""
         return self.base.config
 
     @property
     def processor(self) -> Any:
-        """Input processor of the frozen policy."""
         return self.base.processor
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return self.action_low.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the frozen policy."""
         return next(self.base.parameters()).dtype
 
     def num_cameras(self, config: Any) -> int | None:
@@ -170,7 +168,8 @@ class HeadedPolicy(ActionModel, nn.Module):
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
-            drawn, noise = uniforms[:, :split].to(self.device), normal(uniforms[:, split:].to(self.device))
+            uniforms = uniforms.to(self.device)
+            drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
         proposal = self.propose_to_head(inputs, drawn)
         features, base = proposal.features, self.normalize(proposal.chunks)
         actions, _ = self.decide(features, base, noise)
@@ -277,11 +276,6 @@ def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> 
             digests = [zlib.crc32(row, digest) for row, digest in zip(rows, digests, strict=True)]
     drawn = [torch.rand(count, generator=torch.Generator().manual_seed(digest)) for digest in digests]
     return torch.stack(drawn).clamp_min_(torch.finfo(torch.float32).tiny)
-
-
-def normal(uniforms: Tensor) -> Tensor:
-    """Turn numbers in (0, 1) into standard normal ones."""
-    return torch.special.ndtri(uniforms.double()).float()
 
 
 def head_settings(folder: str | Path) -> dict[str, Any]:

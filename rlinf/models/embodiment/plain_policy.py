@@ -79,12 +79,10 @@ class PlainPolicy(FolderPolicy, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of its first parameter."""
         return next(self.parameters()).dtype
 
     @classmethod

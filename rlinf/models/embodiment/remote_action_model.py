@@ -15,6 +15,7 @@ from rlinf.errors import ConfigError, PolicyServerError
 from rlinf.manifest import Manifest
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.serving import require_packages
 from rlinf.serving.layouts import Layout, check_layout, layout_of
@@ -132,12 +133,10 @@ class RemotePolicy(ActionModel, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Actions arrive on the CPU."""
-        return torch.device("cpu")
+        return torch.device("cpu")  # where its actions arrive
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the actions."""
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
@@ -180,7 +179,7 @@ class RemotePolicy(ActionModel, nn.Module):
             found = f"{self.config.url} draws its actions itself"
             raise ConfigError(f"{found}; required: no sampling from here. Set evaluation.greedy=true")
         if uniforms is None:
-            uniforms = torch.rand(len(requests), self.num_uniforms).clamp_min(torch.finfo(torch.float32).tiny)
+            uniforms = draw_uniforms(len(requests), self.num_uniforms)
         for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
             request |= {"uniforms": draws, "temperature": float(temperature)}
 

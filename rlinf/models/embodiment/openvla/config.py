@@ -26,15 +26,12 @@ _VIT_SIZES = {
 
 @dataclass(frozen=True)
 class VisionTowerSpec:
-    """One vision transformer.
+    """One vision transformer; sizes in pixels.
 
     Attributes:
         kind: ``dinov2`` (class and register tokens, LayerScale) or ``siglip``.
-        image_size, patch_size: Pixels.
-        embed_dim, depth, num_heads, mlp_dim: Sizes.
         num_prefix_tokens: Class token and registers, cut off the output.
         feature_layer: Index of the block whose output is the feature (negative: from the end), without the final norm.
-        hidden_act: Activation of the MLPs.
         mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
         film_dim: Width of the text vector that modulates the blocks; None: no FiLM.
     """

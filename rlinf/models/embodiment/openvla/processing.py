@@ -94,8 +94,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         for tower in params:
             tower["mean"], tower["std"] = config.image_mean or tower["mean"], config.image_std or tower["std"]
         return cls(
-            use_fused_vision_backbone=config.use_fused_vision_backbone,
-            image_resize_strategy=config.image_resize_strategy,
+            config.use_fused_vision_backbone,
+            config.image_resize_strategy,
             input_sizes=[[3, size, size] for size in config.image_sizes],
             means=[tower["mean"] for tower in params],
             stds=[tower["std"] for tower in params],
@@ -227,10 +227,8 @@ class PrismaticProcessor:
         **_: Any,
     ) -> None:
         tokenizer.padding_side = "left"
-        self.image_processor = image_processor
-        self.tokenizer = tokenizer
-        self.prompt_template = prompt_template
-        self.prompt_suffix_token_id = prompt_suffix_token_id
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.prompt_template, self.prompt_suffix_token_id = prompt_template, prompt_suffix_token_id
         self.max_prompt_len = max_prompt_len
         self._prompt_ids: dict[str, list[int]] = {}
 
@@ -297,22 +295,15 @@ class PrismaticProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
-    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
-
-    What is done to images before the public processor sees them is said by ``model_config`` alone.
-    """
+    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer."""
     tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
-    has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
-    images = (
-        PrismaticImageProcessor.from_pretrained(path)
-        if has_images
-        else PrismaticImageProcessor.for_config(model_config)
-    )
+    if path is not None and (Path(path) / "preprocessor_config.json").is_file():
+        images = PrismaticImageProcessor.from_pretrained(path)
+    else:
+        images = PrismaticImageProcessor.for_config(model_config)
+    # Public processors do not know these steps, which come first.
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
-    return PrismaticProcessor(
-        images,
-        tokenizer,
-        prompt_template=model_config.prompt_template,
-        prompt_suffix_token_id=model_config.prompt_suffix_token_id,
-        max_prompt_len=model_config.max_prompt_len,
-    )
+    prompt = {
+        name: getattr(model_config, name) for name in ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
+    }
+    return PrismaticProcessor(images, tokenizer, **prompt)

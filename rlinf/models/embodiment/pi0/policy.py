@@ -19,14 +19,13 @@ from rlinf.models.embodiment.pi0.flow import (
     gaussian_entropy,
     gaussian_logprobs,
     noisy_actions,
-    standard_normal,
     step_moments,
     training_times,
 )
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
 from rlinf.models.loading import field_error, without_logprobs
-from rlinf.models.sampling import draw_uniforms
+from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
@@ -107,9 +106,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if config.cameras is not None and (not names or not set(names) <= set(given)):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
-                f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
-                f"cameras={override_text(given)}",
-            )
+                "required: one or more, all of them rendered", f"cameras={override_text(given)}",
+            )  # fmt: skip
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
             fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
             raise ConfigError(

@@ -165,23 +165,23 @@ def test_every_camera_and_the_instruction_matter(zoo, family):
     assert largest_gap(after[0], before[0]) > 1e-3 and largest_gap(after[1:], before[1:]) < 1e-5
 
 
-@pytest.mark.parametrize("detach_value", [True, False])
-def test_gradients_reach_the_vlm_and_the_value_loss_stays_in_its_head(zoo, family, detach_value):
-    model = zoo.copy(family).train()
-    model.detach_value = detach_value
-    inputs = model.preprocess(observe())
-    actions = torch.rand(3, 2, 3)
-    model.sft_loss(inputs, actions).mean().backward()
-    moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-    assert {name.split(".")[0] for name in moved} == {"vlm"}
-    assert any("vision" in name or "visual" in name for name in moved) and any("layers.0" in name for name in moved)
+def moved(model, loss):
+    """Names of the parameters that a loss moves."""
     model.zero_grad()
+    loss.backward()
+    return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+def test_gradients_reach_the_vlm_and_the_value_loss_stays_in_its_head(zoo, family):
+    model, actions = zoo.copy(family).train(), torch.rand(3, 2, 3)
+    inputs = model.preprocess(observe())
+    names = moved(model, model.sft_loss(inputs, actions).mean())
+    assert {name.split(".")[0] for name in names} == {"vlm"}
+    assert any("vision" in name or "visual" in name for name in names) and any("layers.0" in name for name in names)
     tokens = model.action_tokenizer.encode(actions).flatten(1)
-    model.evaluate_actions(inputs, tokens).values.sum().backward()
-    moved = {
-        name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0
-    }
-    assert moved == ({"value_head"} if detach_value else {"value_head", "vlm"})
+    for model.detach_value, parts in ((True, {"value_head"}), (False, {"value_head", "vlm"})):
+        names = moved(model, model.evaluate_actions(inputs, tokens).values.sum())
+        assert {name.split(".")[0] for name in names} == parts
 
 
 def test_a_saved_folder_loads_again_and_stays_a_folder_of_the_vlm(zoo, family, tmp_path):
@@ -255,7 +255,7 @@ def test_two_rollout_threads_do_not_disturb_each_other(zoo):
     found = [[], []]
 
     def play(thread):
-        for _ in range(8):
+        for _ in range(4):
             inputs = model.preprocess(observations[thread])
             found[thread].append(model.predict_action_batch(**inputs, do_sample=False).logits)
 
@@ -264,7 +264,7 @@ def test_two_rollout_threads_do_not_disturb_each_other(zoo):
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(each) for each in found] == [8, 8]
+    assert [len(each) for each in found] == [4, 4]
     for thread in (0, 1):
         assert max(largest_gap(each, alone[thread]) for each in found[thread]) < 1e-5
 
@@ -328,10 +328,8 @@ def test_a_model_from_random_weights_needs_no_folder(tmp_path):
     observation = Observation(images, None, list(SENTENCES))
     inputs = model.preprocess(observation)
     prediction = model.predict_action_batch(**inputs)
-    assert (
-        largest_gap(model.evaluate_actions(inputs, prediction.sequences).logprobs, model.rollout_logprobs(prediction))
-        < 1e-5
-    )
+    scored = model.evaluate_actions(inputs, prediction.sequences).logprobs
+    assert largest_gap(scored, model.rollout_logprobs(prediction)) < 1e-5
     assert prediction.logits.std() > 0.1, "random weights should tell observations apart"
     positions = model.vlm.model.vision_tower.embeddings.position_embeddings
     assert positions.std().item() == pytest.approx(1.0, rel=0.1), "and patches"
@@ -362,26 +360,22 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
     empty.mkdir()
     expect(CheckpointError, str(empty), "config.json", "Set model.model_path=", **section(empty))
     expect(CheckpointError, "nowhere", "Set model.model_path=", **section(tmp_path / "nowhere"))
-    expect(
-        ConfigError,
-        "'llama'",
-        "LlamaForCausalLM",
-        "AutoModelForImageTextToText",
-        "Set model.model_path=",
-        **section(text_only),
-    )
-    expect(ConfigError, "n_action_bins is 2000", "Set model.override_config.n_action_bins=481",
-           **section(path, override_config={**SETTINGS, "n_action_bins": 2000}))  # fmt: skip
-    expect(
-        ConfigError, "model.action_token_len is 5", "Set model.action_token_len=3", **section(path, action_token_len=5)
-    )
-    expect(ConfigError, "'arn'", "arm", **section(path, unnorm_key="arn"))
-    expect(
-        ConfigError,
-        "no action statistics",
-        "Set e.g. model.unnorm_key=tabletop",
-        **section(path, override_config={"n_action_bins": 21}),
-    )
+    kind = ("'llama'", "LlamaForCausalLM", "AutoModelForImageTextToText", "Set model.model_path=")
+    expect(ConfigError, *kind, **section(text_only))
+    for words, changes in (
+        ("n_action_bins is 2000|Set model.override_config.n_action_bins=481",
+         {"override_config": {**SETTINGS, "n_action_bins": 2000}}),
+        ("model.action_token_len is 5|Set model.action_token_len=3", {"action_token_len": 5}),
+        ("'arn'|arm", {"unnorm_key": "arn"}),
+        ("no action statistics|Set e.g. model.unnorm_key=tabletop", {"override_config": {"n_action_bins": 21}}),
+        ("'{pic}{instruction}'|model.override_config.prompt_template=",
+         {"override_config": {**SETTINGS, "prompt_template": "{pic}{instruction}"}}),
+        ("'do {instruction}'|{image}", {"override_config": {**SETTINGS, "prompt_template": "do {instruction}"}}),
+        ("'{image'|{instruction}", {"override_config": {**SETTINGS, "prompt_template": "{image"}}),
+        ("'abc'|model.override_config.n_action_bins=256", {"override_config": {**SETTINGS, "n_action_bins": "abc"}}),
+        ("n_action_bins is 1|at least 2", {"override_config": {**SETTINGS, "n_action_bins": 1}}),
+    ):  # fmt: skip
+        expect(ConfigError, *words.split("|"), **section(path, **changes))
     no_processor = tmp_path / "no_processor"
     shutil.copytree(path, no_processor)
     (no_processor / "processor_config.json").unlink()
@@ -412,20 +406,6 @@ def test_a_damaged_folder_is_one_error(zoo, tmp_path, file, content, words):
     expect((CheckpointError, ConfigError), str(folder), *words, **section(folder))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"prompt_template": "{pic}{instruction}"}, ("'{pic}{instruction}'", "model.override_config.prompt_template=")),
-        ({"prompt_template": "do {instruction}"}, ("'do {instruction}'", "{image}")),
-        ({"prompt_template": "{image"}, ("'{image'", "{instruction}")),
-        ({"n_action_bins": "abc"}, ("'abc'", "model.override_config.n_action_bins=256")),
-        ({"n_action_bins": 1}, ("n_action_bins is 1", "at least 2")),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(zoo, settings, words):
-    expect(ConfigError, *words, **section(zoo.folder("llava"), override_config={**SETTINGS, **settings}))
-
-
 def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -446,25 +426,26 @@ def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
     expect(CheckpointError, "mlp.0.weight", "missing", **section(tmp_path, override_config={}))
 
 
-def test_errors_of_a_model_from_random_weights(zoo, monkeypatch):
+def test_errors_of_a_model_from_random_weights():
     from rlinf.config.compose import compose_config
     from rlinf.config.schema import build_config
 
-    def refused(error, *parts, **changes):
-        config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
-        config.model.init_config = {**config.model.init_config, **changes}
-        with pytest.raises(error) as caught:
+    config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
+    init = config.model.init_config
+
+    def refused(*parts, **changes):
+        config.model.init_config = copy.deepcopy({**init, **changes})
+        with pytest.raises(ConfigError) as caught:
             build_policy(config)
         assert all(part in str(caught.value) for part in parts), str(caught.value)
 
-    refused(ConfigError, "weight_init is 'fan'", "model.init_config.weight_init=fan_in", weight_init="fan")
-    refused(ConfigError, "no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
-    refused(ConfigError, "no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
-    refused(ConfigError, "model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
-    config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
-    vlm = config.model.init_config["vlm_config"]
+    refused("weight_init is 'fan'", "model.init_config.weight_init=fan_in", weight_init="fan")
+    refused("no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
+    refused("no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
+    refused("model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
+    vlm = init["vlm_config"]
     small = {**vlm, "text_config": {**vlm["text_config"], "vocab_size": 486}}
-    refused(ConfigError, "488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
+    refused("488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
 
 
 def test_a_processor_whose_special_tokens_are_action_tokens_is_an_error(zoo, tmp_path):

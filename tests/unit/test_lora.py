@@ -152,11 +152,6 @@ def test_merge_keeps_the_logits_and_the_original(inputs):
     assert (logits(policy(), inputs) - expected).abs().max() > 1e-2, "control: without the adapters the logits differ"
 
 
-def test_merge_that_changes_the_logits_is_refused(inputs):
-    with pytest.raises(CheckpointError, match="changed the logits"):
-        merge_lora(adapted(), inputs, atol=-1.0)
-
-
 def test_a_token_that_flips_where_two_are_almost_as_likely_is_no_fault_of_the_merge(inputs, monkeypatch):
     model = adapted(action_token_len=3)
     predict = type(model).predict_action_batch
@@ -170,42 +165,23 @@ def test_a_token_that_flips_where_two_are_almost_as_likely_is_no_fault_of_the_me
 
     monkeypatch.setattr(type(model), "predict_action_batch", flipped)
     merge_lora(model, inputs)
-    monkeypatch.setattr(
-        type(model), "predict_action_batch", lambda self, **arguments: shifted(predict(self, **arguments), self)
-    )
+
+    def shifted(self, **arguments):
+        """The same tokens from other logits, after a merge."""
+        prediction = predict(self, **arguments)
+        return prediction if has_adapters(self) else prediction._replace(logits=prediction.logits + 1.0)
+
+    monkeypatch.setattr(type(model), "predict_action_batch", shifted)
     with pytest.raises(CheckpointError, match="changed the logits by 1.00e"):
         merge_lora(model, inputs)
 
 
-def shifted(prediction, model):
-    """The same tokens from other logits, after a merge."""
-    return prediction if has_adapters(model) else prediction._replace(logits=prediction.logits + 1.0)
-
-
-def test_merged_folder_loads_as_a_plain_policy(inputs, tmp_path):
+def test_merged_folder_loads_as_a_plain_policy_and_takes_other_adapters(inputs, tmp_path):
     model = adapted()
     merge_lora(model, inputs).save_pretrained(tmp_path)
     section = {"model_type": "openvla", "model_path": str(tmp_path), "action_token_len": 2}
     torch.testing.assert_close(logits(get_model(section).eval(), inputs), logits(model, inputs), atol=1e-5, rtol=0)
-
-
-def test_second_merge_is_refused(inputs, tmp_path):
-    model = adapted()
-    save_adapter(model, tmp_path / "adapter")
-    merged = merge_lora(model, inputs)
-    with pytest.raises(ConfigError, match="merged before"):
-        merge_lora(merged)
-    merged.save_pretrained(tmp_path / "merged")
-    section = {
-        "model_type": "openvla",
-        "model_path": str(tmp_path / "merged"),
-        "action_token_len": 2,
-        "is_lora": True,
-        "lora": LORA,
-    }
-    with pytest.raises(CheckpointError, match="twice"):
-        get_model(section | {"lora_path": str(tmp_path / "adapter")})
-    assert has_adapters(get_model(section)), "control: another adapter on merged weights is fine"
+    assert has_adapters(get_model(section | {"is_lora": True, "lora": LORA}))
 
 
 def test_fingerprint_follows_the_numbers():
@@ -287,13 +263,8 @@ def test_merge_check_reads_what_a_continuous_policy_predicts(monkeypatch):
 
 
 def test_a_language_model_takes_adapters_and_merges_them():
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2}
     section = {"model_type": "llama", "init_config": sizes, "is_lora": True, "lora": LORA}
     torch.manual_seed(0)
     model = get_model(section).eval()

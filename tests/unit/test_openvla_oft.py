@@ -47,7 +47,7 @@ KINDS = {
     "no_stop_token": {"stop_token_in_input": False, "use_film": True, "action_normalization": "bounds"},
     "l1": {"action_head": "l1", "use_proprio": True},
 }
-DISCRETE = [kind for kind in KINDS if kind != "l1"]
+
 SENTENCES = [
     "reach the red block",
     "push the blue block to the green zone",
@@ -76,11 +76,6 @@ def observe(rows=(0, 1, 2, 3)):
 
 @pytest.fixture(params=list(KINDS))
 def kind(request):
-    return request.param
-
-
-@pytest.fixture(params=DISCRETE)
-def discrete(request):
     return request.param
 
 
@@ -247,8 +242,9 @@ def test_the_continuous_head_learns_by_cloning():
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-def test_gradients_reach_everything_that_trains(discrete):
-    model = build(discrete)
+@pytest.mark.parametrize("kind", ["discrete", "everything", "no_stop_token"])
+def test_gradients_reach_everything_that_trains(kind):
+    model = build(kind)
     inputs = model.preprocess(observe())
     evaluation = model.evaluate_actions(inputs, model.predict_action_batch(**inputs).sequences)
     (evaluation.logprobs.sum() + evaluation.values.sum()).backward()

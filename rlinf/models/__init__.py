@@ -88,10 +88,8 @@ class ModelEntry:
 def _family(name: str, policy: str, config: str, processing: str | None = None, **parts: str) -> ModelEntry:
     """Return the entry of a family's folder; ``processing`` names the family whose module of this name it uses."""
     folder = f"rlinf.models.embodiment.{name}"
-    load_processor = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
-    return ModelEntry(
-        name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", load_processor=load_processor, **parts
-    )
+    parts["load_processor"] = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
+    return ModelEntry(name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", **parts)
 
 
 PRISMATIC = {

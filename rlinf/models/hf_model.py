@@ -219,7 +219,7 @@ def model_class_of(
     owner = path or type(config).__name__
     if len(names) > 1:
         message = (
-            f"architectures of '{owner}' in config.json names {len(names)} classes ({', '.join(names)}); required: 1."
+            f"architectures of '{owner}' in config.json are {', '.join(names)} ({len(names)}); required: one class."
         )
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
@@ -253,9 +253,8 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
 
     if refused(tp_size):
         fitting = max(size for size in range(1, tp_size) if not refused(size))
-        raise ConfigError(
-            f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'. Set {key}={fitting}"
-        )
+        found = f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'"
+        raise ConfigError(f"{found}. Set {key}={fitting}")
 
 
 def _deferred(
@@ -284,10 +283,9 @@ def _deferred(
     model.config.name_or_path = str(path)
     if model.can_generate():
         nothing = ("generation_config", "from_auto_class", "from_pipeline", "cache_dir", "proxies", "token", "revision")
-        options = (
-            dict.fromkeys(nothing) | dict.fromkeys(("force_download", "local_files_only"), False) | {"subfolder": ""}
-        )
-        model.adjust_generation_fn(pretrained_model_name_or_path=path, trust_remote_code=trust_remote_code, **options)
+        options = {"pretrained_model_name_or_path": path, "trust_remote_code": trust_remote_code, "subfolder": ""}
+        options |= dict.fromkeys(nothing) | {"force_download": False, "local_files_only": False}
+        model.adjust_generation_fn(**options)
     return model.eval()
 
 

@@ -19,17 +19,14 @@ from rlinf.run_folder import STATISTICS_FILE
 
 def field_error(problem: str, override: str) -> ConfigError:
     """Return the error about a field of a model's own configuration, which ``override`` (``field=value``) mends."""
-    return ConfigError(
-        f"{problem}. Set model.override_config.{override}, or model.init_config.{override} for random weights"
-    )
+    cure = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
+    return ConfigError(f"{problem}. {cure}")
 
 
 def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
     """Return the error about a setting with which a policy cannot be trained by RL."""
-    problem = (
-        f"{name} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and evaluated"
-    )
-    return field_error(f"{problem}, but not trained by RL; required: e.g. {instead}", f"{name}={instead}")
+    problem = f"{name} is '{value}': without log-probabilities, a policy can only be cloned and evaluated"
+    return field_error(f"{problem}; required for RL: e.g. {instead}", f"{name}={instead}")
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
@@ -105,9 +102,8 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) 
     found = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
     if any(found.values()):
         listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in found.items())
-        raise CheckpointError(
-            f"The weights in '{folder}' do not fit its config.json: {listed}.", path="<another folder>", **cure
-        )
+        message = f"The weights in '{folder}' do not fit its config.json: {listed}."
+        raise CheckpointError(message, path="<another folder>", **cure)
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:

@@ -60,9 +60,8 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
         with _adapters_in_memory() if is_deferred(model) else nullcontext():
             inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ConfigError(
-            f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}"
-        ) from error
+        found = f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}"
+        raise ConfigError(f"{found}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
     if lora_path is not None:
@@ -138,10 +137,8 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
             float32, 0.25 of it in 16 bits.
     """
     if not has_adapters(model):
-        done = getattr(model.config, "merged_adapters", [])
-        raise ConfigError(
-            f"There is nothing to merge: the model has no LoRA layers{' (they were merged before)' if done else ''}."
-        )
+        done = " (they were merged before)" if getattr(model.config, "merged_adapters", []) else ""
+        raise ConfigError(f"The model has no LoRA layers to merge{done}.")
     adapters = adapter_state_dict(model)
     fingerprint = adapter_fingerprint(adapters)
     _refuse_second_merge(model, adapters)
@@ -199,9 +196,8 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
         scale = max(1.0, old.abs().max().item())
         accepted = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
         if not gap <= accepted:
-            raise CheckpointError(
-                f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}. Set model.precision=fp32"
-            )
+            found = f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}"
+            raise CheckpointError(f"{found}. Set model.precision=fp32")
 
 
 @torch.no_grad()
@@ -222,11 +218,10 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
 
 def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
     """Look for the adapter as it is, and as it was when a model in another number format merged it."""
-    formats = (None, torch.float32, torch.bfloat16)
-    known = [
-        adapter_fingerprint({name: tensor.to(dtype=each) for name, tensor in adapters.items()}) for each in formats
-    ]
-    found = [fingerprint for fingerprint in known if fingerprint in getattr(model.config, "merged_adapters", [])]
+    merged, found = getattr(model.config, "merged_adapters", []), []
+    for dtype in (None, torch.float32, torch.bfloat16):
+        fingerprint = adapter_fingerprint({name: tensor.to(dtype=dtype) for name, tensor in adapters.items()})
+        found += [fingerprint] if fingerprint in merged else []
     if found:
         raise CheckpointError(
             f"The adapter {found[0][:12]} is part of these weights already; adding it again would count it twice. "
@@ -236,9 +231,8 @@ def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
 
 def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
     if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(
-            f"model.lora_path='{folder}' is not an adapter folder; it needs adapter_config.json and {ADAPTER_FILE}."
-        )
+        needed = f"adapter_config.json and {ADAPTER_FILE}"
+        raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
     saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
         if getattr(saved, key) != getattr(config, key):

@@ -31,7 +31,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source")  # setuptools leaves its build files there
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", "site", "source"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", "site", "./source"]
     subprocess.run(command, check=True, timeout=280, cwd=folder)
     return folder / "site"
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 else:
     Module = object
 
+Inputs = dict[str, Tensor]
+"""Result of ``ActionModel.preprocess``."""
+
 
 class ActionModel(Module, metaclass=ABCMeta):
     """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
@@ -118,9 +121,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             )
         width = getattr(config, "state_dim", None)
         if width and env.state_dim not in (None, width):
-            own = (
-                f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another folder>"
-            )
+            own = f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another>"
             fix = env.override_for_state(width, width) or (own if env.state_dim else cls.without_state)
             raise ConfigError(
                 f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "
@@ -234,9 +235,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences alone."""
 
     @abstractmethod
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score given actions, with gradients; of ``sequences`` only the last ``K`` columns are read."""
 
     # -- optional: without them, a policy cannot be cloned, act through vLLM, or be the base of an off-policy head ----
@@ -244,7 +243,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     @torch.no_grad()
     def propose(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Inputs,
         num_candidates: int = 1,
         uniforms: Tensor | None = None,
         *,
@@ -279,7 +278,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             chunks = torch.cat([chunks, sample(uniforms.to(self.device))], dim=1)
         return Proposal(chunks, features, sample if resumable else None)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         """Implement ``propose``: return the greedy chunk ``[B, 1, C, D]``, the features, and, if ``samples``, ``sample``.
 
         ``sample`` takes uniforms on the model's device, and may be called several times.
@@ -301,7 +300,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         self.feature_kind = features
         self.readout_token = ReadoutToken(hidden_size) if features == "token" else None
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the behaviour-cloning loss of ``actions [B, sft_chunk_len, D]`` in env units, one per row: float32 ``[B]``.
 
         With features ``token``, the loss of ``readout_token`` is added; it shares no weights with the other. ``uniforms`` are
@@ -332,7 +331,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Return ``processor``, or raise ConfigError without one."""
         if self.processor is None:
             raise ConfigError(
-                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
+                "The model has no processor. Build it by rlinf.models.build_policy, or set model.processor"
             )
         return self.processor
 

@@ -17,7 +17,7 @@ from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
 from rlinf.models.base_weights import weights_digest
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
@@ -111,7 +111,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         return (self.head.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
-    def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+    def propose_to_head(self, inputs: Inputs, uniforms: Tensor) -> Proposal:
         """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for a head that steers.
 
         ``uniforms [B, num_candidate_numbers]``, in (0, 1), decide the sampled candidates.
@@ -180,9 +180,7 @@ class HeadedPolicy(ActionModel, nn.Module):
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from rlinf.errors import ConfigError, PolicyServerError
 from rlinf.manifest import Manifest
 from rlinf.models.config import ModelConfig
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.serving import require_packages
@@ -83,9 +83,7 @@ class RemotePolicy(ActionModel, nn.Module):
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
         """Refuse training."""
-        raise ConfigError(
-            f"Cannot train a remote policy (model.url={config.url}). Set model.url=null model=openvla_tiny"
-        )
+        raise ConfigError(f"model.url={config.url} cannot be trained. Set model.url=null model=openvla_tiny")
 
     @classmethod
     def _from_config(cls, config: RemoteConfig, **arguments: Any) -> RemotePolicy:
@@ -96,7 +94,8 @@ class RemotePolicy(ActionModel, nn.Module):
 
         nn.Module.__init__(self)
         self.config = config
-        self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, _api_key(config))
+        key = _api_key(config.api_key_env)
+        self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, key)
         own = self.client.metadata.get(OWN)
         self.is_ours = isinstance(own, Mapping)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
@@ -116,9 +115,8 @@ class RemotePolicy(ActionModel, nn.Module):
             found = f"{self.config.url} speaks version {own.get('protocol')} of our protocol"
             raise PolicyServerError(f"{found}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
-            self.manifest, self.present = (
-                Manifest.from_text(own[name], f"The {name} of {self.config.url}") for name in ("manifest", "present")
-            )
+            self.manifest = Manifest.from_text(own["manifest"], f"The manifest of {self.config.url}")
+            self.present = Manifest.from_text(own["present"], f"The present of {self.config.url}")
             self.rows_of_call = int(own["max_batch"])
             self.action_dim, self.action_chunks_len = int(own["action_dim"]), int(own["action_chunks_len"])
             self._num_uniforms, self._batch_key = int(own["num_uniforms"]), str(own["batch_key"])
@@ -168,9 +166,8 @@ class RemotePolicy(ActionModel, nn.Module):
         else:  # our server takes in one message no more requests than a call of its policy
             firsts = range(0, len(requests), self.rows_of_call)
             calls = [requests[first : first + self.rows_of_call] for first in firsts]
-            actions = np.concatenate(
-                [self._actions(self.client.ask({self._batch_key: call}), (len(call), *shape)) for call in calls]
-            )
+            replies = ((self.client.ask({self._batch_key: call}), len(call)) for call in calls)
+            actions = np.concatenate([self._actions(reply, (count, *shape)) for reply, count in replies])
         empty = torch.zeros(len(actions), 0)
         return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
 
@@ -210,19 +207,12 @@ class RemotePolicy(ActionModel, nn.Module):
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
 
 
-def _api_key(config: RemoteConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        name = config.api_key_env
-        raise ConfigError(
-            f"model.api_key_env={name}, and this variable is not set. Set export {name}=<the server's key>"
-        )
-    return key
+def _api_key(name: str | None) -> str | None:
+    """Return the value of an environment variable."""
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"model.api_key_env={name}, but this variable is not set. Set export {name}=<server's key>")
+    return None if name is None else os.environ[name]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import RefusedInputError
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
@@ -36,7 +36,7 @@ class TokenActionModel(ActionModel):
 
     @abstractmethod
     def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+        self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return bin logits ``[B, A, n_bins]`` of ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` of the value.
 
@@ -80,16 +80,14 @@ class TokenActionModel(ActionModel):
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits, tokens, temperature)[0]
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, value_state = self._score(inputs, tokens)
         logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature, True)
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
         readout, prefix = self._readout, list[PrefixStates]()

@@ -3,9 +3,8 @@
 from rlinf.imports import lazy_attributes
 
 INTERFACES = ("GenerationConfig", "GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec", "VllmConfig")
-DEFINED_IN = dict.fromkeys(INTERFACES, "rlinf.llm.generation_interface") | {
-    "verify_right_padding": "rlinf.llm.batch_checks"
-}
+DEFINED_IN = {"verify_right_padding": "rlinf.llm.batch_checks"}
+DEFINED_IN |= dict.fromkeys(INTERFACES, "rlinf.llm.generation_interface")
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.folder_policy import refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
@@ -166,9 +166,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
 
-    def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor, prefix: list[PrefixStates] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, inputs: Inputs, tokens: Tensor, prefix: list[PrefixStates] | None = None) -> tuple[Tensor, Tensor]:
         rest = dict(inputs)
         prompt = rest.pop("input_ids")
         rest = self._start(prompt, rest)
@@ -197,9 +195,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         sequences, logits, _ = self._continue(input_ids, rest, cache, first, do_sample, temperature, uniforms)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
 
-    def _prefill(
-        self, input_ids: Tensor, inputs: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
+    def _prefill(self, input_ids: Tensor, inputs: Inputs) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
         """Run the prompts: the next arguments of ``generate``, cache, first logits ``[B, n_bins]``, all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
         kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
@@ -232,7 +228,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
         return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         others = dict(inputs)
         prompt = others.pop("input_ids")
         rest, cache, logits, prefix = self._prefill(prompt, others)
@@ -294,7 +290,11 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             if head is not None:
                 head.to_empty(device="cpu").reset_parameters()
                 if (folder / file).is_file():
-                    _load_head(folder / file, head)
+                    saved, own = load_file(folder / file), head.state_dict()
+                    wrong = [key for key in own if key in saved and saved[key].shape != own[key].shape]
+                    keys = {"missing_keys": own.keys() - saved.keys(), "unexpected_keys": saved.keys() - own.keys()}
+                    check_fit(folder, keys | {"mismatched_keys": wrong})
+                    head.load_state_dict(saved)
         return model.eval()
 
     def save_pretrained(
@@ -322,14 +322,6 @@ def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _bool_mask(inputs: dict[str, Tensor]) -> Tensor | None:
+def _bool_mask(inputs: Inputs) -> Tensor | None:
     mask = inputs.get("attention_mask")
     return None if mask is None else mask.bool()
-
-
-def _load_head(file: Path, head: nn.Module) -> None:
-    saved, own = load_file(file), head.state_dict()
-    wrong = [name for name in own if name in saved and saved[name].shape != own[name].shape]
-    missing, unexpected = set(own) - set(saved), set(saved) - set(own)
-    check_fit(file.parent, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": wrong})
-    head.load_state_dict(saved)

@@ -62,9 +62,8 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 def new_vlm_processor(config: HfVlaConfig) -> Any:
     """Make a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(
-            TINY_TOKENIZER, extra_special_tokens=dict(config.special_tokens or {})
-        )
+        special = dict(config.special_tokens or {})
+        tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=special)
         tokenizer.save_pretrained(folder)
         (Path(folder) / "processor_config.json").write_text(json.dumps(config.processor_config), encoding="utf-8")
         return load_vlm_processor(folder, config.vlm_config)

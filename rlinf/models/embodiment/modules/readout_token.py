@@ -31,9 +31,8 @@ class ReadoutToken(nn.Module):
             TOKEN_WIDTH, 4, 2 * TOKEN_WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(TOKEN_WIDTH), enable_nested_tensor=False)
-        self.decoder = nn.Sequential(
-            nn.Linear(TOKEN_WIDTH, 2 * TOKEN_WIDTH), nn.GELU(), nn.Linear(2 * TOKEN_WIDTH, hidden_size)
-        )
+        width = 2 * TOKEN_WIDTH
+        self.decoder = nn.Sequential(nn.Linear(TOKEN_WIDTH, width), nn.GELU(), nn.Linear(width, hidden_size))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -76,9 +75,8 @@ class ReadoutToken(nn.Module):
         """Return standardised states ``[B, P, H]``, and codes ``[B or 1, P, width]`` of their positions without padding."""
         standard = nn.functional.layer_norm(states.float(), states.shape[-1:])
         numbers = torch.arange(states.shape[1], device=states.device)[None] if mask is None else mask.cumsum(1) - 1
-        scales = torch.exp(
-            torch.arange(TOKEN_WIDTH // 2, device=states.device) * (-math.log(10_000.0) * 2 / TOKEN_WIDTH)
-        )
+        halves = torch.arange(TOKEN_WIDTH // 2, device=states.device)
+        scales = torch.exp(halves * (-math.log(10_000.0) * 2 / TOKEN_WIDTH))
         angles = numbers[..., None].float() * scales
         return standard, torch.cat([angles.sin(), angles.cos()], dim=-1)
 

@@ -155,9 +155,8 @@ class OpenVLAConfig(PreTrainedConfig):
         self.norm_stats = self.norm_stats or {}
         self.vision_overrides = list(self.vision_overrides or [{} for _ in range(towers)])
         if not isinstance(self.text_config, LlamaConfig):
-            self.text_config = LlamaConfig(
-                **(self.text_config or {"vocab_size": 32064, "pad_token_id": self.pad_token_id})
-            )
+            llama2 = {"vocab_size": 32064, "pad_token_id": self.pad_token_id}
+            self.text_config = LlamaConfig(**(self.text_config or llama2))
         super().__post_init__(**kwargs)
         self._check()
 
@@ -246,9 +245,7 @@ class OpenVLAConfig(PreTrainedConfig):
         defaults = dict(zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), size, strict=True))
         defaults |= {"patch_size": int(patch[1]), "hidden_act": None}
         if unknown := sorted(override.keys() - defaults):
-            problem = (
-                f"vision_overrides[{index}] has unknown keys: {', '.join(unknown)}; required: of {', '.join(defaults)}"
-            )
+            problem = f"vision_overrides[{index}] has unknown keys: {', '.join(unknown)}; known: {', '.join(defaults)}"
             raise field_error(problem, "vision_overrides=null")
         sizes = defaults | override
         depth, patch_size, registers = sizes["depth"], sizes["patch_size"], re.search(r"reg(\d+)", name)
@@ -271,8 +268,6 @@ class OpenVLAConfig(PreTrainedConfig):
             raise field_error(f"{found}; required: a block of a tower of depth {depth}", "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            problem = (
-                f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size} of '{name}'"
-            )
+            problem = f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size}"
             raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec

@@ -38,9 +38,8 @@ class KVCache:
         if end > self.max_len:
             raise ValueError(f"The cache holds {self.max_len} positions, and {end} are wanted.")
         if layer_idx not in self._buffers:
-            self._buffers[layer_idx] = tuple(
-                part.new_empty(*part.shape[:2], self.max_len, part.shape[3]) for part in (key, value)
-            )
+            shape = (*key.shape[:2], self.max_len, key.shape[3])
+            self._buffers[layer_idx] = key.new_empty(shape), value.new_empty(shape)
         keys, values = self._buffers[layer_idx]
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value

@@ -1,4 +1,4 @@
-"""A Llama layer that can be asked for its last positions only, and with attention in both directions."""
+"""A Llama layer that can return its last positions only, and with attention in both directions."""
 
 from __future__ import annotations
 
@@ -59,16 +59,8 @@ class LlamaActionLayer(LlamaDecoderLayer):
             attended = _attend_once(query, key, value, attention_mask, attention.scaling)
         else:
             kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-            attended, _ = kernel(
-                attention,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=0.0,
-                scaling=attention.scaling,
-                is_causal=is_causal,
-            )
+            options = {"dropout": 0.0, "scaling": attention.scaling, "is_causal": is_causal}
+            attended, _ = kernel(attention, query, key, value, attention_mask, **options)
         hidden_states = residual + attention.o_proj(attended.flatten(2))
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -253,14 +253,12 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
     def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+        self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
         hidden_states = self._action_states(inputs, tokens, prefix)
         return self._bin_logits(hidden_states), hidden_states[:, self._value_position]
 
-    def _action_states(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None
-    ) -> Tensor:
+    def _action_states(self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None) -> Tensor:
         """Return the hidden states ``[B, A, H]`` from which the action tokens are read; arguments as of ``_score``."""
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
@@ -311,7 +309,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
 
     def _decode(
-        self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
+        self, inputs: Inputs, do_sample: bool, temperature: float, uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         embeddings, key_mask = self._embed_prompt(**inputs)
         if self._graphs is None:
@@ -362,7 +360,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
         return torch.stack(bins, 1), torch.stack(logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":

@@ -69,7 +69,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.do_center_crop = do_center_crop
         if image_resize_strategy not in STRATEGIES:
             raise ConfigError(
-                f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}."
+                f"image_resize_strategy is '{image_resize_strategy}'; required: {' or '.join(STRATEGIES)}"
             )
         if set(self.interpolations) != {"bicubic"}:
             raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
@@ -184,14 +184,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
-        pixels = [
-            self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch
-        ]
-        return BatchFeature({"pixel_values": torch.stack(pixels).float().numpy()}, tensor_type=return_tensors)
-
-    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
-        """See ``preprocess``."""
-        return self.preprocess(images, **kwargs)
+        pictures = [each if isinstance(each, Image.Image) else Image.fromarray(np.asarray(each)) for each in batch]
+        pixels = torch.stack([self.apply_transform(picture) for picture in pictures])
+        return BatchFeature({"pixel_values": pixels.float().numpy()}, tensor_type=return_tensors)
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -303,7 +298,5 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
         images = PrismaticImageProcessor.for_config(model_config)
     # Public processors do not know these steps, which come first.
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
-    prompt = {
-        name: getattr(model_config, name) for name in ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
-    }
-    return PrismaticProcessor(images, tokenizer, **prompt)
+    names = ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
+    return PrismaticProcessor(images, tokenizer, **{name: getattr(model_config, name) for name in names})

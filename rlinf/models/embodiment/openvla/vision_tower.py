@@ -81,15 +81,11 @@ class PatchEmbedding(nn.Module):
         # Rows of pixels stay whole: the weights, which are small, are reordered instead of the pictures.
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
-        if self.stem is not None:
-            return self.proj(
-                nn.functional.gelu(nn.functional.linear(patches, self._by_pixel(self.stem.weight), self.stem.bias))
-            )
-        return nn.functional.linear(patches, self._by_pixel(self.proj.weight), self.proj.bias)
-
-    def _by_pixel(self, weight: Tensor) -> Tensor:
-        """Reorder the columns of ``[out, 3 * size * size]`` from channel, row, column to row, column, channel."""
-        return weight.reshape(len(weight), 3, -1).transpose(1, 2).flatten(1)
+        first = self.proj if self.stem is None else self.stem
+        # The columns become row, column, channel instead of channel, row, column.
+        weight = first.weight.reshape(len(first.weight), 3, -1).transpose(1, 2).flatten(1)
+        embedded = nn.functional.linear(patches, weight, first.bias)
+        return embedded if self.stem is None else self.proj(nn.functional.gelu(embedded))
 
 
 class AttentionPool(nn.Module):

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import Inputs
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.openvla.llama_layer import run_layers
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
@@ -182,13 +183,11 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         self.check_rl(self.config)
         return super().rollout_logprobs(prediction, temperature)
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         self.check_rl(self.config)
         return super().evaluate_actions(inputs, sequences, temperature)
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)

@@ -157,9 +157,7 @@ class Pi0Config(PreTrainedConfig):
             problem = f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            problem = (
-                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state"
-            )
+            problem = "discrete_state_input has bins of [-1, 1], which use_quantile_norm=False does not map to"
             raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
@@ -193,9 +191,8 @@ class Pi0Config(PreTrainedConfig):
 def check_attention(implementation: str | None) -> None:
     """Refuse a kernel that takes no masks."""
     if implementation not in (None, "sdpa", "eager"):
-        raise ConfigError(
-            f"model.attn_implementation is {implementation}, whose kernels take no masks. Set model.attn_implementation=sdpa"
-        )
+        found = f"model.attn_implementation is {implementation}, whose kernels take no masks"
+        raise ConfigError(f"{found}. Set model.attn_implementation=sdpa")
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
@@ -239,9 +236,7 @@ def _tensor_names(folder: Path) -> list[str]:
             with safe_open(path, "pt") as file:
                 names += file.keys()
         except SafetensorError as error:
-            raise CheckpointError(
-                f"'{path}' cannot be read ({error}). Set model.model_path=<another folder>"
-            ) from error
+            raise CheckpointError(f"'{path}' cannot be read ({error}). Set model.model_path=<another>") from error
     return names
 
 

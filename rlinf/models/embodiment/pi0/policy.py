@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
@@ -237,9 +237,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def _state(self, observation: Observation) -> Tensor:
         """The state in the network's units, float64 ``[B, S]`` on the CPU."""
         if observation.state is None:
-            raise ConfigError(
-                "The policy reads the robot's state and the environment gives none. Set env.state=proprio"
-            )
+            raise ConfigError("The policy reads the robot's state, and the env gives none. Set env.state=proprio")
         width = observation.state.shape[1]
         if width > self.config.action_dim:
             problem = f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim)"
@@ -300,7 +298,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
         return noise.to(self.device).expand(num_rows, -1, -1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
         if self.feature_kind == "hidden":
@@ -327,7 +325,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     @torch.no_grad()
     def denoise(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Inputs,
         noise: Tensor,
         step_noise: Tensor,
         step: Tensor,
@@ -359,9 +357,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
             return self._executed(terms.mean(1))
         return self._executed(terms.sum(1))  # all but the sampled step are 0
 
-    def score_chain(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """Score a chain, all of horizon and padding included, with gradients.
 
         Return log-densities and entropies ``[B, n + 1, horizon, action_dim]`` with ``joint_logprob``, else of the chosen step
@@ -386,14 +382,12 @@ class Pi0ForRLActionPrediction(Pi0Network):
             entropy = torch.zeros_like(entropy)
         return torch.stack(logprobs, 1), entropy, torch.stack(values, 1)
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score chains ``sequences [B, K]``; see the class and ``ActionModel.evaluate_actions``."""
         logprobs, entropy, values = self.score_chain(inputs, sequences, temperature)
         return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
 
         ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss covers. ``uniforms`` are
@@ -412,7 +406,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return losses + self.readout_token.loss(self.language_model.norm(prefix.states), prefix.mask)
 
     def flow_loss(
-        self, inputs: dict[str, Tensor], actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
+        self, inputs: Inputs, actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
     ) -> Tensor:
         """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
         x, target = noisy_actions(actions, noise, t[:, None, None])

@@ -254,9 +254,7 @@ def test_actions_of_token_policies_lie_within_the_statistics(case, policy, obser
     assert torch.equal(narrow.sequences, wide.sequences)
     assert (narrow.actions >= -0.25 - 1e-6).all() and (narrow.actions <= 0.5 + 1e-6).all()
     assert narrow.actions.max() > 0.25, "control: the range is used"
-    assert (wide.actions < -0.25).any() and (wide.actions > 0.5).any(), (
-        "control: the bounds are those of the statistics"
-    )
+    assert (wide.actions < -0.25).any() and (wide.actions > 0.5).any(), "control: the statistics give the bounds"
 
 
 def test_cloning_loss_is_one_number_per_row_and_falls(case, observation):
@@ -348,9 +346,7 @@ def test_heads_keep_their_digits_in_a_folder_of_bfloat16(case, observation, tmp_
     own, loaded = half.state_dict(), case.load(tmp_path, precision="bf16").state_dict()
     assert all(torch.equal(tensor, loaded[name]) and tensor.dtype == loaded[name].dtype for name, tensor in own.items())
     heads = [tensor for name, tensor in own.items() if name.startswith("value_head.")]
-    assert any(not torch.equal(head, head.bfloat16().float()) for head in heads), (
-        "control: more digits than 16 bits have"
-    )
+    assert any(not torch.equal(head, head.bfloat16().float()) for head in heads), "control: more digits than 16 bits"
     prediction = act(half, observation, uniforms=case.uniforms())
     for tensor in (prediction.logits, prediction.values):
         assert tensor.dtype == torch.float32

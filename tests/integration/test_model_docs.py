@@ -91,9 +91,7 @@ def test_a_yaml_of_ones_own_names_its_plugin_beside_it(tmp_path, monkeypatch):
     [("patch", "rollout against training", []),
      ("bin", "samples are those of the random numbers", ["sft.max_steps=2", "sft.num_demonstrations=2"])],
 )  # fmt: skip
-def test_the_pages_other_models_are_diagnosed_and_train_an_iteration(
-    name, check, cloning, tmp_path, monkeypatch, capsys
-):
+def test_the_pages_other_models_are_diagnosed_and_train(name, check, cloning, tmp_path, monkeypatch, capsys):
     from rlinf.cli import main
 
     monkeypatch.chdir(tmp_path)

@@ -10,12 +10,12 @@ from rlinf.models.embodiment.pi0.flow import (
     gaussian_entropy,
     gaussian_logprobs,
     noisy_actions,
-    standard_normal,
     step_moments,
     time_embedding,
     training_times,
 )
 from rlinf.models.embodiment.pi0.network import DeviationHead
+from rlinf.models.sampling import standard_normal
 
 
 def test_grid_begins_at_one_and_ends_at_zero():

@@ -172,9 +172,8 @@ def test_a_saved_folder_loads_again_and_stays_a_folder_of_the_vlm(zoo, family, t
     a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, again))
     assert torch.equal(a.sequences, b.sequences) and torch.equal(a.logits, b.logits) and torch.equal(a.values, b.values)
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert {name: p.shape for name, p in plain.named_parameters()} == {
-        n: p.shape for n, p in model.vlm.named_parameters()
-    }
+    shapes, saved = ({n: p.shape for n, p in each.named_parameters()} for each in (model.vlm, plain))
+    assert shapes == saved
     assert torch.equal(plain.get_output_embeddings().weight, model.vlm.get_output_embeddings().weight)
     tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
     assert tied == (again.vlm.get_output_embeddings().weight is again.vlm.get_input_embeddings().weight)
@@ -261,9 +260,8 @@ def test_paligemma_action_tokens_are_a_causal_suffix(zoo):
     suffix[:, 1 - NUM_TOKENS :] = 1
     row = int(inputs["attention_mask"].sum(1).argmax())  # without padding, whose positions this plain call ignores
     with torch.no_grad():
-        wrong, right = (
-            vlm(**arguments, token_type_ids=types).logits[row, -NUM_TOKENS:, first:end] for types in (prefix, suffix)
-        )
+        outputs = [vlm(**arguments, token_type_ids=types).logits for types in (prefix, suffix)]
+    wrong, right = (logits[row, -NUM_TOKENS:, first:end] for logits in outputs)
     assert largest_gap(right, prediction.logits[row]) < 1e-5 < 1e-3 < largest_gap(wrong, prediction.logits[row])
 
 

@@ -76,10 +76,8 @@ def test_other_layouts_in_memory_give_the_same_bits():
 @pytest.fixture(params=["smooth", "noise", "saturated"])
 def tensorflow(request):
     """Images of one kind by step, ``[1, 3, H, W]``: "image" and what TensorFlow made of it."""
-    arrays = np.load(TENSORFLOW)
-    return {
-        name.split("/")[1]: tensor_of(arrays[name]) for name in arrays.files if name.startswith(f"{request.param}/")
-    }
+    arrays, kind = np.load(TENSORFLOW), f"{request.param}/"
+    return {name.removeprefix(kind): tensor_of(arrays[name]) for name in arrays.files if name.startswith(kind)}
 
 
 def size_of(image):

@@ -57,13 +57,17 @@ def inputs():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(3, 3, 32, 32)}
 
 
+def trained(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def logits(model, inputs):
     return model.predict_action_batch(**inputs, do_sample=False).logits
 
 
 def test_only_adapters_and_value_head_train(inputs):
     model = adapted()
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    trainable = trained(model)
     assert trainable and all(".lora_" in name or name.startswith("value_head.") for name in trainable)
     assert any(name.startswith("value_head.") for name in trainable)
     assert not any(".lora_" in name and name.startswith("value_head.") for name in trainable)
@@ -96,9 +100,7 @@ def test_save_and_continue(inputs, tmp_path):
     again = policy(is_lora=True, lora=LORA, lora_path=str(tmp_path))
     assert torch.equal(logits(model, inputs), logits(again, inputs))
     assert torch.equal(model.value_head.mlp[0].weight, again.value_head.mlp[0].weight)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        n for n, p in again.named_parameters() if p.requires_grad
-    }
+    assert trained(model) == trained(again)
 
 
 def test_layers_that_are_never_run_get_no_adapter():
@@ -210,8 +212,9 @@ def mlp(**model):
 
 def test_a_model_names_what_is_trained_beside_its_adapters(tmp_path):
     model = mlp()
-    trainable = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-    assert trainable == {"policy", "value_head", "log_std"} and type(model).trained_in_full == ("value_head", "log_std")
+    assert {name.split(".")[0] for name in trained(model)} == {"policy", "value_head", "log_std"} and type(
+        model
+    ).trained_in_full == ("value_head", "log_std")
     assert not any(p.requires_grad for name, p in model.named_parameters() if "base_layer" in name)
     assert not any(".lora_" in name for name in model.state_dict() if is_trained_in_full(model, name))
     with torch.no_grad():
@@ -225,9 +228,8 @@ def test_buffers_of_what_is_trained_in_full_are_not_part_of_an_adapter(tmp_path)
     model = mlp()
     model.value_head.register_buffer("counts", torch.ones(3))
     save_adapter(model, tmp_path)
-    assert set(load_file(tmp_path / FULL_FILE)) == {
-        n for n, _ in model.named_parameters() if is_trained_in_full(model, n)
-    }
+    names = {name for name, _ in model.named_parameters() if is_trained_in_full(model, name)}
+    assert set(load_file(tmp_path / FULL_FILE)) == names
     mlp(lora_path=str(tmp_path))
 
 
@@ -255,7 +257,7 @@ def test_a_language_model_takes_adapters_and_merges_them():
     section = {"model_type": "llama", "init_config": sizes, "is_lora": True, "lora": LORA}
     torch.manual_seed(0)
     model = get_model(section).eval()
-    assert {name.rpartition(".lora_")[1] for name, p in model.named_parameters() if p.requires_grad} == {".lora_"}
+    assert {name.rpartition(".lora_")[1] for name in trained(model)} == {".lora_"}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -111,9 +111,8 @@ def with_pillow(image, strategy, size, fill, mean, std):
 @pytest.mark.parametrize("height, width", [(60, 100), (100, 60), (61, 100), (20, 33), (64, 64), (32, 32)])
 def test_every_strategy_gives_the_numbers_of_pillow(strategy, height, width):
     mean, std = [0.2, 0.4, 0.6], [0.5, 0.25, 0.3]
-    processor = PrismaticImageProcessor(
-        input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[mean], stds=[std]
-    )
+    sizes = {"input_sizes": [[3, 32, 32]], "means": [mean], "stds": [std]}
+    processor = PrismaticImageProcessor(image_resize_strategy=strategy, **sizes)
     image = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
     pixels = processor(image)["pixel_values"][0]
     expected = torch.from_numpy(with_pillow(image, strategy, 32, (51, 102, 153), mean, std))
@@ -139,16 +138,14 @@ def tiny_processor(**kwargs):
 
 
 def test_prompts_are_bos_padding_text():
-    processor = tiny_processor(prompt_template="{instruction}")
-    ids, mask = processor.encode_instructions(["Reach the RED block", "push the blue block to the green zone"])
+    processor, push = tiny_processor(prompt_template="{instruction}"), "push the blue block to the green zone"
+    ids, mask = processor.encode_instructions(["Reach the RED block", push])
     assert ids[:, 0].tolist() == [1, 1] and mask[:, 0].all() and mask[:, -1].all()
     pads = (mask[0] == 0).nonzero().flatten().tolist()
     assert pads == list(range(1, 1 + len(pads))) and len(pads) > 0 and not (ids[0, pads] != 0).any()
     text = ids[0][mask[0].bool()].tolist()
     assert processor.tokenizer.decode(text, skip_special_tokens=True).strip() == "reach the red block"
-    assert torch.equal(
-        ids, processor.encode_instructions(["reach the red block", "push the blue block to the green zone"])[0]
-    )
+    assert torch.equal(ids, processor.encode_instructions(["reach the red block", push])[0])
 
 
 def test_prompt_suffix_is_added_once_and_length_is_checked():
@@ -176,9 +173,8 @@ def test_tiny_tokenizer_loses_no_text(text):
 
 def mlp(**init):
     torch.manual_seed(0)
-    return build_policy(
-        {"model": {"model_type": "mlp", "action_token_len": 2, "init_config": {"state_dim": 5, **init}}}
-    )
+    section = {"model_type": "mlp", "action_token_len": 2, "init_config": {"state_dim": 5, **init}}
+    return build_policy({"model": section})
 
 
 def state(rows=6):
@@ -275,9 +271,8 @@ def test_a_policy_needs_optional_methods_only_for_cloning_and_vllm(monkeypatch):
     validate(build_config(compose_config([*overrides, "sft.max_steps=0"])))
     with pytest.raises(ConfigError, match=r"sft.max_steps=5.*does not implement sft_loss.*Set sft.max_steps=0"):
         validate(build_config(compose_config([*overrides, "sft.max_steps=5"])))
-    monkeypatch.setattr(
-        MLPForRLActionPrediction, "vllm_adapter", "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
-    )
+    adapter = "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
+    monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", adapter)
     with pytest.raises(ConfigError, match=r"MLPForRLActionPrediction does not implement. Set rollout.backend=torch"):
         validate(build_config(compose_config([*overrides, "rollout.backend=vllm"])))
 
@@ -338,9 +333,7 @@ def test_cnn_names_the_size_and_the_cameras_that_it_needs():
 def test_images_that_were_resized_once_give_the_same_pixels(settings):
     frames = torch.randint(0, 256, (2, 3, 24, 40), dtype=torch.uint8)
     means, stds = [[0.5] * 3, [0.4, 0.5, 0.6]], [[0.5] * 3, [0.2, 0.3, 0.4]]
-    processor = PrismaticImageProcessor(
-        input_sizes=[[3, 16, 16]] * 2, interpolations=["bicubic"] * 2, means=means, stds=stds, **settings
-    )
+    processor = PrismaticImageProcessor(input_sizes=[[3, 16, 16]] * 2, means=means, stds=stds, **settings)
     once = processor.resize_once(frames)
     assert once.shape == (2, 3, 16, 16) and once.dtype == torch.uint8
     assert torch.equal(processor.preprocess_tensors(once, is_resized=True), processor.preprocess_tensors(frames))

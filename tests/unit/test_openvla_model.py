@@ -65,9 +65,7 @@ def load(folder, **model):
 def observe(kind="parallel", size=None):
     rng = np.random.default_rng(0)
     size = size or KINDS[kind]["image_sizes"][0]
-    images = {
-        camera: rng.integers(0, 256, (len(SENTENCES), size, size, 3), dtype=np.uint8) for camera in ("front", "wrist")
-    }
+    images = {camera: rng.integers(0, 256, (4, size, size, 3), dtype=np.uint8) for camera in ("front", "wrist")}
     return Observation(images, None, list(SENTENCES))
 
 
@@ -114,9 +112,7 @@ def test_gradients_reach_exactly_what_trains(kind):
     evaluation = model.evaluate_actions(inputs, sequences)
     evaluation.values.sum().backward(retain_graph=True)
     touched = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert touched and all(name.startswith("value_head.") for name in touched), (
-        "the value loss must not move the policy"
-    )
+    assert touched and all(name.startswith("value_head.") for name in touched), "the value loss moves the policy"
     evaluation.logprobs.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (parameter.grad is not None), name
@@ -197,9 +193,8 @@ def test_save_and_load_give_the_same_policy(kind, tmp_path):
     observation = observe(kind)
     a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, again))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        n for n, p in again.named_parameters() if p.requires_grad
-    }
+    trained, loaded = ({name for name, p in each.named_parameters() if p.requires_grad} for each in (model, again))
+    assert trained == loaded
 
 
 def test_a_gathered_state_dict_is_written_in_place_of_the_models_own(tmp_path):
@@ -230,17 +225,6 @@ def test_bf16_weights_and_autocast_run_and_stay_close():
     for other in (mixed, half):
         assert other.logprobs.dtype == other.values.dtype == torch.float32
         assert 0 < (other.logprobs - exact.logprobs).abs().max() < 0.1
-
-
-def test_gradient_checkpointing_changes_no_gradient():
-    grads = []
-    for checkpointing in (False, True):
-        model = build(gradient_checkpointing=checkpointing).train()
-        inputs = model.preprocess(observe())
-        sequences = torch.full((4, 6), 530)
-        model.evaluate_actions(inputs, sequences).logprobs.sum().backward()
-        grads.append(model.projector.fc1.weight.grad)
-    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=0)
 
 
 def prepared(image_preparation, center_crop, **fields):
@@ -288,9 +272,8 @@ def test_preparation_and_crop_of_a_folder_are_set_by_overrides_and_saved(tmp_pat
 )  # fmt: skip
 def test_the_manifest_refuses_other_preparation_of_pictures(present, field):
     config = build_config(compose_config(["model=openvla_tiny", "env=tabletop", "output_dir=unused"]))
-    saved, same, other = (
-        build_manifest(config, build(init_config=TINY | fields), policy_version=0) for fields in ({}, {}, present)
-    )
+    policies = (build(init_config=TINY | fields) for fields in ({}, {}, present))
+    saved, same, other = (build_manifest(config, policy, policy_version=0) for policy in policies)
     assert check(saved, same) == []
     with pytest.raises(ManifestMismatchError, match=f"preprocessing.processor.{field}"):
         check(saved, other)

@@ -466,7 +466,5 @@ def test_the_manifest_refuses_another_normalisation_of_the_actions():
     saved, same = (build_manifest(config, build("discrete"), policy_version=0) for _ in range(2))
     assert check(saved, same) == []
     other = build_manifest(config, build("discrete", {"action_normalization": "bounds"}), policy_version=0)
-    with pytest.raises(
-        ManifestMismatchError, match='actions.action_normalization: saved "bounds_q99", present "bounds"'
-    ):
+    with pytest.raises(ManifestMismatchError, match='action_normalization: saved "bounds_q99", present "bounds"'):
         check(saved, other)

@@ -219,7 +219,7 @@ def model_class_of(
     owner = path or type(config).__name__
     if len(names) > 1:
         message = (
-            f"architectures of '{owner}' in config.json are {', '.join(names)} ({len(names)}); required: one class."
+            f"architectures of '{owner}' names {len(names)} classes ({', '.join(names)}); required: one."
         )
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}

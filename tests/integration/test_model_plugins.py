@@ -88,18 +88,17 @@ register_algorithm("own_reinforce", Reinforce)
 def test_an_installed_env_and_files_of_ones_own_train_together_in_every_process(installed, tmp_path):
     """``--config-dir`` with an experiment, its groups, and the files that it names in ``plugins``, next to it."""
     mine, source = tmp_path / "mine", PACKAGE / "rlinf_sample"
-    for path in ("model/{}.yaml", "algorithm/{}.yaml", "experiment/{}.yaml"):
-        text = (source / "config" / path.format("sample")).read_text(encoding="utf-8").replace("sample", "own")
-        (mine / path.format("own")).parent.mkdir(parents=True)
-        (mine / path.format("own")).write_text(text.replace("/env: own", "/env: sample"), encoding="utf-8")
+    for group, file in {"model": "model/own.yaml", "algorithm": "algorithm/own.yaml", "experiment": "own.yaml"}.items():
+        text = (source / "config" / group / "sample.yaml").read_text(encoding="utf-8").replace("sample", "own")
+        text += "plugins: [my_policy.py, my_reinforce]\n" if group == "experiment" else ""
+        (mine / file).parent.mkdir(parents=True, exist_ok=True)
+        (mine / file).write_text(text.replace("/env: own", "/env: sample"), encoding="utf-8")
     for name, registration in OWN_FILES.items():
         text = (source / f"{name}.py").read_text(encoding="utf-8").replace("sample_policy", "own_policy")
         text = text.replace(
             "import annotations", "import annotations\nimport multiprocessing, os\nfrom pathlib import Path"
         )
         (mine / f"my_{name}.py").write_text(text + registration, encoding="utf-8")
-    experiment = (mine / "experiment" / "own.yaml").read_text(encoding="utf-8")
-    (mine / "own.yaml").write_text(f"{experiment}\nplugins: [my_policy.py, my_reinforce]\n", encoding="utf-8")
     logs = {"SAMPLE_PLUGIN_LOG": tmp_path / "installed", "OWN_LOG": tmp_path / "own"}
     for folder in logs.values():
         folder.mkdir()

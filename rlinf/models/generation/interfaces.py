@@ -1,6 +1,9 @@
 """The interfaces of generation, by the path that users import; they are defined in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
-from rlinf.models.generation import DEFINED_IN
+
+NAMES = ("GenerationConfig", "GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec", "VllmConfig")
+DEFINED_IN = {"verify_right_padding": "rlinf.llm.batch_checks"}
+DEFINED_IN |= dict.fromkeys(NAMES, "rlinf.llm.generation_interface")
 
 __getattr__ = lazy_attributes(__name__, DEFINED_IN)

@@ -41,16 +41,16 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What an environment will show, as its settings tell before it is built.
+    """The observations of an environment, known from its settings before it is built.
 
     Attributes:
         name: ``env.name``.
         cameras: Names of the images, in their order.
-        default_cameras: Those that it shows unless its settings name others.
+        default_cameras: Cameras that it shows unless its settings name others.
         image_size: Height and width of an image in pixels.
-        state_dim: Width of ``Observation.state``; 0: there is no state; None: not known yet.
+        state_dim: Width of ``Observation.state``; 0: no state; None: not known yet.
         override_for_state: ``(narrowest, widest) -> override`` of the env's settings under which the state is that wide, such
-            as ``env.state=proprio``; None: there is none.
+            as ``env.state=proprio``; None: impossible.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Observation:
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:
-        """Return a new observation in which the rows ``index`` (int64 ``[K]``) are those of ``rows``."""
+        """Return a new observation with ``rows`` in the places ``index`` (int64 ``[K]``)."""
         images = {name: image.copy() for name, image in self.images.items()}
         for name, image in images.items():
             image[index] = rows.images[name]
@@ -222,7 +222,7 @@ class RolloutBatch:
 
     Attributes:
         observation: ``T * B`` rows, time-major.
-        action_tokens: ``[T, B, K]``: what was sampled (int64 tokens, or float32 for continuous policies).
+        action_tokens: ``[T, B, K]``, the samples: int64 tokens, or float32 for continuous policies.
         rollout_logprobs: float32 ``[T, B, A]``, computed by the rollout policy.
         action_rewards: float32 ``[T, B, C]``.
         action_mask: bool ``[T, B, C]``: the action was executed.
@@ -276,7 +276,7 @@ class RolloutBatch:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
-        """Return the envs ``columns`` of a time-major batch; ``episodes`` remain those of the whole batch."""
+        """Return the envs ``columns`` of a time-major batch, with the ``episodes`` of the whole batch."""
         num_chunks, num_envs = self.loss_mask.shape
         rows = np.arange(num_chunks)[:, None] * num_envs + columns.numpy()
         return self._changed(lambda tensor: tensor[:, columns], self.observation.select(rows.ravel()))
@@ -285,7 +285,7 @@ class RolloutBatch:
     def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:
         """Join time-major rollouts of different envs and equally many chunks along ``B``, in the order given.
 
-        ``observation`` is the joined ``T * B`` rows if the caller already has them; None joins those of the parts.
+        ``observation`` is the joined ``T * B`` rows if the caller already has them; None joins the parts' observations.
         """
         import torch
 
@@ -307,7 +307,7 @@ class RolloutBatch:
         return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
     def select(self, index: Tensor, observation: bool = True) -> RolloutBatch:
-        """Return the rows ``index`` of a flattened batch; without ``observation`` that of the whole batch stays in it."""
+        """Return the rows ``index`` of a flattened batch; ``observation=False`` keeps the whole batch's observation."""
         seen = self.observation.select(index.cpu().numpy()) if observation else self.observation
         return self._changed(lambda tensor: tensor[index], seen)
 

@@ -48,7 +48,7 @@ from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, tak
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
 from rlinf.models.base_weights import trained_names
-from rlinf.models.deferred import check_read, how_read
+from rlinf.models.weights_in_files import check_read, how_read
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.derived import learns_head, sharding_choice
 from rlinf.preflight.placement import Placement, ranks_by_ray

@@ -21,38 +21,31 @@ __all__ = [
 ]  # fmt: skip
 
 
+BUILDING = (
+    "build_policy", "config_file_names", "entry_for", "get_model", "get_model_config_and_processor", "local_settings",
+    "random_weights",
+)  # fmt: skip
+
 __getattr__ = lazy_attributes(
     __name__,
-    {
-        "HFModel": "rlinf.models.hf_model",
-        "HFLLMModel": "rlinf.models.hf_model",
+    dict.fromkeys(BUILDING, "rlinf.models.building")
+    | dict.fromkeys(("HFModel", "HFLLMModel"), "rlinf.models.hf_model")
+    | {
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",
         "torch_dtype_from_precision": "rlinf.models.precision",
-    }
-    | dict.fromkeys(
-        [
-            "build_policy",
-            "config_file_names",
-            "entry_for",
-            "get_model",
-            "get_model_config_and_processor",
-            "local_settings",
-            "random_weights",
-        ],
-        "rlinf.models.building",
-    ),
+    },
 )
 
 
 def import_target(target: Any) -> Any:
-    """Return what ``"module:attribute"`` names; anything else as it is."""
+    """Import ``"module:attribute"``; return anything else unchanged."""
     return import_string(target) if isinstance(target, str) else target
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """What a model type stands for; each class is given as such or as ``"module:attribute"``.
+    """The classes of a model type, each given directly or as ``"module:attribute"``.
 
     Attributes:
         name: ``model.model_type`` in the configuration.
@@ -76,7 +69,7 @@ class ModelEntry:
     elsewhere: bool = False
 
     def resolve(self) -> ModelEntry:
-        """Import what is given by name, refuse an incomplete policy class, and tell transformers. Idempotent."""
+        """Import the classes, refuse an incomplete policy class, and register with transformers. Idempotent."""
         parts = ("model", "config", "processor", "image_processor", "load_processor")
         entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))
@@ -93,12 +86,10 @@ class ModelEntry:
 
 
 def _family(name: str, policy: str, config: str, processing: str | None = None, **parts: str) -> ModelEntry:
-    """Return the entry of a folder with the modules ``config``, ``policy`` and ``processing``, or that of another family."""
+    """Return the entry of a family's folder; ``processing`` names the family whose module of this name it uses."""
     folder = f"rlinf.models.embodiment.{name}"
-    load_processor = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
-    return ModelEntry(
-        name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", load_processor=load_processor, **parts
-    )
+    parts["load_processor"] = f"rlinf.models.embodiment.{processing or name}.processing:load_processor"
+    return ModelEntry(name, f"{folder}.policy:{policy}", f"{folder}.config:{config}", **parts)
 
 
 PRISMATIC = {
@@ -116,7 +107,7 @@ ENTRIES = (
     ModelEntry(
         "remote",
         "rlinf.models.embodiment.remote_action_model:RemotePolicy",
-        load_processor="rlinf.models.embodiment.remote_action_model:load_processor",
+        load_processor=NO_PROCESSOR,
         elsewhere=True,
     ),
     ModelEntry(
@@ -143,7 +134,7 @@ def register_model(
 ) -> None:
     """Make a model type known: the single registration. The same name twice keeps the last one.
 
-    The arguments are those of ``ModelEntry``; a ``"module:attribute"`` is imported at first use.
+    See ``ModelEntry`` for the arguments; a ``"module:attribute"`` is imported at first use.
     """
     MODELS.register(name, ModelEntry(name, model, config, processor, image_processor, load_processor))
 

@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-WEIGHT_FILES = ("*.safetensors", "*.bin")
-
 logger = logging.getLogger("rlinf")
 
 
 def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
-    """Refuse the adapters at ``model.lora_path`` on other base weights than those that they were trained on.
+    """Refuse the adapters at ``model.lora_path`` if they were trained on other base weights.
 
     A folder without a record of its base (one that PEFT wrote) is accepted with one line in the log.
     """
@@ -61,13 +59,13 @@ def weights_digest(model_path: str | None) -> str | None:
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(model_path, local_files_only=True))
-    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    paths = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     found = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return one SHA-256 of names, number formats, shapes and bits of the tensors of a policy, wherever they lie."""
+    """Return one SHA-256 of names, number formats, shapes and bits of tensors on any device."""
     import torch
 
     found = hashlib.sha256()
@@ -83,14 +81,14 @@ def _file_digest(path: Path, size: int, time_ns: int) -> str:
 
 
 def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state dict without adapters, whose layers have the names that they would have without adapters."""
+    """Yield the state dict without adapters, under the names that the model has without adapters."""
     for name, tensor in (model.state_dict() if state is None else state).items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
 
 
 def trained_names(model: nn.Module) -> set[str]:
-    """Return the names in ``merged_tensors`` of what training changes: trained or adapted weights, and buffers."""
+    """Return the names in ``merged_tensors`` that training changes: trained or adapted weights, and buffers."""
     changing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     changing |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     adapted = {name.partition(".lora_")[0] + ".weight" for name in changing if ".lora_" in name}

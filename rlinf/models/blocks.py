@@ -22,7 +22,7 @@ from rlinf.errors import ConfigError
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that a model names in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
+    """Return the outermost modules named in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
     names = set(getattr(model, "fsdp_wrap_modules", ()))
     blocks: list[nn.Module] = []
     waiting = [model]
@@ -34,13 +34,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) -> None:
-    """Say how the blocks of a model run where gradients are needed, in place.
+    """Set how the blocks of a model (without blocks, its direct submodules) run where gradients are needed, in place.
 
-    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it. Raise ConfigError if
-    ``recomputed`` is set and the model has no repeated blocks.
+    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it.
 
     Args:
-        model: Model; one without repeated blocks has its direct submodules compiled.
+        model: Model; ``recomputed`` needs repeated blocks.
         recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016).
         compiled: Run each block through ``torch.compile``.
     """
@@ -76,7 +75,7 @@ def check_compiler(device: str) -> None:
     except InvalidCxxCompiler as error:
         sought = os.environ.get("CXX", "g++")
         raise ConfigError(
-            f"torch.compile needs a C++ compiler on CPU, and there is no working {sought} (the variable CXX names another). "
+            f"torch.compile needs a C++ compiler on CPU, but finds no working {sought} (the variable CXX names another). "
             "Install one (apt-get install g++), or do without.",
             compile=False,
         ) from error

@@ -27,9 +27,6 @@ logger = logging.getLogger("rlinf")
 OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value", "features")
 """Keys of the model section that are passed to a model's constructor only where it names them."""
 
-REPLACED_WHOLE = ("norm_stats",)
-"""Fields that an override replaces instead of merging; statistics of other datasets must not survive."""
-
 
 def entry_for(cfg: ModelConfig) -> ModelEntry:
     """Return the registered entry of ``cfg.model_type``, else the generic one that takes it; ConfigError if none does."""
@@ -46,14 +43,10 @@ def _generic_entry(cfg: ModelConfig) -> ModelEntry:
 
 
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
-    """Load the model's configuration and its input processor.
+    """Return the model's configuration and its input processor, whose tokenizer pads on the left.
 
     The folder is ``tokenizer.tokenizer_model``, else ``model.model_path``. Without both, the configuration is built from
-    ``model.init_config``, and the processor from what the package brings. Return ``(model_config, input_processor)``; the tokenizer of the
-    processor pads on the left.
-
-    Args:
-        cfg: Run configuration with ``model.model_type`` and ``tokenizer.tokenizer_model``, as dataclass or mapping.
+    ``model.init_config``, and the processor from packaged files. ``cfg`` is a run configuration, as dataclass or mapping.
     """
     section = _model_section(_section(cfg, "model"))
     return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
@@ -71,13 +64,8 @@ def get_model(
     Args:
         cfg: The model section, as ``ModelConfig`` or mapping (missing keys take the defaults).
         override_config_kwargs: Fields of the model's own configuration to replace.
-        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights.
-        deferred: Leave the weights of an action policy in their files, if they can be: ``make_parallel`` reads them.
-
-    Raises:
-        ConfigError: Unknown model type or field, or a declared size that the checkpoint does not have.
-        ManifestMismatchError: The adapters of ``lora_path`` belong to other base weights.
-        MissingDependencyError: ``attn_implementation=flash_attention_2`` without the package.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights, else a ManifestMismatchError.
+        deferred: Leave the weights of an action policy in their files, if possible: ``make_parallel`` reads them.
     """
     section = _model_section(cfg)
     return _load_or_fall_back(
@@ -106,12 +94,8 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
 def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:
     """Return a policy's class and its own configuration, without loading weights.
 
-    Args:
-        cfg: The model section.
-        folder: Checkpoint whose configuration is read; None: ``cfg.model_path``, else ``cfg.init_config``.
-
-    Returns:
-        None for a language model, and where the configuration is not on this machine.
+    The configuration is that in ``folder``, else in ``cfg.model_path``, else ``cfg.init_config``. Return None for a
+    language model, and where the configuration is not on this machine.
     """
     section = _model_section(cfg if folder is None else replace(cfg, model_path=str(folder), init_config={}))
 
@@ -192,8 +176,15 @@ def _load_action_model(
     model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any], deferred: bool
 ) -> Any:
     """Load or draw a policy; its constructor takes the arguments of ``ActionModel``."""
+    accepted = inspect.signature(model_class.__init__).parameters
+    if "action_chunks_len" not in accepted and cfg.action_chunks_len != 1:
+        raise ConfigError(
+            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} predicts one action. "
+            "Set model.action_chunks_len=1"
+        )
+    check_features(model_class, cfg)
     own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
-    own |= _optional_arguments(model_class, cfg)
+    own |= {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
     if cfg.model_path is not None:
         loading = {"torch_dtype": arguments["dtype"], "attn_implementation": cfg.attn_implementation}
         loading |= {"low_cpu_mem_usage": cfg.low_cpu_mem_usage, "trust_remote_code": cfg.trust_remote_code}
@@ -203,17 +194,6 @@ def _load_action_model(
     if hasattr(config, "norm_stats") and not config.norm_stats:
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
     return heads_in_float32(model_class._from_config(config, **arguments, **own))
-
-
-def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
-    accepted = inspect.signature(model_class.__init__).parameters
-    if "action_chunks_len" not in accepted and cfg.action_chunks_len != 1:
-        raise ConfigError(
-            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} predicts one action. "
-            "Set model.action_chunks_len=1"
-        )
-    check_features(model_class, cfg)
-    return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
@@ -226,7 +206,7 @@ def check_features(model_class: type, cfg: ModelConfig) -> None:
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
-    """Call ``from_pretrained``; where that is transformers' own, which draws what does not fit at random, refuse the folder."""
+    """Call ``from_pretrained``. Transformers' own draws weights that do not fit at random; refuse them instead."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
@@ -245,8 +225,11 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
 
 
 def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
-    model, tokenizer = _model_section(_section(cfg, "model")), _tokenizer_section(_section(cfg, "tokenizer"))
-    path = tokenizer.tokenizer_model or model.model_path
+    model, tokenizer = _model_section(_section(cfg, "model")), _section(cfg, "tokenizer")
+    if not isinstance(tokenizer, TokenizerConfig):
+        tokenizer = from_mapping(TokenizerConfig, tokenizer or {}, "tokenizer")
+    own = tokenizer.tokenizer_model and os.path.expanduser(tokenizer.tokenizer_model)
+    tokenizer, path = replace(tokenizer, tokenizer_model=own), own or model.model_path
     model_config = load_model_config(entry, model, model.model_path or path)
     if entry.load_processor is not None:
         return model_config, entry.load_processor(tokenizer, model_config, path)
@@ -338,13 +321,14 @@ def override_fields(config: Any, overrides: dict[str, Any], where: str = "overri
     if not overrides:
         return config
     _check_names(config, overrides, where)
-    values = config.to_dict()
-    whole = {name: value for name, value in overrides.items() if name in REPLACED_WHOLE}
-    return type(config).from_dict(_merged(values, overrides) | whole)
+    merged = _merged(config.to_dict(), overrides)
+    if "norm_stats" in overrides:
+        merged["norm_stats"] = overrides["norm_stats"]  # statistics of other data sets must not survive
+    return type(config).from_dict(merged)
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay ``overrides`` over ``values``, mapping by mapping, so that what is not named stays."""
+    """Lay ``overrides`` over ``values``, mapping by mapping; all other entries stay."""
     result = dict(values)
     for name, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
@@ -387,8 +371,3 @@ def _model_section(cfg: Any) -> ModelConfig:
     section = cfg if isinstance(cfg, ModelConfig) else from_mapping(ModelConfig, cfg, "model")
     paths = {name: getattr(section, name) for name in ("model_path", "lora_path")}
     return replace(section, **{name: path and os.path.expanduser(path) for name, path in paths.items()})
-
-
-def _tokenizer_section(cfg: Any) -> TokenizerConfig:
-    section = cfg if isinstance(cfg, TokenizerConfig) else from_mapping(TokenizerConfig, cfg or {}, "tokenizer")
-    return replace(section, tokenizer_model=section.tokenizer_model and os.path.expanduser(section.tokenizer_model))

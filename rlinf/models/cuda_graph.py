@@ -49,12 +49,12 @@ class CudaGraphs:
         """Return ``function(*tensors, *settings)``, computed by its graph. Raise ConfigError if the weights are not on a GPU.
 
         Args:
-            function: What it launches depends on the shapes of its tensors only: it reads no value of a tensor in Python, and
-                moves none between devices.
-            tensors: Inputs, which are copied to where the graph reads them.
+            function: Its kernels depend on the shapes of its tensors only: it reads no value of a tensor in Python, and moves
+                none between devices.
+            tensors: Inputs, which are copied into the memory that the graph reads.
             *settings: Further arguments.
-            weights: Return the weights that the function reads. The graph goes on reading them where they lie, so an update in
-                place needs no new recording; weights that have moved do.
+            weights: Returns the weights that the function reads. The graph reads them in place, so an update in place needs
+                no new recording; weights that have moved do.
         """
         key = (tuple(None if t is None else (t.shape, t.dtype) for t in tensors), settings, _autocast_dtype())
         with self._lock:
@@ -81,7 +81,7 @@ class CudaGraphs:
         inputs = [None if given is None else torch.empty_like(given, device=device).copy_(given) for given in tensors]
 
         def run() -> tuple[Tensor, ...]:
-            # Cached casts of autocast would be those of the present weights, and freed before the next launch.
+            # Autocast would cache casts of the present weights, and free them before the next launch.
             dtype = _autocast_dtype()
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
                 return function(*inputs, *settings)
@@ -97,14 +97,14 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def _new_pool(device: torch.device) -> Any:
-    """Return the memory that all recordings of a function share: one is launched at a time, and its outputs are copied at once."""
+    """Return the memory that all recordings of a function share: only one runs at a time, and its outputs are copied."""
     if device.type != "cuda":
         raise ConfigError(f"CUDA graphs need an NVIDIA GPU, and the weights are on '{device}'.", cuda_graph=False)
     return torch.cuda.graph_pool_handle()
 
 
 def _capture(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """Record what ``run`` launches. Return what launches it again, and the tensors that this fills."""
+    """Record the kernels of ``run``. Return a function that launches them again, and the tensors that it fills."""
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):  # libraries allocate their workspaces here, outside the graph's memory

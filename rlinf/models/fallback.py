@@ -58,6 +58,6 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
 
 
 def folder_config(path: str | None) -> dict[str, Any]:
-    """Return ``config.json`` of a local folder; empty where there is none."""
+    """Return ``config.json`` of a local folder; empty without one."""
     file = Path(path or "").expanduser() / "config.json"
     return read_json(file) if path is not None and file.is_file() else {}

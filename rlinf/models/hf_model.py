@@ -21,8 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.models.loading import check_fit, read_json, without_load_report
+from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
 """A class is usable if one of these knows it. The first one decides if ``architectures`` is empty."""
@@ -37,15 +37,10 @@ class HFModel(nn.Module):
     The wrapped class is the one that ``architectures`` of ``config.json`` names. Its ``forward``, logits and weight names are
     unchanged. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format when the weights are
     converted, because 16-bit frequencies give wrong positions.
-
-    Attributes:
-        model: The wrapped model.
-        trained_in_full: Modules that are trained alongside LoRA adapters: none.
-        base_model_prefix: Attribute that holds the wrapped model; PEFT reads it.
     """
 
-    trained_in_full: ClassVar[tuple[str, ...]] = ()
-    base_model_prefix: ClassVar[str] = "model"
+    trained_in_full: ClassVar[tuple[str, ...]] = ()  # nothing beside LoRA adapters
+    base_model_prefix: ClassVar[str] = "model"  # PEFT looks for the wrapped model under this attribute
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -70,11 +65,7 @@ class HFModel(nn.Module):
             dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
             attn_implementation: Attention kernel. Transformers chooses if it is None, or ``sdpa`` for a class without it.
             trust_remote_code: Run the Python code in the folder.
-            deferred: Leave the weights in their files, if they can be (``rlinf.models.deferred``).
-
-        Raises:
-            CheckpointError: ``path`` cannot be read, or a weight is missing, unexpected or of another shape.
-            ConfigError: The weights are quantised, the attention kernel does not exist, or ``model_class_of`` finds no class.
+            deferred: Leave the weights in their files, if they can be (``rlinf.models.weights_in_files``).
         """
         config = config or load_config(path, trust_remote_code)
         model_class = model_class_of(config, path, trust_remote_code)
@@ -131,22 +122,19 @@ class HFModel(nn.Module):
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
-        """Class of the wrapped model."""
         return type(self.model)
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Configuration of the wrapped model."""
         return self.model.config
 
     @property
     def device(self) -> torch.device:
-        """Device of the first weight."""
         return next(self.parameters()).device
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
-        """Names of the layer classes that FSDP shards as units: those that the model must not have split."""
+        """Names of the layer classes that FSDP shards as units, because transformers must not split them."""
         present = {type(module).__name__ for module in self.model.modules()}
         return tuple(sorted(set(self.model._no_split_modules or ()) & present))
 
@@ -162,13 +150,7 @@ class HFModel(nn.Module):
         return tuple(sorted(names))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the wrapped model; return its output, with ``logits [B, S, V]``.
-
-        Args:
-            input_ids: int64 ``[B, S]``.
-            attention_mask: ``[B, S]``, 0 at padding.
-            **inputs: Other arguments of its ``forward``: ``pixel_values``, ``labels``, ``position_ids``, ...
-        """
+        """Run the wrapped model on ``input_ids [B, S]`` and its own arguments; its output has ``logits [B, S, V]``."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
     def materialize(self, device: str | torch.device) -> HFModel:
@@ -181,9 +163,7 @@ class HFModel(nn.Module):
         """Return the weights with the names and shapes of a public checkpoint; tied weights appear once.
 
         They differ from the model's own if transformers renames or joins weights while loading (VLMs, experts).
-
-        Args:
-            state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
+        ``state_dict`` holds gathered weights under the names of ``self.state_dict()``; None: the model's own.
         """
         own = self._inner_names(state_dict)
         tied = getattr(self.model, "all_tied_weights_keys", {})
@@ -192,13 +172,7 @@ class HFModel(nn.Module):
     def save_pretrained(
         self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **options: Any
     ) -> None:
-        """Write a folder that transformers can load.
-
-        Args:
-            folder: Folder, created if missing.
-            state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
-            **options: Options of transformers' ``save_pretrained`` (``max_shard_size``).
-        """
+        """Write a folder that transformers can load; ``state_dict`` as in ``public_state_dict``, ``options`` of transformers."""
         self.model.save_pretrained(folder, state_dict=self._inner_names(state_dict), **options)
 
     def _inner_names(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -228,7 +202,7 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 
 
 def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> HFModel:
-    """Return what ``HFModel.from_pretrained`` would load, without reading weights: they stay on the meta device."""
+    """Return the model of ``HFModel.from_pretrained`` without reading weights: they stay on the meta device."""
     config = load_config(path, trust_remote_code)
     return HFModel(without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
 
@@ -244,9 +218,7 @@ def model_class_of(
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = (
-            f"architectures of '{owner}' in config.json names {len(names)} classes ({', '.join(names)}); required: one."
-        )
+        message = f"architectures of '{owner}' names {len(names)} classes ({', '.join(names)}); required: one."
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
@@ -279,9 +251,8 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
 
     if refused(tp_size):
         fitting = max(size for size in range(1, tp_size) if not refused(size))
-        raise ConfigError(
-            f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'. Set {key}={fitting}"
-        )
+        found = f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'"
+        raise ConfigError(f"{found}. Set {key}={fitting}")
 
 
 def _deferred(
@@ -291,12 +262,12 @@ def _deferred(
     trust_remote_code: bool,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files."""
+    """Build the model of transformers' ``from_pretrained``, with its weights still in their files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotDeferredError("its weights are quantised")
     try:
         tensors = open_tensors(_weight_files(path))
-    except CheckpointError as error:  # which reading them whole tells in its own words
+    except CheckpointError as error:  # reading them whole raises an error of its own
         raise NotDeferredError("its files cannot be opened") from error
     model = without_weights(model_class, config, **arguments)
     conversions = get_model_conversion_mapping(model)
@@ -309,23 +280,15 @@ def _deferred(
     defer_weights(model, tensors)
     model.config.name_or_path = str(path)
     if model.can_generate():
-        nothing = dict.fromkeys(
-            ("generation_config", "from_auto_class", "from_pipeline", "cache_dir", "proxies", "token")
-        )
-        model.adjust_generation_fn(
-            **nothing,
-            pretrained_model_name_or_path=path,
-            force_download=False,
-            local_files_only=False,
-            revision=None,
-            subfolder="",
-            trust_remote_code=trust_remote_code,
-        )
+        nothing = ("generation_config", "from_auto_class", "from_pipeline", "cache_dir", "proxies", "token", "revision")
+        options = {"pretrained_model_name_or_path": path, "trust_remote_code": trust_remote_code, "subfolder": ""}
+        options |= dict.fromkeys(nothing) | {"force_download": False, "local_files_only": False}
+        model.adjust_generation_fn(**options)
     return model.eval()
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    """Return the safetensors files of a folder or hub id, one or those that the index names."""
+    """Return the safetensors files of a folder or hub id: one, or the shards in its index."""
     try:
         folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=WANTED_FILES))
     except (OSError, ValueError) as error:

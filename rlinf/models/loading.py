@@ -19,17 +19,14 @@ from rlinf.run_folder import STATISTICS_FILE
 
 def field_error(problem: str, override: str) -> ConfigError:
     """Return the error about a field of a model's own configuration, which ``override`` (``field=value``) mends."""
-    return ConfigError(
-        f"{problem}. Set model.override_config.{override}, or model.init_config.{override} for random weights"
-    )
+    cure = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
+    return ConfigError(f"{problem}. {cure}")
 
 
 def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
     """Return the error about a setting with which a policy cannot be trained by RL."""
-    problem = (
-        f"{name} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and evaluated"
-    )
-    return field_error(f"{problem}, but not trained by RL; required: e.g. {instead}", f"{name}={instead}")
+    problem = f"{name} is '{value}': without log-probabilities, a policy can only be cloned and evaluated"
+    return field_error(f"{problem}; required for RL: e.g. {instead}", f"{name}={instead}")
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
@@ -61,19 +58,19 @@ def checkpoint_folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    reason = "there is no such folder"
+    reason = "the folder does not exist"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
         from huggingface_hub import snapshot_download
 
         try:
             return Path(snapshot_download(str(path)))
         except (OSError, ValueError) as error:
-            reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
+            reason = f"the folder does not exist, and as a hub id it cannot be downloaded: {error}"
     raise CheckpointError(f"model.model_path is '{path}': {reason}. Set model.model_path=<checkpoint folder>")
 
 
 def hide_progress_bars() -> None:
-    """Keep the bars of transformers, which tell of milliseconds, out of our one live line, also where it is not imported yet."""
+    """Keep transformers' bars out of our one live line, even if transformers is imported later."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:
         from transformers.utils import logging as bars
@@ -97,7 +94,7 @@ def without_load_report() -> Iterator[None]:
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:
-    """Refuse weights that are not exactly those of the model, by what transformers reports: ``missing_keys`` and so on.
+    """Refuse weights that do not fit the model exactly, by transformers' report: ``missing_keys`` and so on.
 
     ``cure``: settings that mend it, besides another folder.
     """
@@ -105,9 +102,8 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) 
     found = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
     if any(found.values()):
         listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in found.items())
-        raise CheckpointError(
-            f"The weights in '{folder}' do not fit its config.json: {listed}.", path="<another folder>", **cure
-        )
+        message = f"The weights in '{folder}' do not fit its config.json: {listed}."
+        raise CheckpointError(message, path="<another folder>", **cure)
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:

@@ -1,7 +1,7 @@
 """Low-rank adaptation (Hu et al. 2021) of a policy, in place: the model keeps its class and its methods.
 
-An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, next to it, what is
-trained in full (``trained_in_full.safetensors``: the value head, and what else ``ActionModel.trained_in_full`` names).
+An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, next to it, the
+modules of ``ActionModel.trained_in_full``, such as the value head (``trained_in_full.safetensors``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
-    """Put adapters on ``model.lora_target_modules`` and freeze everything else but ``model.trained_in_full``.
+    """Put adapters on ``model.lora_target_modules``, in place, and freeze everything else but ``model.trained_in_full``.
 
-    Raise ConfigError if the model has adapters already, or no layer matches; CheckpointError if the folder is not an adapter of this model,
-    or was merged into these weights before.
+    Raise CheckpointError if the folder is not an adapter of this model, or was merged into these weights before.
 
     Args:
         model: Policy; changed in place and returned.
-        lora: Settings; ``target_modules`` replaces what the model declares.
-        lora_path: Adapter folder to continue from; its rank, scale and targets must be those of ``lora``.
+        lora: Settings; ``target_modules`` replaces the model's default.
+        lora_path: Adapter folder to continue from; its rank, scale and targets must agree with ``lora``.
     """
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
@@ -61,9 +60,8 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
         with _adapters_in_memory() if is_deferred(model) else nullcontext():
             inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ConfigError(
-            f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}"
-        ) from error
+        found = f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}"
+        raise ConfigError(f"{found}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
     if lora_path is not None:
@@ -73,7 +71,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
 
 @contextmanager
 def _adapters_in_memory() -> Iterator[None]:
-    """Keep the numbers of new adapters, which no file holds; PEFT moves them to the meta device, where the base weights wait."""
+    """Keep new adapters, which no file holds, in memory; PEFT would move them to the meta device of the base weights."""
     move, drawn = BaseTunerLayer._move_adapter_to_device_of_base_layer, []
 
     def keep(layer: BaseTunerLayer, name: str, device: torch.device | None = None) -> None:
@@ -112,12 +110,9 @@ def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = Non
 
 
 def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter folder, each file under a temporary name first.
-
-    ``state_dict``: gathered weights of a sharded model; None: the model's own.
-    """
+    """Write an adapter folder, each file under a temporary name first; ``state_dict`` as in ``adapter_state_dict``."""
     if not has_adapters(model):
-        raise ConfigError("There is no adapter to save: the model has no LoRA layers. Set model.is_lora=true")
+        raise ConfigError("The model has no LoRA layers to save. Set model.is_lora=true")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
@@ -136,20 +131,14 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 
     Args:
         model: Policy with adapters, not sharded.
-        inputs: What ``preprocess`` returned (for a language model: what ``forward`` takes); if given, what both models
-            predict from it is compared: logits, values and, where they are not tokens, sequences.
-        atol: Largest accepted difference; None: 1e-4 of the largest number (at least of 1) in float32, 0.25 of it
-            in 16 bits.
-
-    Raises:
-        ConfigError: The model has no adapters (merged already, or never had any).
-        CheckpointError: This adapter is part of the weights already, or the predictions differ.
+        inputs: Result of ``preprocess`` (of a language model: arguments of ``forward``), from which the predictions of both
+            models are compared: logits, values and, where they are not tokens, sequences. None: no comparison.
+        atol: Largest accepted difference, else a CheckpointError; None: 1e-4 of the largest number (at least of 1) in
+            float32, 0.25 of it in 16 bits.
     """
     if not has_adapters(model):
-        done = getattr(model.config, "merged_adapters", [])
-        raise ConfigError(
-            f"There is nothing to merge: the model has no LoRA layers{' (they were merged before)' if done else ''}."
-        )
+        done = " (they were merged before)" if getattr(model.config, "merged_adapters", []) else ""
+        raise ConfigError(f"The model has no LoRA layers to merge{done}.")
     adapters = adapter_state_dict(model)
     fingerprint = adapter_fingerprint(adapters)
     _refuse_second_merge(model, adapters)
@@ -171,14 +160,10 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 def merged_tensors(
     model: nn.Module, names: Collection[str] | None = None, state: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the policy would have without adapters, each adapter added to its weight when its turn comes.
+    """Yield the tensors of the merged policy, each adapter added to its weight when its turn comes.
 
-    The model stays as it is; adapted weights are new tensors, all others are the model's own.
-
-    Args:
-        model: With or without adapters.
-        names: Tensors to yield, by their names without adapters; None: all.
-        state: State dict of a model whose own would be one of shards; None: the model's own.
+    The model stays as it is; adapted weights are new tensors, all others are the model's own. ``names``, without adapters,
+    selects tensors (None: all); ``state`` holds the gathered weights of a sharded model (None: the model's own).
     """
     for name, tensor in base_tensors(model, state):
         if names is None or name in names:
@@ -211,21 +196,20 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
         scale = max(1.0, old.abs().max().item())
         accepted = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
         if not gap <= accepted:
-            raise CheckpointError(
-                f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}. Set model.precision=fp32"
-            )
+            found = f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}"
+            raise CheckpointError(f"{found}. Set model.precision=fp32")
 
 
 @torch.no_grad()
 def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """What an adapter changes smoothly, before and after: not the tokens, which may flip where two are almost as likely."""
+    """Return name and both values of the predictions that change smoothly; tokens may flip where two are almost as likely."""
     if not isinstance(model, ActionModel):
         return [("logits", model(**inputs).logits, merged(**inputs).logits)]
     before, after = (policy.predict_action_batch(**inputs, do_sample=False) for policy in (model, merged))
     pairs = [("logits", before.logits, after.logits), ("values", before.values, after.values)]
     if before.sequences.is_floating_point():
         pairs.append(("sequences", before.sequences, after.sequences))
-    else:  # logits behind a token that flipped are those of another prefix
+    else:  # behind a token that flipped, logits belong to another prefix
         same = (before.sequences == after.sequences)[:, -model.num_sampled :].long()
         reached = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], dim=1).cumprod(1).bool()
         pairs[0] = ("logits", before.logits[reached], after.logits[reached])
@@ -234,11 +218,10 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
 
 def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
     """Look for the adapter as it is, and as it was when a model in another number format merged it."""
-    formats = (None, torch.float32, torch.bfloat16)
-    known = [
-        adapter_fingerprint({name: tensor.to(dtype=each) for name, tensor in adapters.items()}) for each in formats
-    ]
-    found = [fingerprint for fingerprint in known if fingerprint in getattr(model.config, "merged_adapters", [])]
+    merged, found = getattr(model.config, "merged_adapters", []), []
+    for dtype in (None, torch.float32, torch.bfloat16):
+        fingerprint = adapter_fingerprint({name: tensor.to(dtype=dtype) for name, tensor in adapters.items()})
+        found += [fingerprint] if fingerprint in merged else []
     if found:
         raise CheckpointError(
             f"The adapter {found[0][:12]} is part of these weights already; adding it again would count it twice. "
@@ -248,9 +231,8 @@ def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
 
 def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
     if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(
-            f"model.lora_path='{folder}' is not an adapter folder; it needs adapter_config.json and {ADAPTER_FILE}."
-        )
+        needed = f"adapter_config.json and {ADAPTER_FILE}"
+        raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
     saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
         if getattr(saved, key) != getattr(config, key):
@@ -269,7 +251,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
         missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
         raise CheckpointError(
             f"The adapter in '{folder}' does not fit the model: missing {missing[:3]} ({len(missing)}), unexpected "
-            f"{unexpected[:3]} ({len(unexpected)}). Set model.lora.target_modules=<those of the adapter>"
+            f"{unexpected[:3]} ({len(unexpected)}). Set model.lora.target_modules=<the adapter's>"
         )
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE

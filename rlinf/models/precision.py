@@ -26,9 +26,8 @@ def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
     if str(precision) in PRECISIONS:
         return PRECISIONS[str(precision)]
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
-    raise ConfigError(
-        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Set e.g. model.precision={close}"
-    )
+    found = f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed"
+    raise ConfigError(f"{found}. Set e.g. model.precision={close}")
 
 
 def torch_dtype_of(name: Any) -> torch.dtype:

@@ -11,21 +11,18 @@ def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
     return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
+def standard_normal(uniforms: Tensor) -> Tensor:
+    """Turn numbers in (0, 1) into float32 standard normal ones by inverse transform."""
+    return torch.special.ndtri(uniforms.double()).float()
+
+
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
+    """Return float32 log-probabilities ``[...]`` of ``tokens [...]``, and their entropies in nats or None.
 
-    ``log softmax(logits / temperature)`` in float32, over the last axis, which holds the action bins only.
-
-    Args:
-        logits: ``[..., n_bins]``, action columns already sliced.
-        tokens: int64 ``[...]``, indices into the last axis.
-        temperature: Positive.
-        with_entropy: The entropy is wanted; it takes two more arrays of the size of ``logits``.
-
-    Returns:
-        float32 log-probabilities ``[...]``, and entropies ``[...]`` in nats or None.
+    Rollout and training both use this function: ``log softmax(logits / temperature)`` in float32, over the last axis of
+    ``logits [..., n_bins]``, which holds the action bins only. The entropy takes two more arrays of this size.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -33,15 +30,9 @@ def token_logprobs(
 
 
 def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
-    """Choose tokens: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
+    """Choose int64 indices into the last axis: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
 
-    Return int64 indices into the last axis.
-
-    Args:
-        logits: ``[B, ..., n_bins]``.
-        do_sample: False takes the argmax.
-        temperature: Positive.
-        uniforms: float32 in (0, 1), shape of ``logits`` without its last axis; None: torch's global generator.
+    ``uniforms`` are float32 in (0, 1), one for each token; None: drawn from torch's global generator.
     """
     if not do_sample:
         return logits.argmax(-1)

@@ -2,9 +2,5 @@
 
 from rlinf.imports import lazy_attributes
 
-__getattr__ = lazy_attributes(
-    __name__,
-    dict.fromkeys(
-        ["log_probability_error", "validate_log_probability_consistency", "vocab_size"], "rlinf.contracts.generation"
-    ),
-)
+NAMES = ("log_probability_error", "validate_log_probability_consistency", "vocab_size")
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(NAMES, "rlinf.contracts.generation"))

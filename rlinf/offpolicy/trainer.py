@@ -29,8 +29,9 @@ from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
 from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
+from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head
 from rlinf.models.heads.kinds import DirectHead
+from rlinf.models.sampling import standard_normal
 from rlinf.offpolicy.controls import evaluate_controls, note_warmup
 from rlinf.offpolicy.corrections import Corrections
 from rlinf.offpolicy.envs_of_ranks import Outcome, Said, joined
@@ -390,7 +391,7 @@ class OffPolicyTrainer:
         if self._is_warm_up():
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
         else:
-            actions, chosen = self.policy.decide(features, base, normal(uniforms))
+            actions, chosen = self.policy.decide(features, base, standard_normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
         if episodes.values is None:
             episodes.values = self.learner.values(features, base, actions).cpu().numpy()

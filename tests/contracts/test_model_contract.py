@@ -6,9 +6,9 @@ Random weights, moved away from zeros and ones, so that no part of a model is id
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pytest
 import torch
@@ -34,22 +34,15 @@ CASES = {
     "mlp": ["model=mlp", "model.action_chunks_len=2"],
     "cnn": ["model=cnn", "model.action_chunks_len=2"],
     "openvla": ["model=openvla_tiny", "model.action_chunks_len=2"],
-    "openvla, autoregressive": [
-        "model=openvla_tiny",
-        "model.init_config.action_decoding=autoregressive",
-        "model.init_config.learned_placeholders=false",
-    ],
+    "openvla, autoregressive": ["model=openvla_tiny", "model.init_config.action_decoding=autoregressive",
+                                "model.init_config.learned_placeholders=false"],
     "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio"],
     "hf_vla": ["model=hf_vla_tiny"],
-    "pi0": [
-        "model=pi0_tiny",
-        "env.state=proprio",
-        "model.init_config.joint_logprob=false",
-        "model.init_config.num_steps=4",
-    ],
+    "pi0": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false",
+            "model.init_config.num_steps=4"],
     "pi0, all steps": ["model=pi0_tiny", "env.state=proprio"],
     "your_model_type": ["model=default"],
-}
+}  # fmt: skip
 """Name to overrides; of the packaged groups, the smallest of each family."""
 
 YOUR_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -93,23 +86,32 @@ class Case:
         move(policy, self.policy.state_dict())
         return policy
 
-    def load(self, folder):
+    @cached_property
+    def half(self):
+        """The policy with weights in bfloat16."""
+        return self.build(precision="bf16")
+
+    @property
+    def lora(self):
+        return replace(self.config.model.lora, rank=2, alpha=2)
+
+    @cached_property
+    def adapted(self):
+        """The policy with adapters that do something."""
+        return self.build(is_lora=True, lora=self.lora)
+
+    def load(self, folder, **model):
         """The policy that lies in a folder."""
-        model = replace(self.config.model, model_path=str(folder), init_config={})
+        model = replace(self.config.model, model_path=str(folder), init_config={}, **model)
         return build_policy(replace(self.config, model=model, tokenizer=TokenizerConfig())).eval()
 
     def is_idle(self, name):
         """Whether a parameter may stay without a gradient."""
         return self.name in IDLE and re.match(IDLE[self.name], name) is not None
 
-    def copy(self):
-        """A copy of the policy that may be changed."""
-        return copy.deepcopy(self.policy)
-
-    def uniforms(self, seed=0):
-        return torch.rand(
-            len(self.observation), self.policy.num_uniforms, generator=torch.Generator().manual_seed(seed)
-        )
+    def uniforms(self):
+        shape = (len(self.observation), self.policy.num_uniforms)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     def sft_uniforms(self):
         shape = (len(self.observation), self.policy.num_sft_uniforms)
@@ -140,15 +142,10 @@ def your_processor(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     YourProcessor(tokenizer, YourImageProcessor(image_size=32)).save_pretrained(folder)
-    module = "rlinf.models.embodiment.your_model_action_model"
-    before = dict(MODELS.entries())
-    register_model(
-        "your_model_type",
-        config=f"{module}:YourModelConfig",
-        image_processor=f"{module}:YourImageProcessor",
-        processor=f"{module}:YourProcessor",
-        model=f"{module}:YourModelForRLActionPrediction",
-    )
+    template, before = "rlinf.models.embodiment.your_model_action_model:Your", dict(MODELS.entries())
+    parts = {"config": "ModelConfig", "processor": "Processor", "image_processor": "ImageProcessor"}
+    parts = {name: template + part for name, part in parts.items()}
+    register_model("your_model_type", model=f"{template}ModelForRLActionPrediction", **parts)
     yield str(folder), tokenizer.convert_tokens_to_ids("<image>")
     MODELS.entries().clear()
     MODELS.entries().update(before)
@@ -156,20 +153,13 @@ def your_processor(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, your_processor):
+    """The policy of a configuration and four first observations of its env."""
     config = build_config(compose_config([*CASES[request.param], "env=tabletop"]))
     if request.param == "your_model_type":
         folder, image_token = your_processor
         init_config = YOUR_CONFIG | {"image_token_index": image_token}
-        config = replace(
-            config,
-            model=replace(config.model, model_type="your_model_type", init_config=init_config),
-            tokenizer=from_mapping(TokenizerConfig, {"tokenizer_model": folder}),
-        )
-    return make_case(request.param, config)
-
-
-def make_case(name, config):
-    """The policy of a configuration and four first observations of its env."""
+        model = replace(config.model, model_type="your_model_type", init_config=init_config)
+        config = replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {"tokenizer_model": folder}))
     env = make_env(config.env, 4, auto_reset=False)
     specs = env.episode_specs("train")
     observation, _ = env.reset(options={"episodes": [specs[index] for index in range(4)]})
@@ -182,7 +172,7 @@ def make_case(name, config):
         for parameter in policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     actions = low + (high - low) * torch.rand(4, policy.sft_chunk_len, len(low))
-    return Case(name, config, overrides, observation, policy, actions.float(), high - low)
+    return Case(request.param, config, overrides, observation, policy, actions.float(), high - low)
 
 
 @pytest.fixture
@@ -264,13 +254,11 @@ def test_actions_of_token_policies_lie_within_the_statistics(case, policy, obser
     assert torch.equal(narrow.sequences, wide.sequences)
     assert (narrow.actions >= -0.25 - 1e-6).all() and (narrow.actions <= 0.5 + 1e-6).all()
     assert narrow.actions.max() > 0.25, "control: the range is used"
-    assert (wide.actions < -0.25).any() and (wide.actions > 0.5).any(), (
-        "control: the bounds are those of the statistics"
-    )
+    assert (wide.actions < -0.25).any() and (wide.actions > 0.5).any(), "control: the statistics give the bounds"
 
 
 def test_cloning_loss_is_one_number_per_row_and_falls(case, observation):
-    policy = case.copy()
+    policy = copy.deepcopy(case.policy)
     inputs, uniforms = policy.preprocess(observation), case.sft_uniforms()
 
     def loss_of(actions, rows=slice(None)):
@@ -307,7 +295,7 @@ def test_gradients_reach_exactly_what_they_should(case, observation, detach_valu
     evaluation.values.sum().backward(retain_graph=True)
     reached = with_gradient(policy)
     assert reached >= value_head
-    trunk_is_shared = "detach_value" in inspect.signature(type(policy)).parameters
+    trunk_is_shared = case.name != "mlp"
     assert (reached == value_head) == (detach_value or not trunk_is_shared)
     policy.zero_grad()
     (evaluation.logprobs.sum() + 0.1 * evaluation.entropy.sum()).backward()
@@ -338,7 +326,7 @@ def test_parameters_are_counted_on_the_meta_device(case, policy, tmp_path):
 
 
 def test_bfloat16_stays_close_to_float32(case, policy, observation):
-    half = case.build(precision="bf16")
+    half = case.half
     for name, parameter in half.named_parameters():
         is_exact = name.split(".")[0] in half.float32_modules
         assert parameter.dtype == (torch.float32 if is_exact else torch.bfloat16), name
@@ -353,18 +341,14 @@ def test_bfloat16_stays_close_to_float32(case, policy, observation):
 
 
 def test_heads_keep_their_digits_in_a_folder_of_bfloat16(case, observation, tmp_path):
-    half = case.build(precision="bf16")
+    half = case.half
     write_policy(tmp_path, half, half.state_dict())
-    model = replace(case.config.model, model_path=str(tmp_path), init_config={}, precision="bf16")
-    again = build_policy(replace(case.config, model=model, tokenizer=TokenizerConfig())).eval()
-    own, loaded = half.state_dict(), again.state_dict()
+    own, loaded = half.state_dict(), case.load(tmp_path, precision="bf16").state_dict()
     assert all(torch.equal(tensor, loaded[name]) and tensor.dtype == loaded[name].dtype for name, tensor in own.items())
     heads = [tensor for name, tensor in own.items() if name.startswith("value_head.")]
-    assert any(not torch.equal(head, head.bfloat16().float()) for head in heads), (
-        "control: more digits than 16 bits have"
-    )
-    uniforms = case.uniforms()
-    for tensor in (act(half, observation, uniforms=uniforms).logits, act(half, observation, uniforms=uniforms).values):
+    assert any(not torch.equal(head, head.bfloat16().float()) for head in heads), "control: more digits than 16 bits"
+    prediction = act(half, observation, uniforms=case.uniforms())
+    for tensor in (prediction.logits, prediction.values):
         assert tensor.dtype == torch.float32
         assert tensor.numel() == 0 or not torch.equal(tensor, tensor.bfloat16().float())
 
@@ -386,7 +370,7 @@ def test_values_of_a_rollout_are_those_of_evaluate_actions(case, policy, observa
 
 
 def test_lora_trains_adapters_and_what_is_trained_in_full(case, observation):
-    policy = case.build(is_lora=True, lora=replace(case.config.model.lora, rank=2, alpha=2))
+    policy = copy.deepcopy(case.adapted)
     trainable = {name for name, p in policy.named_parameters() if p.requires_grad}
     adapters = {name for name in trainable if ".lora_" in name}
     assert adapters and trainable - adapters == {n for n in policy.state_dict() if is_trained_in_full(policy, n)}
@@ -399,10 +383,9 @@ def test_lora_trains_adapters_and_what_is_trained_in_full(case, observation):
 
 
 def test_adapters_are_saved_and_go_on_where_they_stopped(case, observation, tmp_path):
-    lora = replace(case.config.model.lora, rank=2, alpha=2)
-    policy, uniforms = case.build(is_lora=True, lora=lora), case.uniforms()
+    policy, uniforms = case.adapted, case.uniforms()
     save_adapter(policy, tmp_path)
-    again = apply_lora(case.copy(), lora, str(tmp_path)).eval()
+    again = apply_lora(copy.deepcopy(case.policy), case.lora, str(tmp_path)).eval()
     first, second, base = (act(each, observation, uniforms=uniforms) for each in (policy, again, case.policy))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(first.logits, base.logits), "control: the adapters change the logits"
@@ -411,8 +394,7 @@ def test_adapters_are_saved_and_go_on_where_they_stopped(case, observation, tmp_
 
 
 def test_adapters_merge_into_a_copy_and_only_once(case, observation, tmp_path):
-    lora = replace(case.config.model.lora, rank=2, alpha=2)
-    policy = case.build(is_lora=True, lora=lora)
+    policy = case.adapted
     inputs = policy.preprocess(observation)
     expected = act(policy, observation, do_sample=False)
     merged = merge_lora(policy, inputs)
@@ -430,4 +412,4 @@ def test_adapters_merge_into_a_copy_and_only_once(case, observation, tmp_path):
     again = case.load(tmp_path / "merged")
     torch.testing.assert_close(act(again, observation, do_sample=False).logits, found.logits, atol=1e-5, rtol=1e-5)
     with pytest.raises(CheckpointError, match="twice"):
-        apply_lora(again, lora, str(tmp_path / "adapter"))
+        apply_lora(again, case.lora, str(tmp_path / "adapter"))

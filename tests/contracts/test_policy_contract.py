@@ -56,24 +56,34 @@ def test_an_engine_generates(name, tiny_lm, prompts):
         engine.finish_generation()
 
 
+def wrong(**methods):
+    """A policy with other methods."""
+    return type("Wrong", (HuggingFacePolicy,), methods)
+
+
 def changed(key, change):
     """A policy whose ``generate`` returns something else under one key."""
 
-    class Changed(HuggingFacePolicy):
-        def generate(self, data, greedy=False):
-            output = super().generate(data, greedy)
-            output[key] = change(output[key])
-            return output
+    def generate(self, data, greedy=False):
+        output = HuggingFacePolicy.generate(self, data, greedy)
+        output[key] = change(output[key])
+        return output
 
-    return Changed
+    return wrong(generate=generate)
 
 
-def scored(change):
-    class Scored(HuggingFacePolicy):
-        def get_logprobs(self, data):
-            return BatchedDataDict({"logprobs": change(super().get_logprobs(data)["logprobs"])})
+def generating(greedy):
+    """A policy that ignores the argument ``greedy``."""
+    return wrong(generate=lambda self, data, **_: HuggingFacePolicy.generate(self, data, greedy))
 
-    return Scored
+
+def scored(change, method="get_logprobs"):
+    """A policy whose scores, or whose scores by the reference, are changed scores of the policy."""
+
+    def score(self, data):
+        return BatchedDataDict({"logprobs": change(HuggingFacePolicy.get_logprobs(self, data)["logprobs"])})
+
+    return wrong(**{method: score})
 
 
 def only_first(logprobs):
@@ -81,33 +91,12 @@ def only_first(logprobs):
     return torch.where((logprobs != 0).cumsum(-1) == 1, logprobs, 0.0)
 
 
-class AlwaysGreedy(HuggingFacePolicy):
-    def generate(self, data, greedy=False):
-        return super().generate(data, greedy=True)
-
-
-class Untrained(HuggingFacePolicy):
-    def train(self, data, loss_fn):
-        return {"nll": 0.0}
-
-
-class MovingReference(HuggingFacePolicy):
-    def get_reference_logprobs(self, data):
-        return self.get_logprobs(data)
-
-
-class OtherReference(HuggingFacePolicy):
-    def get_reference_logprobs(self, data):
-        return BatchedDataDict({"logprobs": self.get_logprobs(data)["logprobs"] - 1})
-
-
-class Restless(HuggingFacePolicy):
-    def generate(self, data, greedy=False):
-        return super().generate(data, greedy=False)
+UNTRAINED = wrong(train=lambda self, data, loss_fn: {"nll": 0.0})
+REFERENCE = "get_reference_logprobs"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("policy_class", "sentence"),
     [
         (changed("generation_lengths", lambda lengths: lengths + 1), "unpadded_sequence_lengths are"),
         (changed("output_ids", lambda ids: ids[:, :-1]), "too narrow"),
@@ -117,18 +106,18 @@ class Restless(HuggingFacePolicy):
         (changed("logprobs", lambda logprobs: 0.5 * logprobs), "generate and get_logprobs disagree"),
         (changed("logprobs", only_first), "generate and get_logprobs disagree"),
         (changed("logprobs", torch.zeros_like), "0 everywhere"),
-        (AlwaysGreedy, "greedy=False gave the greedy tokens of all 32 rows"),
+        (generating(greedy=True), "greedy=False gave the greedy tokens of all 32 rows"),
         (scored(lambda logprobs: logprobs.double()), "get_logprobs returned torch.float64"),
         (scored(lambda logprobs: logprobs - 1), "0 for the first token"),
-        (Untrained, "without 'loss'"),
-        (Untrained, "changed no log-probability"),
-        (MovingReference, "changed the reference"),
-        (OtherReference, "Before training"),
-        (Restless, "the second time"),
+        (UNTRAINED, "without 'loss'"),
+        (UNTRAINED, "changed no log-probability"),
+        (scored(lambda logprobs: logprobs, REFERENCE), "changed the reference"),
+        (scored(lambda logprobs: logprobs - 1, REFERENCE), "Before training"),
+        (generating(greedy=False), "the second time"),
     ],
 )
-def test_each_violation_of_the_contract_is_named(wrong, sentence, tiny_lm, prompts):
-    report = check_policy(wrong(tiny_lm(), max_new_tokens=4, learning_rate=1e-2), prompts)
+def test_each_violation_of_the_contract_is_named(policy_class, sentence, tiny_lm, prompts):
+    report = check_policy(policy_class(tiny_lm(), max_new_tokens=4, learning_rate=1e-2), prompts)
     assert any(sentence in line for line in report), report
 
 

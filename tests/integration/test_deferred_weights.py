@@ -24,8 +24,8 @@ from rlinf.distributed.process_group import rank, world_size
 from rlinf.errors import CheckpointError
 from rlinf.models import HFModel, HuggingFacePolicy, build_policy
 from rlinf.models.config import TokenizerConfig
-from rlinf.models.deferred import check_read, how_read
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.models.weights_in_files import check_read, how_read
 
 SIZES = {
     "openvla": [

@@ -1,6 +1,6 @@
 """Models, envs and algorithms from outside of the package: an installed one, and a folder of one's own.
 
-Each is trained on two processes, because a name that only the parent knows is of no use.
+Training uses two processes, because a name that only the parent knows is of no use.
 """
 
 from __future__ import annotations
@@ -31,16 +31,7 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source")  # setuptools leaves its build files there
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        *options,
-        "--target",
-        str(folder / "site"),
-        str(folder / "source"),
-    ]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", "site", "./source"]
     subprocess.run(command, check=True, timeout=280, cwd=folder)
     return folder / "site"
 
@@ -80,39 +71,44 @@ def test_installed_package_is_listed_with_its_name_and_version(installed, tmp_pa
     assert without.returncode == 0 and "sample" not in without.stdout, "control: not installed, not listed"
 
 
-def test_installed_package_trains_and_every_process_sees_it(installed, tmp_path):
-    (tmp_path / "log").mkdir()
-    arguments = ["train", "experiment=sample", "cluster.num_processes=2", "cluster.num_threads=1", "output_dir=run"]
-    result = rlinf(tmp_path, *arguments, site=installed, SAMPLE_PLUGIN_LOG=str(tmp_path / "log"))
-    assert result.returncode == 0, result.stderr
-    assert {path.name for path in (tmp_path / "log").iterdir()} == PROCESSES
-    assert len(losses_of(tmp_path / "run")) == 1
-    config = saved_config(tmp_path / "run")
-    assert all(line in config for line in ("num_bins: 3", "stride: 0.25", "gamma: 0.8")), (
-        "keys of the package's own YAML files"
-    )
+OWN_FILES = {
+    "policy": """
+from rlinf.models import register_model
+register_model("own_policy", model=SamplePolicy, load_processor=load_processor)
+Path(os.environ["OWN_LOG"], multiprocessing.current_process().name).touch()
+""",
+    "reinforce": """
+from rlinf.algorithms import register_algorithm
+register_algorithm("own_reinforce", Reinforce)
+""",
+}
+"""Lines at the end of a copy of a file of the sample package."""
 
 
-def test_folder_of_ones_own_trains_and_every_process_sees_it(tmp_path):
+def test_an_installed_env_and_files_of_ones_own_train_together_in_every_process(installed, tmp_path):
     """``--config-dir`` with an experiment, its groups, and the files that it names in ``plugins``, next to it."""
     mine, source = tmp_path / "mine", PACKAGE / "rlinf_sample"
-    shutil.copytree(source / "config", mine)
-    for name, registration in {
-        "policy": "from rlinf.models import register_model\nregister_model('sample_policy', model=SamplePolicy, load_processor=load_processor)",
-        "line_env": "from rlinf.envs import register_env\nregister_env('sample_line', LineVectorEnv)",
-        "reinforce": "from rlinf.algorithms import register_algorithm\nregister_algorithm('sample_reinforce', Reinforce)",
-    }.items():
-        text = (source / f"{name}.py").read_text(encoding="utf-8")
-        (mine / f"my_{name}.py").write_text(f"{text}\n{registration}\n", encoding="utf-8")
-    experiment = (mine / "experiment" / "sample.yaml").read_text(encoding="utf-8")
-    (mine / "own.yaml").write_text(
-        f"{experiment}\nplugins: [my_policy.py, my_line_env, my_reinforce.py]\n", encoding="utf-8"
-    )
-    (tmp_path / "log").mkdir()
+    for group, file in {"model": "model/own.yaml", "algorithm": "algorithm/own.yaml", "experiment": "own.yaml"}.items():
+        text = (source / "config" / group / "sample.yaml").read_text(encoding="utf-8").replace("sample", "own")
+        text += "plugins: [my_policy.py, my_reinforce]\n" if group == "experiment" else ""
+        (mine / file).parent.mkdir(parents=True, exist_ok=True)
+        (mine / file).write_text(text.replace("/env: own", "/env: sample"), encoding="utf-8")
+    for name, registration in OWN_FILES.items():
+        text = (source / f"{name}.py").read_text(encoding="utf-8").replace("sample_policy", "own_policy")
+        text = text.replace(
+            "import annotations", "import annotations\nimport multiprocessing, os\nfrom pathlib import Path"
+        )
+        (mine / f"my_{name}.py").write_text(text + registration, encoding="utf-8")
+    logs = {"SAMPLE_PLUGIN_LOG": tmp_path / "installed", "OWN_LOG": tmp_path / "own"}
+    for folder in logs.values():
+        folder.mkdir()
     arguments = ["experiment=own", "cluster.num_processes=2", "cluster.num_threads=1", "output_dir=run"]
-    result = rlinf(tmp_path, "train", "--config-dir", "mine", *arguments, SAMPLE_PLUGIN_LOG=str(tmp_path / "log"))
+    environment = {name: str(folder) for name, folder in logs.items()}
+    result = rlinf(tmp_path, "train", "--config-dir", "mine", *arguments, site=installed, **environment)
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in (tmp_path / "log").iterdir()} == PROCESSES
+    for folder in logs.values():
+        assert {path.name for path in folder.iterdir()} == PROCESSES
     assert len(losses_of(tmp_path / "run")) == 1
     saved = saved_config(tmp_path / "run")
+    assert all(line in saved for line in ("num_bins: 3", "stride: 0.25", "gamma: 0.8")), "keys of the YAML files"
     assert str(mine / "my_policy.py") in saved, "the file is found again from any folder"

@@ -63,10 +63,8 @@ def test_a_loss_gets_the_observations_of_its_rows(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PPO, "loss", recorded)
     run = build(config_of(tmp_path, "trainer.max_steps=1", "model.micro_batch_size=16"))
-    collected, collect = [], run.rl.collector.collect
-    monkeypatch.setattr(
-        run.rl.collector, "collect", lambda *a, **k: collected.append(collect(*a, **k)) or collected[-1]
-    )
+    collector, collected, collect = run.rl.collector, [], run.rl.collector.collect
+    monkeypatch.setattr(collector, "collect", lambda *a, **k: collected.append(collect(*a, **k)) or collected[-1])
     run.execute()
     whole = {(tuple(row), number) for row, number in zip(
         collected[0].observation.state.tolist(), collected[0].episode_ids.flatten().tolist(), strict=True

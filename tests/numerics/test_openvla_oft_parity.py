@@ -93,23 +93,24 @@ def parts_of(options):
     return [part for part, option in wanted.items() if options.get(option)]
 
 
-def load(platform, options, folder=None, attn_implementation="sdpa", dtype=torch.float64, **model):
-    """Load the fixture checkpoint with the reference's value head."""
+def load(platform, options, folder=None, attn_implementation="sdpa", dtype=torch.float64):
+    """Load the fixture checkpoint with the reference's value head; tests share a model of the base checkpoint."""
+    from_folder = loaded if folder is None else loaded.__wrapped__
+    return from_folder(platform, tuple(options.items()), folder, attn_implementation, dtype)
+
+
+@cache
+def loaded(platform, options, folder, attn_implementation, dtype):
     chunk, dim = arrays(platform)["discrete_actions"].shape
     section = {
-        "model_type": "openvla_oft",
-        "model_path": str(folder or ROOT / "checkpoint"),
-        "action_token_len": dim,
-        "action_chunks_len": chunk,
-        "unnorm_key": statistics(platform)[0],
-        "attn_implementation": attn_implementation,
-        "override_config": {"action_normalization": NORMALIZATION.get(platform, "bounds_q99"), **options},
-    }
-    model = get_model(section | model)
+        "model_type": "openvla_oft", "model_path": str(folder or ROOT / "checkpoint"), "action_token_len": dim,
+        "action_chunks_len": chunk, "unnorm_key": statistics(platform)[0], "attn_implementation": attn_implementation,
+        "override_config": {"action_normalization": NORMALIZATION.get(platform, "bounds_q99"), **dict(options)},
+    }  # fmt: skip
+    model = get_model(section)
     head = load_file(ROOT / "value_head.safetensors")
-    model.value_head.load_state_dict(
-        {name.removeprefix("value_head."): tensor.float() for name, tensor in head.items()}
-    )
+    head = {name.removeprefix("value_head."): tensor.float() for name, tensor in head.items()}
+    model.value_head.load_state_dict(head)
     return model.eval().to(dtype)
 
 

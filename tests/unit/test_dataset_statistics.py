@@ -102,9 +102,7 @@ def test_a_column_that_rarely_moves_takes_its_range_and_a_constant_the_range_1(r
     assert (found["q01"][1], found["q99"][1], found["min"][1], found["max"][1]) == (-1, 1, -1, 1)
     assert found["std"][1] == exact["std"][1] > MIN_SHARE * 2
     for column in (2, 3):
-        assert found["q01"][column] == pytest.approx(0.5, abs=1e-5) and found["q99"][column] == pytest.approx(
-            1.5, abs=1e-5
-        )
+        assert (found["q01"][column], found["q99"][column]) == pytest.approx((0.5, 1.5), abs=1e-5)
         assert found["std"][column] == 1 and found["min"][column] == exact["min"][column]
     once = np.zeros((10**5, 1), np.float32)
     once[0] = 1

@@ -10,12 +10,12 @@ from rlinf.models.embodiment.pi0.flow import (
     gaussian_entropy,
     gaussian_logprobs,
     noisy_actions,
-    standard_normal,
     step_moments,
     time_embedding,
     training_times,
 )
-from rlinf.models.embodiment.pi0.network import NoiseHead
+from rlinf.models.embodiment.pi0.network import DeviationHead
+from rlinf.models.sampling import standard_normal
 
 
 def test_grid_begins_at_one_and_ends_at_zero():
@@ -146,7 +146,7 @@ def test_supervised_pair_is_a_straight_line_from_action_to_noise():
 
 
 def test_noise_head_stays_within_its_bounds():
-    head = NoiseHead(4, [8], 2, (0.08, 0.16))
+    head = DeviationHead(4, [8], 2, (0.08, 0.16))
     with torch.no_grad():
         for layer in head.parameters():
             layer.mul_(50.0)

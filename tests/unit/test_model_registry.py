@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_flash_attn_2_available
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import (
@@ -27,6 +28,7 @@ from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.loading import check_model_type
 
+MLP = {"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}
 SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 544,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -90,12 +92,8 @@ def test_unknown_type_lists_the_known_ones():
 def test_a_model_of_user_code_loads_by_name(models, folder):
     for _ in range(2):
         register_model("seed_pattern", config=PatternConfig, processor=PatternProcessor, model=PatternModel)
-    cfg = OmegaConf.create(
-        {
-            "model": {"model_type": "seed_pattern", "model_path": folder, "action_token_len": 3, "hidden_size": 16},
-            "tokenizer": {"tokenizer_model": folder},
-        }
-    )
+    model = {"model_type": "seed_pattern", "model_path": folder, "action_token_len": 3, "hidden_size": 16}
+    cfg = OmegaConf.create({"model": model, "tokenizer": {"tokenizer_model": folder}})
     config, processor = get_model_config_and_processor(cfg)
     config, processor = get_model_config_and_processor(cfg)
     assert isinstance(config, PatternConfig) and processor.tokenizer.padding_side == "left"
@@ -160,10 +158,10 @@ def test_precisions(precision, dtype):
     assert torch_dtype_from_precision(precision) is dtype
 
 
-@pytest.mark.parametrize("junk", ["fp8", "", None, "double", "fp16-mixed", "16-mixed", "BF16-mixed"])
-def test_junk_precision_is_refused(junk):
-    with pytest.raises(ConfigError, match="model.precision=bf16"):
-        torch_dtype_from_precision(junk)
+def test_junk_precision_is_refused():
+    for junk in ("fp8", "", None, "double", "fp16-mixed", "16-mixed", "BF16-mixed"):
+        with pytest.raises(ConfigError, match="model.precision=bf16"):
+            torch_dtype_from_precision(junk)
 
 
 def test_precision_is_the_dtype_of_the_weights_but_for_heads():
@@ -175,9 +173,7 @@ def test_precision_is_the_dtype_of_the_weights_but_for_heads():
 
 
 def test_a_folder_below_the_home_folder_is_found(tmp_path, monkeypatch):
-    get_model({"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}).save_pretrained(
-        tmp_path / "mlp"
-    )
+    get_model(MLP).save_pretrained(tmp_path / "mlp")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert get_model({"model_type": "mlp", "model_path": "~/mlp"}).config.state_dim == 3
     with pytest.raises(CheckpointError, match="mpl"):
@@ -185,25 +181,21 @@ def test_a_folder_below_the_home_folder_is_found(tmp_path, monkeypatch):
 
 
 def test_an_index_without_weights_is_refused(tmp_path):
-    get_model({"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}).save_pretrained(tmp_path)
+    get_model(MLP).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"missing \['log_std'"):
         get_model({"model_type": "mlp", "model_path": str(tmp_path)})
 
 
 def test_a_model_without_gradient_checkpointing_names_the_override():
-    section = {"model_type": "mlp", "init_config": {"state_dim": 3}, "gradient_checkpointing": True}
     with pytest.raises(ConfigError, match="MLP.* has no repeated blocks.*model.gradient_checkpointing=false"):
-        get_model(section)
+        get_model(MLP | {"gradient_checkpointing": True})
 
 
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed here")
 def test_missing_flash_attention_names_the_override():
-    from transformers.utils import is_flash_attn_2_available
-
-    if is_flash_attn_2_available():
-        pytest.skip("flash-attn is installed here")
     with pytest.raises(MissingDependencyError, match="model.attn_implementation=sdpa"):
-        get_model(ModelConfig(model_type="mlp", init_config={"state_dim": 3}, attn_implementation="flash_attention_2"))
+        get_model(MLP | {"attn_implementation": "flash_attention_2"})
 
 
 @pytest.mark.parametrize("path", ["no/such/folder", "/no/such/folder", "."])
@@ -251,7 +243,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 def test_random_weights_and_a_folder_exclude_each_other(folder):
     with pytest.raises(ConfigError, match="model.model_path=null"):
-        get_model({"model_type": "mlp", "model_path": folder, "init_config": {"state_dim": 3}})
+        get_model(MLP | {"model_path": folder})
 
 
 def test_packaged_model_files_build():
@@ -273,12 +265,8 @@ def test_packaged_model_files_build():
 def test_an_override_of_one_nested_field_leaves_the_others():
     from transformers import LlavaConfig
 
-    text = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
-    }
+    rope = {"rope_type": "default", "rope_theta": 7.0}
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": rope}
     config = LlavaConfig(text_config=text)
     changed = override_fields(config, {"text_config": {"rope_parameters": {"rope_theta": 9.0}}}).text_config
     assert (changed.hidden_size, changed.num_hidden_layers) == (32, 2)

@@ -56,36 +56,39 @@ def poison(file, part, value) -> str:
     return name
 
 
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-@pytest.mark.parametrize(("file", "part"), [
-    ("model.safetensors", "policy.2.weight"),
-    ("adapter_model.safetensors", "policy.0.lora_B"),
-    ("trained_in_full.safetensors", "value_head.0"),
-])  # fmt: skip
-def test_weights_that_are_not_finite_are_refused_by_name_in_any_folder(tmp_path, file, part, value):
-    statistics = {"norm_stats": {"tabletop": STATISTICS}}
+def test_weights_that_are_not_finite_are_refused_by_name_in_any_folder(tmp_path):
     base, adapters = tmp_path / "base", tmp_path / "adapters"
-    build_policy(config_of(), statistics).save_pretrained(base)
-    loaded = {"model_path": str(base), "init_config": {}}
-    lora = {"is_lora": True, "lora": LoraConfig(rank=2)}
-    save_adapter(build_policy(config_of(**loaded, **lora)), adapters)
-    model = config_of(**loaded, **lora, lora_path=str(adapters))
-    build_policy(model)  # control
-    folder = base if file == "model.safetensors" else adapters
-    name = poison(folder / file, part, value)
-    with pytest.raises(
-        CheckpointError, match=rf"{folder}.*' holds weights that are not finite: '{name}' has {value} \(1 of"
+    config = config_of()
+    build_policy(config, {"norm_stats": {"tabletop": STATISTICS}}).save_pretrained(base)
+    lora = {"model_path": str(base), "init_config": {}, "is_lora": True, "lora": LoraConfig(rank=2)}
+    config = replace(config, model=replace(config.model, **lora))
+    save_adapter(build_policy(config), adapters)
+    config = replace(config, model=replace(config.model, lora_path=str(adapters)))
+    for file, part, value in (
+        (adapters / "adapter_model.safetensors", "policy.0.lora_B", float("nan")),
+        (adapters / "trained_in_full.safetensors", "value_head.0", -float("inf")),
+        (base / "model.safetensors", "policy.2.weight", float("inf")),
     ):
-        build_policy(model)
+        build_policy(config)  # control
+        whole = file.read_bytes()
+        name = poison(file, part, value)
+        found = rf"{file.parent}.*' holds weights that are not finite: '{name}' has {value} \(1 of"
+        with pytest.raises(CheckpointError, match=found):
+            build_policy(config)
+        file.write_bytes(whole)
 
 
 def test_weights_beyond_the_range_of_16_bits_are_refused(tmp_path):
-    model = build_policy(config_of("cnn"), {"norm_stats": {"tabletop": STATISTICS}})
+    config = config_of("cnn")
+    model = build_policy(config, {"norm_stats": {"tabletop": STATISTICS}})
     with torch.no_grad():
         model.words.weight[0, 0] = 1e6
     model.save_pretrained(tmp_path)
-    loaded = {"policy": "cnn", "model_path": str(tmp_path), "init_config": {}}
-    build_policy(config_of(**loaded))
-    build_policy(config_of(**loaded, precision="bf16"))
+
+    def load(precision):
+        loaded = {"model_path": str(tmp_path), "init_config": {}, "precision": precision}
+        return build_policy(replace(config, model=replace(config.model, **loaded)))
+
+    assert load("fp32") and load("bf16")
     with pytest.raises(CheckpointError, match="'words.weight' has inf"):
-        build_policy(config_of(**loaded, precision="fp16"))
+        load("fp16")

@@ -88,10 +88,9 @@ def assert_same(model, found, expected):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunks_of_the_vocabulary_give_the_numbers_of_all_logits(load, name, temperature, monkeypatch):
+def test_chunks_of_the_vocabulary_give_the_numbers_of_all_logits(load, name, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)  # 10 tokens at a time, of 93
-    model, (ids, mask) = load(name), rows()
+    model, (ids, mask), temperature = load(name), rows(), 0.7
     expected = scored(model, every_logit, ids, mask, temperature)
     found = scored(model, sequence_logprobs, ids, mask, temperature)
     assert_same(model, found, expected)
@@ -150,28 +149,32 @@ def test_a_model_without_an_output_layer_gets_all_logits(load, monkeypatch):
     assert found[2] >= 93 * VOCABULARY, "control of the test above: this one does have all logits"
 
 
-def score_on_two_ranks(folder):
-    """Write the sharded model's values and gradients, and the size of its largest tensor, next to the model."""
+def score_on_two_ranks(folders):
+    """Write each sharded model's values and gradients, and the size of its largest tensor, next to the model."""
     module.CHUNK_LOGITS = 10 * VOCABULARY
-    model, mesh = AutoModelForCausalLM.from_pretrained(folder).eval(), init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    values, gradients, size = scored(model, sequence_logprobs, *rows(), 1.0)
-    gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
-    torch.save([values, gradients, size], f"{folder}/rank{rank()}.pt")
+    mesh = init_device_mesh("cpu", (2,))
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        values, gradients, size = scored(model, sequence_logprobs, *rows(), 1.0)
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+        torch.save([values, gradients, size], f"{folder}/rank{rank()}.pt")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_head_of_a_sharded_model_is_whole_in_both_passes(tiny_lm, tied):
-    folder = tiny_lm("llama", vocab_size=VOCABULARY, initializer_range=0.1, tie_word_embeddings=tied)
-    launch(score_on_two_ranks, folder, 2, "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = scored(model, every_logit, *rows(), 1.0)
-    for number in range(2):
-        found = torch.load(f"{folder}/rank{number}.pt")
-        assert_same(model, found, expected)
-        assert found[2] < 93 * VOCABULARY
+def test_the_head_of_a_sharded_model_is_whole_in_both_passes(tiny_lm):
+    """With and without a tied head."""
+    sizes = {"vocab_size": VOCABULARY, "initializer_range": 0.1}
+    folders = [tiny_lm("llama", tie_word_embeddings=tied, **sizes) for tied in (False, True)]
+    launch(score_on_two_ranks, folders, 2, "cpu")
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        expected = scored(model, every_logit, *rows(), 1.0)
+        for number in range(2):
+            found = torch.load(f"{folder}/rank{number}.pt")
+            assert_same(model, found, expected)
+            assert found[2] < 93 * VOCABULARY
 
 
 def test_packed_rows_in_chunks(load, monkeypatch):

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 else:
     Module = object
 
+Inputs = dict[str, Tensor]
+"""Result of ``ActionModel.preprocess``."""
+
 
 class ActionModel(Module, metaclass=ABCMeta):
     """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
 
-    Model code is single-device code. What distributed training and adapters need is declared.
+    Model code is single-device code. Class attributes declare how to shard it and where adapters go.
 
     Args:
         config: Configuration of the model.
         hidden_size: Width that the language model must have; None: not checked.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one.
         action_dim: ``D``, numbers of one action (``model.action_token_len``).
         action_chunks_len: ``C``, actions of one call (``model.action_chunks_len``).
         value_head: Add a value head; without one, values are 0.
@@ -41,18 +44,16 @@ class ActionModel(Module, metaclass=ABCMeta):
     Attributes:
         fsdp_wrap_modules: Class names of the repeated blocks, which are sharded as units, recomputed and compiled.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
-        trained_in_full: First parts of the names of parameters that are trained alongside LoRA adapters, without any of
-            their own.
+        trained_in_full: First parts of the names of parameters that are trained, without an adapter, alongside LoRA.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         processor: Prompts and images to tensors; set by ``build_policy``.
         has_logprobs: Actions have log-probabilities, so policy gradients can train it.
-        predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
+        predicts_values: ``ActionPrediction.values`` equal the values of ``evaluate_actions`` for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
         feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled`` or ``token`` (``model.features``).
-        readout_token: What makes the features ``token`` of the states of images and prompt; None: there are none, or others are wanted.
-        fills_calls: An evaluation fills its calls up to one number of rows, so that they round alike. False for a policy that acts
-            elsewhere, where this is done.
-        manifest: Of a policy that acts elsewhere: the conditions under which it was made; None: they are not known here.
+        readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
+        fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
+        manifest: Of a remote policy: the conditions under which it was made; None: not known here.
         without_state: Overrides of a model that reads no state.
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
     """
@@ -81,20 +82,16 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Under this name transformers looks for what it must not round while it loads a folder.
-        name = "_keep_in_fp32_modules_strict"
+        name = "_keep_in_fp32_modules_strict"  # transformers does not round these modules while it loads a folder
         bases = [base for base in cls.__mro__ if not issubclass(base, ActionModel)]
         inherited = {part for base in bases for part in vars(base).get(name) or ()}
         setattr(cls, name, inherited | set(cls.float32_modules))
 
-    # -- before the model is built: what a configuration is checked with ------------------------------------------
+    # -- checks of a configuration before the model is built --------------------------------------------------------
 
     @classmethod
     def num_cameras(cls, config: Any) -> int | None:
-        """Return how many images the model reads, the first ones of the observation; None: as many as the env shows.
-
-        The default is ``config.num_images_in_input``, where the configuration has such a field.
-        """
+        """Return how many images the model reads, the first ones of the observation; None: all of the env's."""
         return getattr(config, "num_images_in_input", None)
 
     @classmethod
@@ -104,7 +101,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def check_env(cls, config: Any, env: EnvSpec) -> None:
-        """Refuse an environment that does not show what the model reads. Nothing of either is built yet.
+        """Refuse an environment that does not show the model's inputs. Neither of them is built yet.
 
         The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
         """
@@ -124,9 +121,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             )
         width = getattr(config, "state_dim", None)
         if width and env.state_dim not in (None, width):
-            own = (
-                f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another folder>"
-            )
+            own = f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another>"
             fix = env.override_for_state(width, width) or (own if env.state_dim else cls.without_state)
             raise ConfigError(
                 f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "
@@ -157,7 +152,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @property
     def num_sampled(self) -> int:
-        """``K``, numbers that describe what was sampled in one call: the last columns of ``sequences``."""
+        """``K``, numbers that describe the sample of one call: the last columns of ``sequences``."""
         return self.num_logprobs
 
     @property
@@ -178,7 +173,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     def steering_uniforms(self, noise: Tensor) -> Tensor:
         """Return the uniforms ``[B, num_candidate_uniforms]`` of noise ``[B, num_steering_numbers]``, in standard deviations.
 
-        The default has one number for each uniform: 0 is the median of what is sampled.
+        The default has one number for each uniform: 0 is the median of the samples.
         """
         return torch.special.ndtr(noise.double()).float()
 
@@ -194,7 +189,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @property
     def sft_chunk_len(self) -> int:
-        """Actions per row of a demonstration that ``sft_loss`` wants; more than are executed for models with a horizon."""
+        """Actions per row of a demonstration for ``sft_loss``; more than are executed for models with a horizon."""
         return self.action_chunks_len
 
     @abstractmethod
@@ -204,16 +199,16 @@ class ActionModel(Module, metaclass=ABCMeta):
     def resize_images(self, observation: Observation) -> Observation:
         """Return the observation with its images resized, such that ``preprocess`` gives the same numbers with less work.
 
-        Rollouts call this once for each observation, and record what it returns. An image must not become larger, because a
-        rollout is held in memory. The default returns the observation as it is.
+        Rollouts call this once for each observation, and record the result. An image must not become larger, because a
+        rollout is held in memory. The default returns the observation itself.
         """
         return observation
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Return one value per row, equal only for rows whose prompts are equally long.
 
-        The evaluation preprocesses and plays such rows together, so that none is padded because of another. Without an override
-        they are the rows of one instruction; a model that puts the state into its prompt must override it.
+        The evaluation plays such rows together, so that none is padded because of another. The default groups rows by
+        instruction; a model that puts the state into its prompt must override it.
         """
         return observation.instruction
 
@@ -227,13 +222,12 @@ class ActionModel(Module, metaclass=ABCMeta):
             do_sample: False takes the most likely action.
             temperature: Divides the logits.
             uniforms: float32 ``[B, U]`` in (0, 1): the random numbers of the draw, by inverse transform sampling, so
-                that an action depends on its own row only and not on who shares the batch; None: drawn from torch's
-                global generator.
-            **inputs: What ``preprocess`` returned.
+                that an action depends on its own row only; None: drawn from torch's global generator.
+            **inputs: Result of ``preprocess``.
         """
 
     def predict_values(self, **inputs: Tensor) -> Tensor:
-        """Values float32 ``[B]`` of what ``preprocess`` returned, without gradients."""
+        """Values float32 ``[B]`` of the result of ``preprocess``, without gradients."""
         return self.predict_action_batch(do_sample=False, **inputs).values
 
     @abstractmethod
@@ -241,23 +235,15 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences alone."""
 
     @abstractmethod
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
-        """Score given actions, with gradients.
-
-        Args:
-            inputs: What ``preprocess`` returned.
-            sequences: As in ``ActionPrediction``; only the last ``K`` columns are read.
-            temperature: As in the rollout.
-        """
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        """Score given actions, with gradients; of ``sequences`` only the last ``K`` columns are read."""
 
     # -- optional: without them, a policy cannot be cloned, act through vLLM, or be the base of an off-policy head ----
 
     @torch.no_grad()
     def propose(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Inputs,
         num_candidates: int = 1,
         uniforms: Tensor | None = None,
         *,
@@ -265,12 +251,12 @@ class ActionModel(Module, metaclass=ABCMeta):
     ) -> Proposal:
         """Return candidate chunks and features of each observation, from one pass over its images and prompt.
 
-        The first candidate is that of ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``,
-        the features are the states from which that action is read, one after the other; under ``pooled``, the mean over the
-        positions of images and prompt; under ``token``, what ``readout_token`` makes of these.
+        The first candidate equals ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``, the
+        features are the states from which this action is read, one after the other; under ``pooled``, the mean over the
+        positions of images and prompt; under ``token``, the output of ``readout_token`` for them.
 
         Args:
-            inputs: What ``preprocess`` returned.
+            inputs: Result of ``preprocess``.
             num_candidates: ``N``, at least 1.
             uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1). They decide the other candidates: token and
                 Gaussian policies draw by inverse transform sampling, a flow policy begins with this noise and adds no other.
@@ -292,7 +278,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             chunks = torch.cat([chunks, sample(uniforms.to(self.device))], dim=1)
         return Proposal(chunks, features, sample if resumable else None)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         """Implement ``propose``: return the greedy chunk ``[B, 1, C, D]``, the features, and, if ``samples``, ``sample``.
 
         ``sample`` takes uniforms on the model's device, and may be called several times.
@@ -300,7 +286,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     def _prefix_features(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the features ``pooled`` or ``token`` of the states ``[B, P, H]`` of images and prompt; ``mask`` as in ``masked_mean``."""
+        """Return the features ``pooled`` or ``token`` of the states ``[B, P, H]``; ``mask`` as in ``masked_mean``."""
         readout = self._readout
         return masked_mean(states, mask) if readout is None else readout(states, mask)
 
@@ -314,16 +300,11 @@ class ActionModel(Module, metaclass=ABCMeta):
         self.feature_kind = features
         self.readout_token = ReadoutToken(hidden_size) if features == "token" else None
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Return the behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Return the behaviour-cloning loss of ``actions [B, sft_chunk_len, D]`` in env units, one per row: float32 ``[B]``.
 
-        With features ``token``, that of ``readout_token`` is added; it shares no weights with the other.
-
-        Args:
-            inputs: What ``preprocess`` returned.
-            actions: ``[B, sft_chunk_len, D]`` in env units.
-            uniforms: float32 ``[B, num_sft_uniforms]`` in (0, 1), the random numbers of the loss; None: drawn from
-                torch's global generator.
+        With features ``token``, the loss of ``readout_token`` is added; it shares no weights with the other. ``uniforms`` are
+        float32 ``[B, num_sft_uniforms]`` in (0, 1), its random numbers; None: drawn from torch's global generator.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
@@ -347,10 +328,10 @@ class ActionModel(Module, metaclass=ABCMeta):
         return list(images.values())[:wanted]
 
     def _ready_processor(self) -> Any:
-        """Return ``processor``, or raise ConfigError if there is none."""
+        """Return ``processor``, or raise ConfigError without one."""
         if self.processor is None:
             raise ConfigError(
-                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
+                "The model has no processor. Build it by rlinf.models.build_policy, or set model.processor"
             )
         return self.processor
 

@@ -58,19 +58,6 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     main_input_name = "images"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is not a module: see ``shard``
 
-    def __init__(
-        self,
-        config: CNNConfig,
-        hidden_size: int | None = None,
-        unnorm_key: str | None = None,
-        action_dim: int = 2,
-        action_chunks_len: int = 1,
-        value_head: bool = True,
-        detach_value: bool = True,
-    ) -> None:
-        super().__init__(config, hidden_size, unnorm_key, action_dim, action_chunks_len, value_head)
-        self.detach_value = detach_value
-
     @classmethod
     def check_env(cls, config: CNNConfig, env: EnvSpec) -> None:
         """Check the size of the images, too."""
@@ -87,12 +74,10 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             layers += [nn.Conv2d(channels, width, kernel, stride), nn.ReLU()]
             channels, side = width, (side - kernel) // stride + 1
         if side < 1:
-            raise ConfigError(
-                f"image_size is {config.image_size}; required: at least 36 pixels. Set model.init_config.image_size=64"
-            )
-        self.encoder = nn.Sequential(
-            *layers, nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()
-        )
+            found = f"image_size is {config.image_size}; required: at least 36 pixels"
+            raise ConfigError(f"{found}. Set model.init_config.image_size=64")
+        layers += [nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()]
+        self.encoder = nn.Sequential(*layers)
         self.words = nn.EmbeddingBag(config.num_words, config.feature_dim, mode="mean", padding_idx=0)
         return config.feature_dim + config.state_dim
 
@@ -120,9 +105,8 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
                 f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
         rows = config.num_words - 1  # row 0 is padding
-        words = [
-            [1 + zlib.crc32(word.encode()) % rows for word in each.lower().split()] for each in observation.instruction
-        ]
+        sentences = [each.lower().split() for each in observation.instruction]
+        words = [[1 + zlib.crc32(word.encode()) % rows for word in sentence] for sentence in sentences]
         longest = max(1, *(len(each) for each in words))
         words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
         inputs = {"images": images.to(self.device, non_blocking=True), "words": words.to(self.device)}

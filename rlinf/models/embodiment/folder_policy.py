@@ -19,38 +19,36 @@ from torch import Tensor, nn
 from rlinf.distributed.deferred import FileTensor, Weight, in_memory, open_tensors
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
-from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, read_json
 from rlinf.models.precision import heads_in_float32
+from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.run_folder import POLICY_FILE
 
 logger = logging.getLogger("rlinf")
 
 
 class FolderPolicy(ActionModel):
-    """Policy that reads and writes ``model*.safetensors``; its class says what is special about its folders, below.
+    """Policy that reads and writes ``model*.safetensors``; subclasses override the methods below for their own layout.
 
     Inherit from ``CheckpointPolicy`` or ``PlainPolicy``, which add the ``nn.Module``.
     """
 
     @classmethod
     def check_settings(cls, config: Any, **arguments: Any) -> None:
-        """Refuse what can be seen to be wrong without weights.
+        """Refuse wrong settings before weights are read.
 
-        Args:
-            config: Configuration of the model.
-            **arguments: Of the constructor; ``attn_implementation`` among them, while it is not in ``config`` yet.
+        ``arguments`` are the constructor's, and ``attn_implementation``, while it is not in ``config`` yet.
         """
 
     @classmethod
     def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Weight]:
-        """Return the tensors of a folder under the names of our modules; those of ``open_safetensors`` are read later."""
+        """Return the tensors of a folder under the names of our modules; ``open_safetensors`` leaves them in their files."""
         return open_safetensors(folder)
 
     @classmethod
     def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
-        """Return heads with new weights, which a folder need not have, by name; None: the model is to have none."""
+        """Return heads with new weights, which a folder may lack, by name; None: the model has no such head."""
         return {}
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -59,7 +57,7 @@ class FolderPolicy(ActionModel):
 
     @classmethod
     def _cure(cls, config: Any) -> dict[str, Any]:
-        """Return what mends weights that do not fit, besides another folder."""
+        """Return the settings that mend weights that do not fit, besides another folder."""
         return {}
 
     @property
@@ -74,7 +72,7 @@ class FolderPolicy(ActionModel):
         return rf"({names})(\..*)?" if names else None
 
     def _freeze(self) -> None:
-        """Take ``frozen_modules`` out of training: at the end of the constructor, and after loading, which makes new parameters."""
+        """Freeze ``frozen_modules``; needed after the constructor and after loading, which makes new parameters."""
         for name in self.frozen_modules:
             self.get_submodule(name).requires_grad_(False)
 
@@ -82,11 +80,10 @@ class FolderPolicy(ActionModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, deferred: bool = False, **kwargs: Any
     ) -> Any:
-        """Load a public folder or hub id, or a folder that we saved.
+        """Load a public folder or hub id, or a folder that we saved, which has defaults for the constructor's arguments.
 
-        Arguments of the constructor that are not given are read from a folder that we saved. Settings are checked before
-        weights are read. Every weight must fit; only heads may be absent as a whole, and are then drawn again.
-        With ``deferred``, the weights stay in their files, if they can (``rlinf.models.deferred``).
+        Settings are checked before weights are read. Every weight must fit; only heads may be absent as a whole, and are
+        then drawn again. With ``deferred``, the weights stay in their files if possible (``rlinf.models.weights_in_files``).
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -127,7 +124,7 @@ class FolderPolicy(ActionModel):
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         """Build the policy with the weights that fit; return it, and the names of the others under the keys of ``check_fit``.
 
-        ``*args`` and ``**kwargs``: of ``from_pretrained``; arguments of the constructor are among them.
+        ``args`` and ``kwargs`` are from ``from_pretrained``, the constructor's arguments included.
         """
 
     @abstractmethod
@@ -138,16 +135,13 @@ class FolderPolicy(ActionModel):
     def _deferred(
         cls, config: Any, weights: Mapping[str, Weight], arguments: dict[str, Any], options: Mapping[str, Any]
     ) -> Any:
-        """Build the policy with its heads read and everything else in files.
-
-        Raise NotDeferredError if the class turns its files into other numbers, or they do not fit.
-        """
+        """Build the policy with its heads read and all other weights in files; raise NotDeferredError if impossible."""
         if not any(isinstance(each, FileTensor) for each in weights.values()):
             raise NotDeferredError(f"{cls.__name__} reads its files itself")
         attention = options.get("attn_implementation")
         given = {} if attention is None else {"attn_implementation": attention}
         dtype = options.get("torch_dtype", options.get("dtype", torch.float32))
-        with torch.random.fork_rng(devices=[]):  # adapters, which come next, are drawn as without this
+        with torch.random.fork_rng(devices=[]):  # adapters, which come next, are drawn as for weights in memory
             model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
         defer_weights(model, weights, whole=cls.trained_in_full)
         model._freeze()
@@ -169,7 +163,7 @@ class FolderPolicy(ActionModel):
 
 
 def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
-    """Return the tensors of all ``model*.safetensors`` of a checkpoint folder, in their files; refuse one in which a shard is missing."""
+    """Return the tensors of all ``model*.safetensors`` of a folder, in their files; refuse a folder without a shard."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -193,7 +187,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
-    """Refuse to write LoRA layers, which ``names`` of tensors tell, into a folder of another format."""
+    """Refuse to write LoRA layers, recognised by the ``names`` of tensors, into a folder of another format."""
     if any(".lora_" in name for name in names):
         raise CheckpointError(
             "The model has LoRA layers, which a public folder cannot hold; write them with "

@@ -1,4 +1,4 @@
-"""A frozen policy and the head that learns on top of it, as one policy: it acts, is evaluated, saved and loaded like any other."""
+"""A frozen policy and the head that learns on top of it, as one policy that acts, is saved and loaded like any other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
 from rlinf.models.base_weights import weights_digest
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
-from rlinf.models.sampling import draw_uniforms
+from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import from_mapping, override_text
 from rlinf.run_folder import FROZEN_FOLDER, HEAD_SETTINGS, HEAD_WEIGHTS
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
@@ -32,14 +32,14 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     Args:
         base: The policy; its parameters are frozen.
-        head: What learns.
+        head: The trained part.
         action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
         critics: They choose among the options of a head that has several; None: for other heads.
 
     Attributes:
         base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
-        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder. Then ``save_pretrained`` writes the
-            head alone, into a folder somewhere in the run folder. None: it writes both.
+        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder, below which
+            ``save_pretrained`` then writes the head alone. None: it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -61,24 +61,22 @@ class HeadedPolicy(ActionModel, nn.Module):
         self.base_sha256: str | None = None
         self.kept_base: str | None = None
 
+    # The frozen policy decides how observations become inputs.
+
     @property
     def config(self) -> Any:
-        """Configuration of the frozen policy."""
         return self.base.config
 
     @property
     def processor(self) -> Any:
-        """Input processor of the frozen policy."""
         return self.base.processor
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return self.action_low.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the frozen policy."""
         return next(self.base.parameters()).dtype
 
     def num_cameras(self, config: Any) -> int | None:
@@ -104,7 +102,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers of a sampled call: those of the candidates of the frozen policy, and those of the head."""
+        """Random numbers of a sampled call: for the candidates of the frozen policy, then for the head."""
         return self.num_candidate_numbers + self.head.num_noises
 
     @property
@@ -113,12 +111,10 @@ class HeadedPolicy(ActionModel, nn.Module):
         return (self.head.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
-    def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        """Ask the frozen policy once. Return its chunks in env units and the features, float32; with ``sample`` for a head that steers.
+    def propose_to_head(self, inputs: Inputs, uniforms: Tensor) -> Proposal:
+        """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for a head that steers.
 
-        Args:
-            inputs: What ``preprocess`` returned.
-            uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
+        ``uniforms [B, num_candidate_numbers]``, in (0, 1), decide the sampled candidates.
         """
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
@@ -127,7 +123,7 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for what the frozen policy said, and which option it is, int64 ``[B]``.
+        """Return the action ``[B, A]`` for features and base chunks, and the number of its option, int64 ``[B]``.
 
         ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
@@ -143,10 +139,10 @@ class HeadedPolicy(ActionModel, nn.Module):
 
     @torch.no_grad()
     def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
-        """Return what the env executes for actions ``[B, A]`` of ``compose``: ``[B, C, D]`` in env units, within bounds.
+        """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
 
-        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a head
-        that steers, the frozen policy goes on with the pass of ``propose_to_head`` and samples from ``actions``.
+        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
+        head that steers, the frozen policy continues from ``propose_to_head`` and samples from ``actions``.
         """
         if self.head.steers:
             uniforms = self.base.steering_uniforms(self.head.config.scale * actions)
@@ -172,7 +168,8 @@ class HeadedPolicy(ActionModel, nn.Module):
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
-            drawn, noise = uniforms[:, :split].to(self.device), normal(uniforms[:, split:].to(self.device))
+            uniforms = uniforms.to(self.device)
+            drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
         proposal = self.propose_to_head(inputs, drawn)
         features, base = proposal.features, self.normalize(proposal.chunks)
         actions, _ = self.decide(features, base, noise)
@@ -183,16 +180,11 @@ class HeadedPolicy(ActionModel, nn.Module):
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder of the frozen policy, and the head next to it; ``state_dict``: the weights, if gathered.
-
-        With ``kept_base``, the head alone.
-        """
+        """Write the folder of the frozen policy (unless ``kept_base``), and the head; ``state_dict``: gathered weights."""
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         base = {name.removeprefix("base."): tensor for name, tensor in weights.items() if name.startswith("base.")}
         own = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
@@ -223,9 +215,8 @@ class HeadedPolicy(ActionModel, nn.Module):
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
                 raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
             head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
-            critics = None
-            if settings["num_critics"]:
-                critics = Critics(config, head.num_critic_inputs, settings["num_critics"])
+            count = settings["num_critics"]
+            critics = Critics(config, head.num_critic_inputs, count) if count else None
             policy = cls(base, head, weights["action_low"], weights["action_high"], critics)
             own = {name for name in policy.state_dict() if not name.startswith("base.")}
             if own != weights.keys():
@@ -262,17 +253,17 @@ def check_steered(config: HeadConfig, base: ActionModel) -> None:
     """Raise ConfigError if a head sets the random numbers of a policy that draws none."""
     if HEADS.get(config.name).steers and base.num_candidate_uniforms == 0:
         raise ConfigError(
-            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as configured draws "
-            "none; required: a policy that samples its actions. Set algorithm.head.name=residual"
+            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
+            "configured draws none; required: a policy that samples its actions. Set algorithm.head.name=residual"
         )
 
 
 def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> Tensor:
-    """Return random numbers in (0, 1), float32 ``[B, count]``, that the images and states of each row of ``inputs`` decide.
+    """Return random numbers in (0, 1), float32 ``[B, count]``, decided by the images and states of each row of ``inputs``.
 
-    So an evaluation repeats on a machine, and yet every observation has candidates of its own. With the same quantiles for all
-    observations, the policy could never do what lies between them. Floating-point numbers and bytes count; token ids and masks do
-    not, because they are padded to the longest prompt of the call.
+    So an evaluation can be repeated, and every observation still has candidates of its own: with the same quantiles for all,
+    actions between the quantiles would never be tried. Token ids and masks do not count, because their padding depends on
+    the other rows of the call.
     """
     if not count:
         return torch.empty(num_rows, 0)
@@ -285,13 +276,8 @@ def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> 
     return torch.stack(drawn).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
-def normal(uniforms: Tensor) -> Tensor:
-    """Turn numbers in (0, 1) into standard normal ones."""
-    return torch.special.ndtri(uniforms.double()).float()
-
-
 def head_settings(folder: str | Path) -> dict[str, Any]:
-    """Return what ``save_pretrained`` wrote of a head, without its weights; raise CheckpointError if it cannot be read."""
+    """Return the settings that ``save_pretrained`` wrote for a head; raise CheckpointError if they cannot be read."""
     path = Path(folder) / HEAD_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -326,8 +312,8 @@ def base_folder(folder: str | Path) -> Path:
         )
     if weights_digest(str(found)) != digest:
         raise CheckpointError(
-            f"The weights in {found} are damaged or were replaced: their digest is not that which the head in {folder} was trained on. "
-            "Copy them again, or use another run"
+            f"The weights in {found} are damaged or were replaced: the head in {folder} was trained on others, by their "
+            "digest. Copy them again, or use another run"
         )
     return found
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.plain_policy import PlainConfig, PlainPolicy
@@ -43,16 +43,15 @@ class MLPConfig(PlainConfig):
         self.norm_stats = self.norm_stats or {}
         if min(self.hidden_sizes) < 1:
             raise field_error(
-                f"hidden_sizes is {self.hidden_sizes}; required: 1 or more units each", "hidden_sizes=[256,256]"
+                f"hidden_sizes is {self.hidden_sizes}; required: 1 or more each", "hidden_sizes=[256,256]"
             )
 
 
 class MLPForRLActionPrediction(PlainPolicy):
     """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
 
-    Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
-    and what is executed is clipped to that range. ``temperature`` multiplies the variance, which is what dividing
-    log-densities by it means.
+    Actions are drawn in normalised units, where the action statistics span [-1, 1]. ``sequences`` holds them as drawn; for
+    execution they are clipped to this range. ``temperature`` multiplies the variance, which divides log-densities.
     """
 
     config_class = MLPConfig
@@ -81,10 +80,12 @@ class MLPForRLActionPrediction(PlainPolicy):
         action_dim: int = 2,
         action_chunks_len: int = 1,
         value_head: bool = True,
+        detach_value: bool = True,
     ) -> None:
         super().__init__(config)
         check_hidden_size(hidden_size, config.hidden_sizes[-1])
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.detach_value = detach_value  # without effect here, where policy and critic share no weights
         self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
         widths = [self._add_encoder(config), *config.hidden_sizes]
         self.policy = _perceptron([*widths, self.num_logprobs])
@@ -93,11 +94,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         self.post_init()
 
     def _add_encoder(self, config: MLPConfig) -> int:
-        """Add what turns inputs into features, if anything; returns the number of features."""
+        """Add an encoder of the inputs, if any; return the number of features."""
         return config.state_dim
 
     def _features(self, state: Tensor) -> Tensor:
-        """Features ``[B, F]`` of what ``preprocess`` returned."""
+        """Features ``[B, F]`` of the result of ``preprocess``."""
         return state
 
     @classmethod
@@ -152,16 +153,15 @@ class MLPForRLActionPrediction(PlainPolicy):
             if uniforms is None:
                 uniforms = draw_uniforms(*mean.shape, device=mean.device)
             drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
-        return ActionPrediction(
-            self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(features)
-        )
+        logits = torch.stack([mean, log_std], dim=-1)
+        return ActionPrediction(self.decode_actions(drawn), drawn, logits, self._values(features))
 
     @property
     def feature_dim(self) -> int:
-        """Width of the last hidden layer, or (``pooled``, without a prefix of several positions) of what the network reads."""
+        """Width of the last hidden layer; under ``pooled``, of the network's input, the only position."""
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         encoded = self._features(**inputs)
         with without_autocast(encoded):
             hidden = self.policy[:-1](encoded.to(self.policy[0].weight.dtype))
@@ -180,9 +180,7 @@ class MLPForRLActionPrediction(PlainPolicy):
         mean, log_std = prediction.logits.unbind(-1)
         return _gaussian_logprobs(prediction.sequences.float(), mean, log_std)
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score ``sequences [B, A]``; see ``ActionModel.evaluate_actions``."""
         features = self._features(**inputs)
         mean, log_std = self._distribution(features, temperature)
@@ -190,7 +188,7 @@ class MLPForRLActionPrediction(PlainPolicy):
         entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
         return ActionEvaluation(logprobs, entropy, self._values(features))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-density of ``actions [B, C, D]`` in normalised units; ``[B]``."""
         mean, log_std = self._distribution(self._features(**inputs), 1.0)
         target = self.action_normalizer.normalize(actions).flatten(1).to(mean)

@@ -1,4 +1,4 @@
-"""Small policies of plain PyTorch. They need nothing of transformers, whose import takes longer than the first step of such a policy."""
+"""Small policies of plain PyTorch, without transformers, whose import takes longer than their first step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the configuration that ``to_dict`` has described; names that are no fields become attributes."""
+        """Return the configuration of ``to_dict``; names other than fields become attributes."""
         known = {field.name for field in fields(cls)}
         config = cls(**{name: value for name, value in values.items() if name in known})
         for name in values.keys() - known - {"model_type"}:
@@ -79,19 +79,17 @@ class PlainPolicy(FolderPolicy, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of its first parameter."""
         return next(self.parameters()).dtype
 
     @classmethod
     def _from_config(
         cls, config: Any, dtype: torch.dtype | None = None, attn_implementation: str | None = None, **arguments: Any
     ) -> Any:
-        """Build the policy with random weights. ``attn_implementation`` has no effect: there is no attention."""
+        """Build the policy with random weights. It has no attention, so ``attn_implementation`` has no effect."""
         return cls(config, **arguments)._in_format(dtype)
 
     def _in_format(self, dtype: torch.dtype | str | None) -> Any:
@@ -106,7 +104,7 @@ class PlainPolicy(FolderPolicy, nn.Module):
     @classmethod
     def _with_weights(cls, config: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         names = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and config
-        with torch.random.fork_rng(devices=[]):  # what is drawn here is replaced
+        with torch.random.fork_rng(devices=[]):  # these random weights are replaced
             model = cls(config, *args, **{name: kwargs[name] for name in names if name in kwargs})
         own = model.state_dict()
         mismatched = {name for name in state_dict.keys() & own if state_dict[name].shape != own[name].shape}

@@ -1,4 +1,4 @@
-"""A policy that acts elsewhere, behind openpi's protocol: ours (``rlinf serve``) or one of another project."""
+"""A policy on a server that speaks openpi's protocol: ours (``rlinf serve``) or another project's."""
 
 from __future__ import annotations
 
@@ -14,27 +14,20 @@ from transformers import PreTrainedConfig
 from rlinf.errors import ConfigError, PolicyServerError
 from rlinf.manifest import Manifest
 from rlinf.models.config import ModelConfig
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
+from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.serving import require_packages
 from rlinf.serving.layouts import Layout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 OWN = "rlinf"
-"""Key of what our servers say of their policy."""
+"""Key of the metadata under which our servers describe their policy."""
 PROTOCOL = 1
 
 
 class RemoteConfig(PreTrainedConfig):
-    """Where the policy is.
-
-    Args:
-        url: Address of the server.
-        keys: Names of the parts of an observation, as another project's server reads them; None: as ours says.
-        timeout_s, connect_timeout_s: Longest wait for a reply, and for the server.
-        api_key_env: Environment variable that holds the server's key.
-        norm_stats: Not used: the server returns actions in env units.
-    """
+    """Address of the policy; see ``ModelConfig``. ``norm_stats`` is not used: the server returns actions in env units."""
 
     model_type = "remote"
 
@@ -47,7 +40,6 @@ class RemoteConfig(PreTrainedConfig):
 
     @classmethod
     def from_section(cls, section: ModelConfig) -> RemoteConfig:
-        """Return the settings of the model section."""
         require_packages(f"model.url={section.url}")
         names = ("url", "keys", "timeout_s", "connect_timeout_s", "api_key_env")
         return cls(**{name: getattr(section, name) for name in names})
@@ -59,13 +51,13 @@ class RemotePolicy(ActionModel, nn.Module):
     It acts and does nothing else: it has no weights, no log-probabilities and no gradients here.
 
     Args:
-        config: Where it is.
-        action_dim, action_chunks_len: Of another project's server; ours says them. Of longer chunks the first actions count.
+        config: Address of the server.
+        action_dim, action_chunks_len: Sizes for another project's server; ours sends its own. Further actions are ignored.
 
     Attributes:
-        manifest: Conditions under which the policy was made; None: the server has not told.
-        present: Conditions under which the server runs it; None: as above.
-        rows_of_call: Rows with which our server calls the policy; None: as above.
+        manifest: Conditions under which the policy was made; None: unknown, another project's server.
+        present: Conditions under which the server runs it; None: unknown.
+        rows_of_call: Rows with which our server calls the policy; None: unknown.
     """
 
     config_class = RemoteConfig
@@ -85,25 +77,16 @@ class RemotePolicy(ActionModel, nn.Module):
         """Refuse an env whose cameras or state the server's keys have no place for."""
         if config.keys is not None:
             layout = layout_of(config.keys, env.cameras)
-            check_layout(
-                config.keys,
-                layout,
-                env.cameras,
-                env.state_dim,
-                f"env={env.name}",
-                f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}",
-            )
+            cure = f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
+            check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", cure)
 
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
         """Refuse training."""
-        raise ConfigError(
-            f"model.url={config.url} acts elsewhere and has no weights here; required: a policy to train. Set model.url=null model=openvla_tiny"
-        )
+        raise ConfigError(f"model.url={config.url} cannot be trained. Set model.url=null model=openvla_tiny")
 
     @classmethod
     def _from_config(cls, config: RemoteConfig, **arguments: Any) -> RemotePolicy:
-        """Connect; only the sizes of an action are read of ``arguments``."""
         return cls(config, arguments["action_dim"], arguments["action_chunks_len"])
 
     def __init__(self, config: RemoteConfig, action_dim: int, action_chunks_len: int) -> None:
@@ -111,15 +94,12 @@ class RemotePolicy(ActionModel, nn.Module):
 
         nn.Module.__init__(self)
         self.config = config
-        self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, _api_key(config))
+        key = _api_key(config.api_key_env)
+        self.client = PolicyClient(config.url, config.timeout_s, config.connect_timeout_s, key)
         own = self.client.metadata.get(OWN)
         self.is_ours = isinstance(own, Mapping)
-        self.action_dim, self.action_chunks_len, self._num_uniforms, self._batch_key = (
-            action_dim,
-            action_chunks_len,
-            0,
-            None,
-        )
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self._num_uniforms, self._batch_key = 0, None
         self.layout: Layout | None = None
         if self.is_ours:
             self._take(own)
@@ -130,14 +110,13 @@ class RemotePolicy(ActionModel, nn.Module):
             )
 
     def _take(self, own: Mapping[str, Any]) -> None:
-        """Take over what our server says."""
+        """Read the description that our server sends."""
         if own.get("protocol") != PROTOCOL:
             found = f"{self.config.url} speaks version {own.get('protocol')} of our protocol"
             raise PolicyServerError(f"{found}; required: {PROTOCOL}. Install the same version of rlinf on both sides")
         try:
-            self.manifest, self.present = (
-                Manifest.from_text(own[name], f"The {name} of {self.config.url}") for name in ("manifest", "present")
-            )
+            self.manifest = Manifest.from_text(own["manifest"], f"The manifest of {self.config.url}")
+            self.present = Manifest.from_text(own["present"], f"The present of {self.config.url}")
             self.rows_of_call = int(own["max_batch"])
             self.action_dim, self.action_chunks_len = int(own["action_dim"]), int(own["action_chunks_len"])
             self._num_uniforms, self._batch_key = int(own["num_uniforms"]), str(own["batch_key"])
@@ -152,17 +131,14 @@ class RemotePolicy(ActionModel, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Actions arrive on the CPU."""
-        return torch.device("cpu")
+        return torch.device("cpu")  # where its actions arrive
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the actions."""
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        """The server does it."""
-        return {"observation": observation}
+        return {"observation": observation}  # the server preprocesses
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """The server groups rows by their prompts."""
@@ -176,11 +152,9 @@ class RemotePolicy(ActionModel, nn.Module):
         uniforms: Tensor | None = None,
         observation: Observation,
     ) -> ActionPrediction:
-        """Ask the server; see ``ActionModel.predict_action_batch``.
+        """Ask the server; raise PolicyServerError if it does not answer, or its actions do not fit.
 
-        Raises:
-            ConfigError: Samples are wanted of another project's server, whose draws are its own.
-            PolicyServerError: The server does not answer, or its actions do not fit.
+        Another project's server draws samples itself, so ``do_sample`` raises ConfigError.
         """
         layout = self.layout or layout_of(self.config.keys, list(observation.images))
         requests = [layout.request(observation, row) for row in range(len(observation))]
@@ -192,9 +166,8 @@ class RemotePolicy(ActionModel, nn.Module):
         else:  # our server takes in one message no more requests than a call of its policy
             firsts = range(0, len(requests), self.rows_of_call)
             calls = [requests[first : first + self.rows_of_call] for first in firsts]
-            actions = np.concatenate(
-                [self._actions(self.client.ask({self._batch_key: call}), (len(call), *shape)) for call in calls]
-            )
+            replies = ((self.client.ask({self._batch_key: call}), len(call)) for call in calls)
+            actions = np.concatenate([self._actions(reply, (count, *shape)) for reply, count in replies])
         empty = torch.zeros(len(actions), 0)
         return ActionPrediction(torch.from_numpy(actions), empty, empty, torch.zeros(len(actions)))
 
@@ -203,7 +176,7 @@ class RemotePolicy(ActionModel, nn.Module):
             found = f"{self.config.url} draws its actions itself"
             raise ConfigError(f"{found}; required: no sampling from here. Set evaluation.greedy=true")
         if uniforms is None:
-            uniforms = torch.rand(len(requests), self.num_uniforms).clamp_min(torch.finfo(torch.float32).tiny)
+            uniforms = draw_uniforms(len(requests), self.num_uniforms)
         for request, draws in zip(requests, uniforms.float().numpy(), strict=True):
             request |= {"uniforms": draws, "temperature": float(temperature)}
 
@@ -234,23 +207,12 @@ class RemotePolicy(ActionModel, nn.Module):
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         raise ConfigError(f"{self.config.url} returns no log-probabilities. Set model.url=null model=openvla_tiny")
 
 
-def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
-    """The server has it."""
-
-
-def _api_key(config: RemoteConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        name = config.api_key_env
-        raise ConfigError(
-            f"model.api_key_env={name}, and this variable is not set. Set export {name}=<the server's key>"
-        )
-    return key
+def _api_key(name: str | None) -> str | None:
+    """Return the value of an environment variable."""
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"model.api_key_env={name}, but this variable is not set. Set export {name}=<server's key>")
+    return None if name is None else os.environ[name]

@@ -1,4 +1,4 @@
-"""What every policy of action tokens has in common, given one teacher-forced pass."""
+"""The common part of all policies of action tokens, based on one teacher-forced pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import RefusedInputError
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
@@ -36,15 +36,16 @@ class TokenActionModel(ActionModel):
 
     @abstractmethod
     def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+        self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
-        ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
-        ``prefix``, if given, gets the states of images and prompt, from which ``propose`` makes features.
+        """Return bin logits ``[B, A, n_bins]`` of ``tokens [B, A]`` in one pass, and the hidden state ``[B, H]`` of the value.
+
+        Only autoregressive models read ``tokens``, and the value's state must not depend on them.
+        ``prefix``, if given, receives the states of images and prompt, from which ``propose`` makes features.
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Refuse inputs that, with the actions, are longer than what the language model was made for."""
+        """Refuse inputs that, with the actions, are longer than the positions of the language model."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
@@ -61,7 +62,7 @@ class TokenActionModel(ActionModel):
 
     @property
     def feature_dim(self) -> int:
-        """``A`` hidden states of the language model one after the other, or the mean of those of the prefix, or their token."""
+        """Width of ``A`` hidden states one after the other, of the mean state of the prefix, or of its token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)
@@ -79,16 +80,14 @@ class TokenActionModel(ActionModel):
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits, tokens, temperature)[0]
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, value_state = self._score(inputs, tokens)
         logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature, True)
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
         readout, prefix = self._readout, list[PrefixStates]()

@@ -73,7 +73,7 @@ class YourProcessor:
     def from_pretrained(
         cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
     ) -> YourProcessor:
-        """Load what is not given from a folder."""
+        """Load the missing parts from a folder."""
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
 
@@ -91,7 +91,7 @@ class YourProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: YourModelConfig, path: str | None) -> YourProcessor:
-    """Load the processor of a folder; without one, that of the small model of ``model/your_model.yaml``."""
+    """Load the processor of a folder; without one, make it for the small model of ``model/your_model.yaml``."""
     if path is not None:
         return YourProcessor.from_pretrained(path)
     tokenizer = load_tokenizer(None, model_config.text_config.vocab_size)

@@ -2,14 +2,8 @@
 
 from rlinf.imports import lazy_attributes
 
-__getattr__ = lazy_attributes(
-    __name__,
-    {
-        "GenerationConfig": "rlinf.llm.generation_interface",
-        "GenerationDatumSpec": "rlinf.llm.generation_interface",
-        "GenerationInterface": "rlinf.llm.generation_interface",
-        "GenerationOutputSpec": "rlinf.llm.generation_interface",
-        "VllmConfig": "rlinf.llm.generation_interface",
-        "verify_right_padding": "rlinf.llm.batch_checks",
-    },
-)
+NAMES = ("GenerationConfig", "GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec", "VllmConfig")
+DEFINED_IN = {"verify_right_padding": "rlinf.llm.batch_checks"}
+DEFINED_IN |= dict.fromkeys(NAMES, "rlinf.llm.generation_interface")
+
+__getattr__ = lazy_attributes(__name__, DEFINED_IN)

@@ -1,4 +1,4 @@
-"""What every head has: a network that reads what the frozen policy said, and a distribution over its output."""
+"""A head: a network on the features and chunks of the frozen policy, and a distribution over its output."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Head(nn.Module):
         num_numbers: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_numbers``.
 
     Attributes:
-        chooses: There are several ``options``, among which the critics choose.
-        steers: Its actions are what the frozen policy samples from, and not what the env executes.
+        chooses: It has several ``options``, among which the critics choose.
+        steers: Its actions are the noise from which the frozen policy samples, and are not executed by the env.
         begins_as_base: A new one acts greedily as the frozen policy does.
     """
 
@@ -84,11 +84,9 @@ class Head(nn.Module):
         return self.num_numbers
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the actions ``[B, K, A]`` that are possible for features ``[B, F]`` and base chunks ``[B, N, A]``.
+        """Return the possible actions ``[B, K, A]`` for features ``[B, F]`` and base chunks ``[B, N, A]``.
 
-        Args:
-            features, base: What the frozen policy said.
-            noise: Standard normal, ``[B, num_noises]``; None: the mode.
+        ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
         r = self.mode(features, base) if noise is None else self.draw(features, base, noise)[0]
         return self.compose(base, r).unsqueeze(1)
@@ -98,7 +96,7 @@ class Head(nn.Module):
         return base
 
     def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
-        """Return what the loss of the head adds for actions ``[B, A]`` at base chunks ``[B, N, A]``: one number for each row, ``[B]``."""
+        """Return the head's own term ``[B]`` of its loss, for actions ``[B, A]`` at base chunks ``[B, N, A]``."""
         return actions.new_zeros(len(actions))
 
     @abstractmethod
@@ -106,7 +104,7 @@ class Head(nn.Module):
         """Return the action ``[B, A]`` of base chunks ``[B, N, A]`` and the numbers ``[B, A]`` of the network."""
 
     def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return mean and log-deviation ``[B, A]`` before tanh (None with ``noise_std``) of features ``[B, F]`` and base ``[B, N, A]``."""
+        """Return mean and log-deviation ``[B, A]`` before tanh; with ``noise_std`` the latter is None."""
         with without_autocast(features):
             found = self.network(torch.cat([features, base[:, 0]], 1))
         if self.noise_std is not None:
@@ -115,11 +113,11 @@ class Head(nn.Module):
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def mode(self, features: Tensor, base: Tensor) -> Tensor:
-        """Return the numbers ``[B, A]`` without noise: what is evaluated."""
+        """Return the numbers ``[B, A]`` without noise, as in an evaluation."""
         return torch.tanh(self.outputs(features, base)[0])
 
     def draw(self, features: Tensor, base: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numbers ``[B, A]`` from standard normal ``noise`` ``[B, A]``, and their log-densities ``[B]`` (0 with ``noise_std``)."""
+        """Return numbers ``[B, A]`` from standard normal ``noise``, and their log-densities ``[B]``; 0 with ``noise_std``."""
         mean, log_std = self.outputs(features, base)
         if log_std is None:
             drawn = (torch.tanh(mean) + self.noise_std * noise).clamp(-1.0, 1.0)

@@ -17,7 +17,7 @@ class Critics(nn.Module):
     The first layer is one product for all, because they read the same numbers.
 
     Args:
-        config: Widths, those of the head.
+        config: Widths, the same as the head's.
         num_inputs: Numbers that each reads: features, base action and action (``Head.num_critic_inputs``).
         num_critics: ``E``.
     """

@@ -50,8 +50,8 @@ class ChunkHead(ResidualHead):
 class NoiseHead(Head):
     """``scale r`` standard deviations of noise: it executes only what the policy can sample (DSRL, Wagenmaker et al. 2025).
 
-    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It begins with noise 0: the median of each number
-    that a policy samples, or what a flow makes of the mode of its noise.
+    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It begins with noise 0: the median of
+    each sampled number, or a flow's output for the mode of its noise.
     """
 
     steers = True
@@ -82,9 +82,8 @@ class EditHead(ResidualHead):
         """Return the chunks of the frozen policy, then the correction of each: ``[B, 2 N, A]``."""
         count = base.shape[1]
         rows, each = features.repeat_interleave(count, 0), base.flatten(0, 1).unsqueeze(1)
-        corrected = super().options(
-            rows, each, None if noise is None else noise.unflatten(1, (count, -1)).flatten(0, 1)
-        )
+        noise = None if noise is None else noise.unflatten(1, (count, -1)).flatten(0, 1)
+        corrected = super().options(rows, each, noise)
         return torch.cat([base, corrected.unflatten(0, (-1, count)).squeeze(2)], 1)
 
     def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:

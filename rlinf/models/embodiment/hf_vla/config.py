@@ -24,7 +24,7 @@ OWN_FIELDS = (
 
 
 class HfVlaConfig(PreTrainedConfig):
-    """The VLM's own configuration, and what makes a policy of it.
+    """The VLM's own configuration, with the fields that make a policy of it.
 
     A saved folder stays one of the VLM's own format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
 
@@ -106,9 +106,7 @@ class HfVlaConfig(PreTrainedConfig):
         """Return the decoder-only image-text-to-text class that transformers has for this configuration."""
         vlm_config = self.vlm_config
         if vlm_config is None:
-            raise ConfigError(
-                "model.init_config has no vlm_config. Set model=hf_vla_tiny, or model.model_path=<folder of a VLM>"
-            )
+            raise ConfigError("model.init_config has no vlm_config. Set model=hf_vla_tiny or model.model_path=<a VLM>")
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
         if found is None or vlm_config.is_encoder_decoder or not found.can_generate():
             named = ", ".join(vlm_config.architectures or ["no architecture named"])
@@ -123,14 +121,12 @@ class HfVlaConfig(PreTrainedConfig):
         """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is added to ``norm_stats``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"model.model_path is '{folder}', a folder without a config.json. Set model.model_path=<folder of a VLM>"
-            )
+            found = f"model.model_path is '{folder}', a folder without a config.json"
+            raise CheckpointError(f"{found}. Set model.model_path=<folder of a VLM>")
         fields = read_json(folder / "config.json")
         own = fields.pop(OWN_KEY, {})
-        config = cls(
-            vlm_config=_vlm_config(fields, f"'{folder}'"), merged_adapters=fields.get("merged_adapters"), **own
-        )
+        own["merged_adapters"] = fields.get("merged_adapters")
+        config = cls(vlm_config=_vlm_config(fields, f"'{folder}'"), **own)
         config.vlm_class()
         if config.reserved_tokens is None:
             config.reserved_tokens = reserved_ranges(load_vlm_processor(folder, config.vlm_config).tokenizer)
@@ -147,7 +143,7 @@ class HfVlaConfig(PreTrainedConfig):
 
 
 def fields_of(template: str) -> set[str | None]:
-    """Return the names in braces of a format string; a template that is none has the field ``?``."""
+    """Return the names in braces of a format string; an invalid one has the field ``?``."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError:

@@ -22,13 +22,13 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.folder_policy import refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
-from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutToken
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
@@ -38,7 +38,7 @@ from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 HEAD_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
-"""Modules besides the VLM, and their files next to those of the VLM."""
+"""Modules besides the VLM, and their files next to the VLM's."""
 
 
 class ActionRows(nn.Linear):
@@ -73,7 +73,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         value_head: bool = True,
         detach_value: bool = True,
         features: str = "hidden",
-        vlm: PreTrainedModel | None = None,  # None: drawn at random
     ) -> None:
         super().__init__(config)
         width = config.text_config.hidden_size
@@ -82,20 +81,21 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_tokens_end, config.action_bin_rule)
         self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
-        self.vlm = config.vlm_class()(config.vlm_config) if vlm is None else vlm
-        self._keep_action_rows()
+        self._take_vlm(config.vlm_class()(config.vlm_config))
         self.value_head = ValueHead(width) if value_head else None
         self._add_readout_token(features, width)
         self.post_init()
         # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
-        if vlm is None and config.weight_init == "fan_in":
+        if config.weight_init == "fan_in":
             self._init_weights_by_fan_in()
 
-    def _keep_action_rows(self) -> None:
-        head = self.vlm.get_output_embeddings()
+    def _take_vlm(self, vlm: PreTrainedModel) -> None:
+        """Act by ``vlm``, whose output head computes the rows of the action tokens only from now on."""
+        self.vlm = vlm
+        head = vlm.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise ConfigError(
-                f"The output head of {type(self.vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
+                f"The output head of {type(vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
                 "Set model.model_path=<folder of another VLM>"
             )
         head.__class__ = ActionRows
@@ -118,7 +118,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return rf"vlm\.({'|'.join(sorted(patterns))})"
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
         return self.vlm.get_input_embeddings()
 
     @torch.no_grad()
@@ -149,7 +148,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; none may be longer than the language model was made for."""
+        """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(observation)
         self.check_length(max(lengths))  # `preprocess` counts the tokens of pictures, too
         return lengths
@@ -167,10 +166,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
 
-    def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor, prefix: list[PrefixStates] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See ``TokenActionModel._score``; one teacher-forced pass."""
+    def _score(self, inputs: Inputs, tokens: Tensor, prefix: list[PrefixStates] | None = None) -> tuple[Tensor, Tensor]:
         rest = dict(inputs)
         prompt = rest.pop("input_ids")
         rest = self._start(prompt, rest)
@@ -199,10 +195,8 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         sequences, logits, _ = self._continue(input_ids, rest, cache, first, do_sample, temperature, uniforms)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
 
-    def _prefill(
-        self, input_ids: Tensor, inputs: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
-        """Run the prompts: what ``generate`` passes on, the cache, the first token's logits ``[B, n_bins]``, all states ``[B, S, H]``."""
+    def _prefill(self, input_ids: Tensor, inputs: Inputs) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
+        """Run the prompts: the next arguments of ``generate``, cache, first logits ``[B, n_bins]``, all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
         kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
         logits, hidden_states = self._run(input_ids, rest, 1, **kwargs)
@@ -220,7 +214,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode behind prompts, given the first token's logits and state ``[B, H]``.
 
-        Return sequences ``[B, L + A]``, logits ``[B, A, n_bins]``, and the states ``[B, A, H]`` that the tokens were read from.
+        Return sequences ``[B, L + A]``, and logits ``[B, A, n_bins]`` and states ``[B, A, H]`` of the tokens.
         """
         all_logits, states, rest = [first[0]], [first[1]], dict(rest)  # a copy, which the hook below changes in place
         kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}
@@ -234,7 +228,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
         return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         others = dict(inputs)
         prompt = others.pop("input_ids")
         rest, cache, logits, prefix = self._prefill(prompt, others)
@@ -273,8 +267,14 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
         loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is refused below
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
-        kwargs.pop("trust_remote_code", None)  # the classes are those of transformers
-        _check_before_loading(folder, config, kwargs)
+        kwargs.pop("trust_remote_code", None)  # all classes come from transformers
+        if not config.norm_stats:
+            raise ConfigError(
+                f"'{folder}' holds no action statistics and model.unnorm_key is {kwargs.get('unnorm_key') or 'null'}; "
+                "a VLM that never acted takes the environment's, by its name. Set e.g. model.unnorm_key=tabletop"
+            )
+        with torch.device("meta"), init.no_init_weights():  # refuses wrong settings before weights are read
+            model = cls(config, *args, **kwargs)
         try:
             with no_progress_bars(), without_load_report():
                 vlm, info = config.vlm_class().from_pretrained(folder, config=config.vlm_config, **loading)
@@ -284,14 +284,17 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             ) from error
         unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
         check_fit(folder, {**info, "unexpected_keys": unused})
-        with init.no_init_weights():
-            model = cls(config, *args, vlm=vlm, **kwargs)
+        model._take_vlm(vlm)
         for name, file in HEAD_FILES.items():
             head = getattr(model, name)
             if head is not None:
-                head.reset_parameters()
+                head.to_empty(device="cpu").reset_parameters()
                 if (folder / file).is_file():
-                    _load_head(folder / file, head)
+                    saved, own = load_file(folder / file), head.state_dict()
+                    wrong = [key for key in own if key in saved and saved[key].shape != own[key].shape]
+                    keys = {"missing_keys": own.keys() - saved.keys(), "unexpected_keys": saved.keys() - own.keys()}
+                    check_fit(folder, keys | {"mismatched_keys": wrong})
+                    head.load_state_dict(saved)
         return model.eval()
 
     def save_pretrained(
@@ -319,24 +322,6 @@ def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str, Any]) -> None:
-    if not config.norm_stats:
-        raise ConfigError(
-            f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; "
-            "a VLM that never acted takes those of the environment, by its name. Set e.g. model.unnorm_key=tabletop"
-        )
-    ActionNormalizer(select_action_stats(config.norm_stats, arguments.get("unnorm_key")), arguments.get("action_dim"))
-    config.action_tokens_end  # noqa: B018  (raises)
-
-
-def _bool_mask(inputs: dict[str, Tensor]) -> Tensor | None:
+def _bool_mask(inputs: Inputs) -> Tensor | None:
     mask = inputs.get("attention_mask")
     return None if mask is None else mask.bool()
-
-
-def _load_head(file: Path, head: nn.Module) -> None:
-    saved, own = load_file(file), head.state_dict()
-    wrong = [name for name in own if name in saved and saved[name].shape != own[name].shape]
-    missing, unexpected = set(own) - set(saved), set(saved) - set(own)
-    check_fit(file.parent, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": wrong})
-    head.load_state_dict(saved)

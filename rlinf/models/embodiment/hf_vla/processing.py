@@ -35,7 +35,12 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
             f"The processor of a '{vlm_config.model_type}' has the parts {sorted(parts) or '(no processor)'}; model=hf_vla needs "
             "one of an image processor and a tokenizer. Set model.model_path=<folder of another VLM>"
         )
-    still_class = _without_video(processor_class)
+
+    def get_attributes(cls: type) -> list[str]:
+        return [name for name in processor_class.get_attributes() if name != "video_processor"]
+
+    members = {"get_attributes": classmethod(get_attributes)}
+    still_class = type(processor_class.__name__, (processor_class,), members)  # transformers looks for its name
     try:
         fields, _ = still_class.get_processor_dict(str(folder))
         image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
@@ -54,21 +59,11 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
     return processor
 
 
-def _without_video(processor_class: type) -> type:
-    """Return the class, under the same name, without its ``video_processor``."""
-
-    def get_attributes(cls: type) -> list[str]:
-        return [name for name in processor_class.get_attributes() if name != "video_processor"]
-
-    return type(processor_class.__name__, (processor_class,), {"get_attributes": classmethod(get_attributes)})
-
-
 def new_vlm_processor(config: HfVlaConfig) -> Any:
     """Make a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(
-            TINY_TOKENIZER, extra_special_tokens=dict(config.special_tokens or {})
-        )
+        special = dict(config.special_tokens or {})
+        tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER, extra_special_tokens=special)
         tokenizer.save_pretrained(folder)
         (Path(folder) / "processor_config.json").write_text(json.dumps(config.processor_config), encoding="utf-8")
         return load_vlm_processor(folder, config.vlm_config)
@@ -94,12 +89,10 @@ class HfVlaProcessor:
 
     @property
     def tokenizer(self) -> Any:
-        """The VLM's tokenizer."""
         return self.processor.tokenizer
 
     @property
     def image_processor(self) -> Any:
-        """The VLM's image processor."""
         return self.processor.image_processor
 
     def prompt(self, instruction: str, num_images: int) -> str:

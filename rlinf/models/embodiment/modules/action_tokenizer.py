@@ -12,7 +12,7 @@ BIN_RULES = ("midpoints", "grid")
 
 
 class ActionTokenizer:
-    """Bins of [-1, 1], one token each (Kim et al. 2024, OpenVLA, section 3.2).
+    """Bins of [-1, 1], one token each (Kim et al. 2024, OpenVLA, section 3.2); ``vocab_size`` counts no padding.
 
     Token ``vocab_size - d`` stands for bin ``d`` in ``1..num_bins``, so the lowest action has the highest id.
 
@@ -22,11 +22,6 @@ class ActionTokenizer:
 
     ``grid``: the bins *are* ``linspace(-1, 1, num_bins)`` and an action takes the nearest one, so that -1, 1 and, for
     odd ``num_bins``, exactly 0 can be represented.
-
-    Args:
-        num_bins: Number of tokens.
-        vocab_size: Vocabulary without padding, ``V``; the tokens are ``V - num_bins .. V - 1``.
-        rule: ``midpoints`` or ``grid``.
     """
 
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
@@ -34,10 +29,8 @@ class ActionTokenizer:
         if not 2 <= num_bins <= vocab_size:
             problem = f"n_action_bins is {num_bins}; required: between 2 and the vocabulary size {vocab_size}"
             raise field_error(problem, f"n_action_bins={min(256, vocab_size)}")
-        self.num_bins = num_bins
-        self.rule = rule
+        self.num_bins, self.vocab_size, self.rule = num_bins, vocab_size, rule
         self.first_token = vocab_size - num_bins
-        self.vocab_size = vocab_size
         self.edges = np.linspace(-1.0, 1.0, num_bins)
         middles = (self.edges[:-1] + self.edges[1:]) / 2.0
         ascending = self.edges if rule == "grid" else np.append(middles, middles[-1])
@@ -46,16 +39,15 @@ class ActionTokenizer:
 
     def encode(self, actions: Tensor | np.ndarray) -> Tensor:
         """Return the int64 token ids of normalised actions (any shape; clipped to [-1, 1])."""
-        array = (
-            actions.detach().cpu().double().numpy() if isinstance(actions, Tensor) else np.asarray(actions, np.float64)
-        )
+        is_tensor = isinstance(actions, Tensor)
+        array = actions.detach().cpu().double().numpy() if is_tensor else np.asarray(actions, np.float64)
         clipped = np.clip(array, -1.0, 1.0)
         if self.rule == "grid":
             bins = np.rint((clipped + 1.0) / 2.0 * (self.num_bins - 1)).astype(np.int64) + 1
         else:
             bins = np.digitize(clipped, self.edges)
         tokens = torch.from_numpy(np.asarray(self.vocab_size - bins, dtype=np.int64))
-        return tokens.to(actions.device) if isinstance(actions, Tensor) else tokens
+        return tokens.to(actions.device) if is_tensor else tokens
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Return the float64 normalised actions of token ids; ids outside the bins give the nearest bin."""

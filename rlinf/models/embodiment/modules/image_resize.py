@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,14 @@ IMAGES_AT_ONCE = 4
 """Images per slice of the work on a CPU, so that its intermediate results stay in the cache."""
 
 
+def _in_slices(images: Tensor, size: tuple[int, int], resize: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+    """Apply ``resize(slice, height, width)`` to slices of images; return images that have the size already unchanged."""
+    if tuple(images.shape[-2:]) == size:
+        return images
+    slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
+    return torch.cat([resize(part, *size) for part in slices])
+
+
 def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as ``PIL.Image.resize(..., BICUBIC)`` does.
 
@@ -22,14 +31,10 @@ def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
     always works in this order, as public checkpoints were trained; version 13 begins with the vertical pass for images
     that lose more than two rows per column lost.
     """
-    height, width = size
-    if tuple(images.shape[-2:]) == (height, width):
-        return images
-    slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
-    return torch.cat([_resize_slice(part, height, width) for part in slices])
+    return _in_slices(images, tuple(size), _bicubic_slice)
 
 
-def _resize_slice(images: Tensor, height: int, width: int) -> Tensor:
+def _bicubic_slice(images: Tensor, height: int, width: int) -> Tensor:
     pixels = images.int()
     if images.shape[-1] != width:
         pixels = _resize_rows(pixels.transpose(-1, -2).contiguous(), width).transpose(-1, -2).contiguous()
@@ -79,15 +84,11 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as TensorFlow does, by ``lanczos3`` with antialias.
 
-    The result is rounded and clipped to uint8.
-
-    A vertical and then a horizontal pass in float32, each product rounded before it is added. The kernel is
-    ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
+    A vertical and then a horizontal pass in float32, each product rounded before it is added; the result is rounded and
+    clipped to uint8. The kernel is ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when
+    shrinking.
     """
-    if tuple(images.shape[-2:]) == size:
-        return images
-    slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
-    return torch.cat([_lanczos3_slice(part, *size) for part in slices])
+    return _in_slices(images, size, _lanczos3_slice)
 
 
 def _lanczos3_slice(images: Tensor, height: int, width: int) -> Tensor:
@@ -136,9 +137,8 @@ def _sine(angle: np.ndarray) -> np.ndarray:
 def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tensor:
     """Cut out the centre of uint8 ``[B, C, H, W]`` and resize it as ``tf.image.crop_and_resize`` (bilinear) does.
 
-    ``area`` is the fraction of the image that is kept; both sides are multiplied by its square root.
-
-    The image becomes float32 in [0, 1] and uint8 again as with ``tf.image.convert_image_dtype``: times 255.5, cut off.
+    ``area`` is the fraction of the image that is kept; both sides are multiplied by its square root. The image becomes
+    float32 in [0, 1] and uint8 again as with ``tf.image.convert_image_dtype``: times 255.5, cut off.
     """
     pixels = images.float().mul_(1.0 / 255.0)
     pixels = _interpolate_rows(pixels.transpose(-1, -2), area, size[1]).transpose(-1, -2)
@@ -147,7 +147,7 @@ def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tenso
 
 
 def _interpolate_rows(pixels: Tensor, area: float, length: int) -> Tensor:
-    """Sample the second last axis at ``length`` places, the first and the last of which are the borders of the crop."""
+    """Sample the second last axis at ``length`` places, from one border of the crop to the other."""
     one, last = np.float32(1.0), np.float32(pixels.shape[-2] - 1)
     side = np.sqrt(np.float32(area))
     low = (one - side) / np.float32(2.0)

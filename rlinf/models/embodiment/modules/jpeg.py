@@ -25,11 +25,9 @@ def jpeg_round_trip(images: Tensor) -> Tensor:
     ``images`` are uint8 RGB ``[B, 3, H, W]``, and so is the result, on the same device; the work is done on the CPU.
     """
     rows = images.permute(0, 2, 3, 1).cpu().contiguous().numpy()
-    decoded = np.stack([_round_trip(row) for row in rows]) if len(rows) else rows
+    decoded = np.empty_like(rows)
+    for row, image in enumerate(rows):
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, "JPEG", quality=QUALITY, subsampling="4:2:0")
+        decoded[row] = simplejpeg.decode_jpeg(stream.getvalue(), fastdct=True, fastupsample=False)
     return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous().to(images.device)
-
-
-def _round_trip(image: np.ndarray) -> np.ndarray:
-    stream = io.BytesIO()
-    Image.fromarray(image).save(stream, "JPEG", quality=QUALITY, subsampling="4:2:0")
-    return simplejpeg.decode_jpeg(stream.getvalue(), fastdct=True, fastupsample=False)

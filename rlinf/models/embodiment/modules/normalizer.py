@@ -14,10 +14,7 @@ from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the statistics of one data set: ``action``, and ``proprio`` where it has states.
-
-    ``unnorm_key`` may be None where ``norm_stats`` (data set name to statistics) has one entry.
-    """
+    """Return the statistics of one data set: ``action``, and ``proprio`` if it has states; None: of the only data set."""
     if unnorm_key is None:
         if len(norm_stats) != 1:
             raise ConfigError(
@@ -28,9 +25,8 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
         unnorm_key = next(iter(norm_stats))
     if unnorm_key not in norm_stats:
         known = closest(unnorm_key, norm_stats) or next(iter(norm_stats), "<name>")
-        raise ConfigError(
-            f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)} Set model.unnorm_key={known}"
-        )
+        found = f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)}"
+        raise ConfigError(f"{found} Set model.unnorm_key={known}")
     return norm_stats[unnorm_key]
 
 
@@ -85,9 +81,7 @@ class ActionNormalizer:
                 f"Set model.action_token_len={len(self.low)}, or another model.unnorm_key"
             )
         if (self.high < self.low).any():
-            raise ConfigError(
-                f"Statistics have {high} < {low}: {low}={self.low.tolist()}, {high}={self.high.tolist()}."
-            )
+            raise ConfigError(f"Statistics have {high} < {low}: {low}={self.low.tolist()}, {high}={self.high.tolist()}")
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._by_device:

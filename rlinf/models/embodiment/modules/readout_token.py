@@ -1,4 +1,4 @@
-"""One token that says what the states of a prefix say (RLT, 2604.23073, stage 1)."""
+"""One token that summarises the states of a prefix (RLT, 2604.23073, stage 1)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
 
 
 class ReadoutToken(nn.Module):
-    """Encode the states of images and prompt into one token, from which a decoder must say each of them again.
+    """Encode the states of images and prompt into one token, from which a decoder must reconstruct each of them.
 
     The encoder is a small transformer over the states and a learned token. The decoder reads the token and a position. RLT's
-    decoder reads the states before that position, too, from which much of the next one can be guessed without any token.
-
-    Args:
-        hidden_size: ``H``, width of the states.
+    decoder also reads the states before the position, from which much of the next state can be guessed without any token.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -34,9 +31,8 @@ class ReadoutToken(nn.Module):
             TOKEN_WIDTH, 4, 2 * TOKEN_WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(TOKEN_WIDTH), enable_nested_tensor=False)
-        self.decoder = nn.Sequential(
-            nn.Linear(TOKEN_WIDTH, 2 * TOKEN_WIDTH), nn.GELU(), nn.Linear(2 * TOKEN_WIDTH, hidden_size)
-        )
+        width = 2 * TOKEN_WIDTH
+        self.decoder = nn.Sequential(nn.Linear(TOKEN_WIDTH, width), nn.GELU(), nn.Linear(width, hidden_size))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -62,9 +58,9 @@ class ReadoutToken(nn.Module):
             return self.encoder(sequence, src_key_padding_mask=ignored)[:, 0]
 
     def loss(self, states: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean squared error with which the states, each of mean 0 and deviation 1, are said again: ``[B]``.
+        """Return the mean squared error ``[B]`` of the reconstructed states, each scaled to mean 0 and deviation 1.
 
-        No gradient reaches the states. 1 is what a decoder reaches that says nothing.
+        No gradient reaches the states. A decoder that predicts the mean reaches 1.
         """
         states = states.detach()
         with without_autocast(states):
@@ -76,18 +72,17 @@ class ReadoutToken(nn.Module):
             return (errors * mask).sum(1) / mask.sum(1)
 
     def _inputs(self, states: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return standardised states ``[B, P, H]``, and codes of their positions, which padding does not count: ``[B or 1, P, width]``."""
+        """Return standardised states ``[B, P, H]``, and codes ``[B or 1, P, width]`` of their positions without padding."""
         standard = nn.functional.layer_norm(states.float(), states.shape[-1:])
         numbers = torch.arange(states.shape[1], device=states.device)[None] if mask is None else mask.cumsum(1) - 1
-        scales = torch.exp(
-            torch.arange(TOKEN_WIDTH // 2, device=states.device) * (-math.log(10_000.0) * 2 / TOKEN_WIDTH)
-        )
+        halves = torch.arange(TOKEN_WIDTH // 2, device=states.device)
+        scales = torch.exp(halves * (-math.log(10_000.0) * 2 / TOKEN_WIDTH))
         angles = numbers[..., None].float() * scales
         return standard, torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def holds_readout_token(folder: str | Path) -> bool:
-    """Return whether a folder of a policy, or of its adapters, holds the weights of such a token."""
+    """Return whether a folder of a policy, or of its adapters, holds the weights of a ``ReadoutToken``."""
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if file.name == READOUT_FILE or any(name.startswith(f"{NAME}.") for name in opened.keys()):

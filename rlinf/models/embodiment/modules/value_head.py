@@ -12,7 +12,7 @@ from rlinf.models.embodiment.modules.float32 import without_autocast
 class ValueHead(nn.Module):
     """Perceptron ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias).
 
-    Parameter names are those of public RL checkpoints. Initialisation: the hidden layers keep torch's default (uniform in
+    Public RL checkpoints have these parameter names. Initialisation: the hidden layers keep torch's default (uniform in
     +-1/sqrt(fan_in)), the last layer is normal with deviation 0.02 and bias 0, so that values start near 0.
     """
 

@@ -26,15 +26,12 @@ _VIT_SIZES = {
 
 @dataclass(frozen=True)
 class VisionTowerSpec:
-    """One vision transformer.
+    """One vision transformer; sizes in pixels.
 
     Attributes:
         kind: ``dinov2`` (class and register tokens, LayerScale) or ``siglip``.
-        image_size, patch_size: Pixels.
-        embed_dim, depth, num_heads, mlp_dim: Sizes.
         num_prefix_tokens: Class token and registers, cut off the output.
         feature_layer: Index of the block whose output is the feature (negative: from the end), without the final norm.
-        hidden_act: Activation of the MLPs.
         mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
         film_dim: Width of the text vector that modulates the blocks; None: no FiLM.
     """
@@ -96,9 +93,9 @@ class OpenVLAConfig(PreTrainedConfig):
         image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made again; None: the towers'
             own. A mean near the background's colour makes small objects stand out, without which a small model does not
             learn.
-        image_preparation: What is done to a picture first. ``rlds``: compress it as JPEG and back, and resize it to the
-            model's input by Lanczos-3, as data sets in RLDS are prepared and the public evaluation on LIBERO does,
-            with the bits of TensorFlow; ``none``: nothing, the resizing above is all.
+        image_preparation: The first step on a picture. ``rlds``: compress it as JPEG and back, and resize it to the model's
+            input by Lanczos-3, as in RLDS data sets and the public evaluation on LIBERO, with the bits of TensorFlow;
+            ``none``: only the resizing above.
         center_crop: Cut out the centre, 0.9 of the area, and enlarge it, as the public evaluations do for models that were
             fine-tuned on random crops of that area (``image_aug``).
         weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public
@@ -158,9 +155,8 @@ class OpenVLAConfig(PreTrainedConfig):
         self.norm_stats = self.norm_stats or {}
         self.vision_overrides = list(self.vision_overrides or [{} for _ in range(towers)])
         if not isinstance(self.text_config, LlamaConfig):
-            self.text_config = LlamaConfig(
-                **(self.text_config or {"vocab_size": 32064, "pad_token_id": self.pad_token_id})
-            )
+            llama2 = {"vocab_size": 32064, "pad_token_id": self.pad_token_id}
+            self.text_config = LlamaConfig(**(self.text_config or llama2))
         super().__post_init__(**kwargs)
         self._check()
 
@@ -224,7 +220,7 @@ class OpenVLAConfig(PreTrainedConfig):
         return towers
 
     def token_block(self) -> tuple[int, int]:
-        """Return height and width, in patches, of what becomes one token."""
+        """Return height and width, in patches, of one token."""
         grid_size, patches = self.vision_towers()[0].grid_size, self.patches_per_token
         side = round(patches**0.5)
         if side * side == patches and grid_size % side == 0:
@@ -246,41 +242,32 @@ class OpenVLAConfig(PreTrainedConfig):
                 f"Vision tower '{name}' is not supported; names look like vit_large_patch14_reg4_dinov2.lvd142m or "
                 f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})", "timm_model_ids=null",
             )  # fmt: skip
-        embed_dim = override.pop("embed_dim", size[0])
-        depth = override.pop("depth", size[1])
-        num_heads = override.pop("num_heads", size[2])
-        mlp_dim = int(embed_dim * override.pop("mlp_ratio", size[3]))
-        patch_size = override.pop("patch_size", int(patch[1]))
-        act = override.pop("hidden_act", None) or self.timm_override_act_layers[index] or "gelu"
-        if override:
-            raise field_error(
-                f"vision_overrides[{index}] has unknown keys: {', '.join(sorted(override))}; required: of embed_dim, depth, "
-                "num_heads, mlp_ratio, patch_size, hidden_act", "vision_overrides=null",
-            )  # fmt: skip
-        registers = re.search(r"reg(\d+)", name)
+        defaults = dict(zip(("embed_dim", "depth", "num_heads", "mlp_ratio"), size, strict=True))
+        defaults |= {"patch_size": int(patch[1]), "hidden_act": None}
+        if unknown := sorted(override.keys() - defaults):
+            problem = f"vision_overrides[{index}] has unknown keys: {', '.join(unknown)}; known: {', '.join(defaults)}"
+            raise field_error(problem, "vision_overrides=null")
+        sizes = defaults | override
+        depth, patch_size, registers = sizes["depth"], sizes["patch_size"], re.search(r"reg(\d+)", name)
         spec = VisionTowerSpec(
             kind=kind,
             image_size=self.image_sizes[index],
             patch_size=patch_size,
-            embed_dim=embed_dim,
+            embed_dim=sizes["embed_dim"],
             depth=depth,
-            num_heads=num_heads,
-            mlp_dim=mlp_dim,
+            num_heads=sizes["num_heads"],
+            mlp_dim=int(sizes["embed_dim"] * sizes["mlp_ratio"]),
             num_prefix_tokens=1 + int(registers[1] if registers else 0) if kind == "dinov2" else 0,
             feature_layer=self.vision_feature_layer,
-            hidden_act=act,
+            hidden_act=sizes["hidden_act"] or self.timm_override_act_layers[index] or "gelu",
             mlp_stem_dim=self.mlp_stem_dim,
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            problem = (
-                f"vision_feature_layer is {self.vision_feature_layer}; required: a block of a tower of depth {depth}"
-            )
-            raise field_error(problem, "vision_feature_layer=-1")
+            found = f"vision_feature_layer is {self.vision_feature_layer}"
+            raise field_error(f"{found}; required: a block of a tower of depth {depth}", "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            problem = (
-                f"image_sizes are {self.image_sizes}; required: a multiple of the patch size {patch_size} of '{name}'"
-            )
+            problem = f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size}"
             raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec

@@ -8,13 +8,11 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer, written into buffers of the final length, so that a new token copies nothing else.
 
-    The buffers are made at the first update, in the dtype that comes. For decoding without gradients.
-
-    Args:
-        max_len: Positions of the whole sequence, those to come included.
+    The buffers are made at the first update, in its dtype. For decoding without gradients.
 
     Attributes:
-        length: Positions that are there; ``run_layers`` counts them, once all layers have written.
+        max_len: Positions of the whole sequence, future ones included.
+        length: Positions written so far; ``run_layers`` counts them, once all layers have written.
         rotary: Rotary tables of all positions; ``run_layers`` computes them at the first call.
     """
 
@@ -40,9 +38,8 @@ class KVCache:
         if end > self.max_len:
             raise ValueError(f"The cache holds {self.max_len} positions, and {end} are wanted.")
         if layer_idx not in self._buffers:
-            self._buffers[layer_idx] = tuple(
-                part.new_empty(*part.shape[:2], self.max_len, part.shape[3]) for part in (key, value)
-            )
+            shape = (*key.shape[:2], self.max_len, key.shape[3])
+            self._buffers[layer_idx] = key.new_empty(shape), value.new_empty(shape)
         keys, values = self._buffers[layer_idx]
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value

@@ -1,4 +1,4 @@
-"""A Llama layer that can be asked for its last positions only, and with attention in both directions."""
+"""A Llama layer that can return its last positions only, and with attention in both directions."""
 
 from __future__ import annotations
 
@@ -59,16 +59,8 @@ class LlamaActionLayer(LlamaDecoderLayer):
             attended = _attend_once(query, key, value, attention_mask, attention.scaling)
         else:
             kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-            attended, _ = kernel(
-                attention,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=0.0,
-                scaling=attention.scaling,
-                is_causal=is_causal,
-            )
+            options = {"dropout": 0.0, "scaling": attention.scaling, "is_causal": is_causal}
+            attended, _ = kernel(attention, query, key, value, attention_mask, **options)
         hidden_states = residual + attention.o_proj(attended.flatten(2))
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -99,7 +91,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines, and sines with the first half of a head negated, of all positions: ``[B or 1, length, 1, head_dim]``.
 
-    Positions count what is not padding (``key_mask`` bool ``[B, length]``; None: no padding).
+    Positions count all but padding (``key_mask`` bool ``[B, length]``; None: no padding).
     """
     if key_mask is None:
         positions = torch.arange(length, device=embeddings.device)[None]
@@ -121,9 +113,9 @@ def run_layers(
 ) -> Tensor:
     """Run a model of ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` positions, normed.
 
-    The embeddings are the last ``S`` positions of the sequence; those before them are in ``cache``, which grows in place.
-    ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, with the positions to come.
-    ``last_inputs``, if given, gets what the last layer reads, ``[B, S, H]``: the last states that all positions have.
+    The embeddings are the last ``S`` positions of the sequence; earlier positions are in ``cache``, which grows in place.
+    ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, future positions included.
+    ``last_inputs``, if given, receives the input of the last layer, ``[B, S, H]``: the last states that all positions have.
     """
     length = num_keys = embeddings.shape[1]
     if cache is None:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -72,20 +72,19 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     ) -> None:
         super().__init__(config)
         self.check_settings(config, hidden_size=hidden_size, unnorm_key=unnorm_key, action_dim=action_dim)
-        text_config = config.text_config
+        width = config.text_config.hidden_size
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
-        self.detach_value = detach_value
-        self.unnorm_key = unnorm_key
+        self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_tokenizer, self.action_normalizer = _action_units(config, unnorm_key, action_dim)
         self.vision_backbone = VisionBackbone(config)
         self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
-        self.language_model = LlamaForCausalLM(text_config)
+        self.language_model = LlamaForCausalLM(config.text_config)
         use_action_layers(self.language_model)
         learned = config.action_decoding == "parallel" and config.learned_placeholders
-        self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
-        self.value_head = ValueHead(text_config.hidden_size) if value_head else None
+        self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, width)) if learned else None
+        self.value_head = ValueHead(width) if value_head else None
         self._graphs: CudaGraphs | None = None
-        self._add_readout_token(features, text_config.hidden_size)
+        self._add_readout_token(features, width)
         self._add_modules()
         self.post_init()
         self._freeze()
@@ -94,7 +93,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def check_settings(
         cls, config: OpenVLAConfig, *, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
     ) -> None:
-        """See ``CheckpointPolicy.check_settings``."""
         check_hidden_size(hidden_size, config.text_config.hidden_size)
         config.token_block()
         _action_units(config, unnorm_key, action_dim)
@@ -106,8 +104,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             super().check_cuda_graph(config, attn_implementation)
         if attn_implementation == "flash_attention_2":
             raise ConfigError(
-                "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded rows on "
-                "the CPU; required: another kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
+                "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded "
+                "rows on the CPU; required: another kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
             )
 
     def use_cuda_graph(self) -> None:
@@ -115,7 +113,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         self._graphs = CudaGraphs()
 
     def _add_modules(self) -> None:
-        """Build what a subclass has besides these modules, before random weights are drawn."""
+        """Add a subclass's own modules, before random weights are drawn."""
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
@@ -136,12 +134,16 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @property
     def frozen_modules(self) -> list[str]:
-        """What lies behind the feature layers of the vision towers: part of public files, and never run."""
+        """Layers behind the feature layers of the vision towers: part of public files, and never run."""
         towers = [(name, module) for name, module in self.named_modules() if isinstance(module, VisionTower)]
         return [f"{name}.{part}" for name, tower in towers for part in tower.unused]
 
+    @property
+    def _value_position(self) -> int:
+        """Index of the state for the value, among the states of the action tokens."""
+        return -1 if self.config.action_decoding == "parallel" else 0
+
     def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
         return self.language_model.get_input_embeddings()
 
     @torch.no_grad()
@@ -209,7 +211,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return replace(observation, images=images, is_resized=True)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; none may be longer than the language model was made for."""
+        """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(observation.instruction)
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths
@@ -229,7 +231,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return torch.cat([text[:, :1], tokens, text[:, 1:]], dim=1), key_mask
 
     def _observation_tokens(self, text: Tensor, key_mask: Tensor | None, pixel_values: Tensor) -> Tensor:
-        """Return what stands between BOS and the text, ``[B, P, H]``: the image tokens."""
+        """Return the tokens between BOS and the text, ``[B, P, H]``: the image tokens."""
         language = self._language_vector(text, key_mask) if self.config.use_film else None
         return self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
 
@@ -241,7 +243,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 
     def _placeholder_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Return what stands behind the prompt in parallel decoding, ``[B, A, H]``."""
+        """Return the embeddings behind the prompt in parallel decoding, ``[B, A, H]``."""
         shape = (len(embeddings), self.num_logprobs, embeddings.shape[-1])
         return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
 
@@ -251,24 +253,26 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
     def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
+        self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TokenActionModel._score``."""
+        hidden_states = self._action_states(inputs, tokens, prefix)
+        return self._bin_logits(hidden_states), hidden_states[:, self._value_position]
+
+    def _action_states(self, inputs: Inputs, tokens: Tensor | None, prefix: list[PrefixStates] | None) -> Tensor:
+        """Return the hidden states ``[B, A, H]`` from which the action tokens are read; arguments as of ``_score``."""
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
             hidden_states = self._read_out(embeddings, key_mask, last_inputs=seen)
-            value_state = hidden_states[:, -1]
         else:
             extra = self.get_input_embeddings()(tokens[:, :-1])
             hidden_states = self._run_behind(embeddings, key_mask, extra, last_inputs=seen)
-            value_state = hidden_states[:, 0]
         if prefix is not None:
             prefix.append((self._prefix_states(seen, embeddings), key_mask))
-        return self._bin_logits(hidden_states), value_state
+        return hidden_states
 
     def _prefix_states(self, seen: list[Tensor], embeddings: Tensor) -> Tensor:
-        """States ``[B, P, H]`` of images and prompt: what the last layer reads (``seen``), normed."""
+        """States ``[B, P, H]`` of images and prompt: the inputs of the last layer (``seen``), normed."""
         return self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
 
     def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
@@ -305,7 +309,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
 
     def _decode(
-        self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
+        self, inputs: Inputs, do_sample: bool, temperature: float, uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         embeddings, key_mask = self._embed_prompt(**inputs)
         if self._graphs is None:
@@ -319,7 +323,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _decode_tokens(
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Bins ``[B, A]``, their logits, and the hidden state of the value. A CUDA graph can hold it: no number decides what runs."""
+        """Bins ``[B, A]``, their logits, and the hidden state of the value. No number decides which kernels run, as a CUDA graph needs."""
         cache, key_mask, first = self._prefill(embeddings, key_mask)
         bins, logits, _ = self._continue(cache, key_mask, first, do_sample, temperature, uniforms)
         return bins, logits, first
@@ -327,7 +331,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _prefill(
         self, embeddings: Tensor, key_mask: Tensor | None, **options: Any
     ) -> tuple[KVCache, Tensor | None, Tensor]:
-        """Return the keys and values of the prompt, a mask with the tokens to come, and the state ``[B, H]`` of the first token."""
+        """Return the prompt's keys and values, a mask that covers the tokens to come, and the first token's state ``[B, H]``."""
         num_later = self.num_logprobs - 1
         cache = KVCache(embeddings.shape[1] + num_later)
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
@@ -344,7 +348,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode behind a prefilled prompt: bins ``[B, A]``, their logits, and the states ``[B, A, H]`` that they were read from."""
+        """Decode behind a prefilled prompt: bins ``[B, A]``, their logits, and their states ``[B, A, H]``."""
         bins, logits, states = [], [], [state]
         for i in range(self.num_logprobs):
             if i > 0:
@@ -356,7 +360,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
         return torch.stack(bins, 1), torch.stack(logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":

@@ -69,7 +69,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.do_center_crop = do_center_crop
         if image_resize_strategy not in STRATEGIES:
             raise ConfigError(
-                f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}."
+                f"image_resize_strategy is '{image_resize_strategy}'; required: {' or '.join(STRATEGIES)}"
             )
         if set(self.interpolations) != {"bicubic"}:
             raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
@@ -86,7 +86,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
         """Build the processor of a model without a ``preprocessor_config.json``.
 
-        Mean and deviation: those of ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
+        Mean and deviation are from ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
         """
         imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
         half = {"mean": [0.5] * 3, "std": [0.5] * 3}
@@ -94,8 +94,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         for tower in params:
             tower["mean"], tower["std"] = config.image_mean or tower["mean"], config.image_std or tower["std"]
         return cls(
-            use_fused_vision_backbone=config.use_fused_vision_backbone,
-            image_resize_strategy=config.image_resize_strategy,
+            config.use_fused_vision_backbone,
+            config.image_resize_strategy,
             input_sizes=[[3, size, size] for size in config.image_sizes],
             means=[tower["mean"] for tower in params],
             stds=[tower["std"] for tower in params],
@@ -132,7 +132,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess_tensors(self, images: Tensor, is_resized: bool = False, is_cropped: bool = False) -> Tensor:
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
-        The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
+        The public processor, which resizes with Pillow, gives the same numbers: see ``resize_bicubic``.
 
         Args:
             images: As the cameras show them.
@@ -170,7 +170,10 @@ class PrismaticImageProcessor(BaseImageProcessor):
             square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
             square[..., top : top + height, left : left + width] = images
             images = square
-        target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
+        target = size
+        if isinstance(size, int):  # of the shorter side; the longer one keeps the aspect, rounded down
+            height, width = images.shape[-2:]
+            target = (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
         images = resize_bicubic(images, target)
         if target == crop:
             return images
@@ -181,34 +184,21 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
-        pixels = [
-            self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch
-        ]
-        return BatchFeature({"pixel_values": torch.stack(pixels).float().numpy()}, tensor_type=return_tensors)
-
-    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
-        """See ``preprocess``."""
-        return self.preprocess(images, **kwargs)
+        pictures = [each if isinstance(each, Image.Image) else Image.fromarray(np.asarray(each)) for each in batch]
+        pixels = torch.stack([self.apply_transform(picture) for picture in pictures])
+        return BatchFeature({"pixel_values": pixels.float().numpy()}, tensor_type=return_tensors)
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number.
 
-    The channels of a pixel lie side by side in what a camera gives. Whole rows of pixels at a time are several times as fast as
-    three numbers at a time.
+    The channels of a camera's pixel lie side by side. Whole rows are several times as fast as three numbers at a time.
     """
     rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]: a view, where the channels are last in memory
     width = images.shape[-1]
     mean, std = (rows.new_tensor(values).repeat(width) for values in (mean, std))
     rows.div_(rows.new_tensor(255.0)).sub_(mean).div_(std)
     return rows.unflatten(2, (width, -1)).permute(0, 3, 1, 2)
-
-
-def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return the size at which the shorter side is ``size`` and the aspect is kept (the longer one rounded down)."""
-    if height <= width:
-        return size, int(size * width / height)
-    return int(size * height / width), size
 
 
 class PrismaticProcessor:
@@ -232,10 +222,8 @@ class PrismaticProcessor:
         **_: Any,
     ) -> None:
         tokenizer.padding_side = "left"
-        self.image_processor = image_processor
-        self.tokenizer = tokenizer
-        self.prompt_template = prompt_template
-        self.prompt_suffix_token_id = prompt_suffix_token_id
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.prompt_template, self.prompt_suffix_token_id = prompt_template, prompt_suffix_token_id
         self.max_prompt_len = max_prompt_len
         self._prompt_ids: dict[str, list[int]] = {}
 
@@ -302,22 +290,13 @@ class PrismaticProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
-    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
-
-    What is done to images before the public processor sees them is said by ``model_config`` alone.
-    """
+    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer."""
     tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
-    has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
-    images = (
-        PrismaticImageProcessor.from_pretrained(path)
-        if has_images
-        else PrismaticImageProcessor.for_config(model_config)
-    )
+    if path is not None and (Path(path) / "preprocessor_config.json").is_file():
+        images = PrismaticImageProcessor.from_pretrained(path)
+    else:
+        images = PrismaticImageProcessor.for_config(model_config)
+    # Public processors do not know these steps, which come first.
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
-    return PrismaticProcessor(
-        images,
-        tokenizer,
-        prompt_template=model_config.prompt_template,
-        prompt_suffix_token_id=model_config.prompt_suffix_token_id,
-        max_prompt_len=model_config.max_prompt_len,
-    )
+    names = ("prompt_template", "prompt_suffix_token_id", "max_prompt_len")
+    return PrismaticProcessor(images, tokenizer, **{name: getattr(model_config, name) for name in names})

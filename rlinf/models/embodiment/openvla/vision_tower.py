@@ -81,15 +81,11 @@ class PatchEmbedding(nn.Module):
         # Rows of pixels stay whole: the weights, which are small, are reordered instead of the pictures.
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
-        if self.stem is not None:
-            return self.proj(
-                nn.functional.gelu(nn.functional.linear(patches, self._by_pixel(self.stem.weight), self.stem.bias))
-            )
-        return nn.functional.linear(patches, self._by_pixel(self.proj.weight), self.proj.bias)
-
-    def _by_pixel(self, weight: Tensor) -> Tensor:
-        """Reorder the columns of ``[out, 3 * size * size]`` from channel, row, column to row, column, channel."""
-        return weight.reshape(len(weight), 3, -1).transpose(1, 2).flatten(1)
+        first = self.proj if self.stem is None else self.stem
+        # The columns become row, column, channel instead of channel, row, column.
+        weight = first.weight.reshape(len(first.weight), 3, -1).transpose(1, 2).flatten(1)
+        embedded = nn.functional.linear(patches, weight, first.bias)
+        return embedded if self.stem is None else self.proj(nn.functional.gelu(embedded))
 
 
 class AttentionPool(nn.Module):
@@ -107,7 +103,7 @@ class AttentionPool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept for saving."""
+    """One vision transformer, run up to the block ``feature_layer``; the layers behind it are kept for saving."""
 
     def __init__(self, spec: VisionTowerSpec, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -128,7 +124,7 @@ class VisionTower(nn.Module):
 
     @property
     def unused(self) -> list[str]:
-        """Names of what lies behind the feature layer."""
+        """Names of the layers behind the feature layer."""
         blocks = [f"blocks.{index}" for index in range(self.spec.num_used_blocks, self.spec.depth)]
         return blocks + [name for name in ("norm", "attn_pool") if hasattr(self, name)]
 
@@ -164,13 +160,13 @@ class VisionBackbone(nn.Module):
     def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
         """Map ``[B, 3 * towers * images, H, W]`` to ``[B, images * N, embed_dim]``."""
         channels = 3 if self.fused_featurizer is None else 6
-        features = [self._one_image(image, text) for image in pixel_values.split(channels, dim=1)]
+        features = []
+        for image in pixel_values.split(channels, dim=1):
+            found = self.featurizer(image[:, :3], text)
+            if self.fused_featurizer is not None:
+                found = torch.cat([found, self.fused_featurizer(image[:, 3:], text)], dim=-1)
+            features.append(found)
         return features[0] if len(features) == 1 else torch.cat(features, dim=1)
-
-    def _one_image(self, image: Tensor, text: Tensor | None) -> Tensor:
-        if self.fused_featurizer is None:
-            return self.featurizer(image, text)
-        return torch.cat([self.featurizer(image[:, :3], text), self.fused_featurizer(image[:, 3:], text)], dim=-1)
 
 
 class Projector(nn.Module):
@@ -200,18 +196,12 @@ class Projector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map ``[B, images * N, vision_dim]`` to ``[B, images * tokens_per_image, hidden_size]``."""
-        if self.block_height * self.block_width > 1:
-            features = self._join_patches(features)
-        hidden_states = self.fc2(nn.functional.gelu(self.fc1(features)))
-        return hidden_states if self.fc3 is None else self.fc3(nn.functional.gelu(hidden_states))
-
-    def _join_patches(self, features: Tensor) -> Tensor:
         batch, _, width = features.shape
         height, run = self.block_height, self.block_width
-        if height == 1:
-            return features.reshape(batch, -1, run * width)
-        blocks = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
-        return blocks.reshape(batch, -1, height * run * width)
+        if height > 1:  # the rows of a block lie one below the other
+            features = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
+        hidden_states = self.fc2(nn.functional.gelu(self.fc1(features.reshape(batch, -1, height * run * width))))
+        return hidden_states if self.fc3 is None else self.fc3(nn.functional.gelu(hidden_states))
 
 
 def _new_block(spec: VisionTowerSpec, attn_implementation: str | None) -> DinoBlock | SiglipBlock:

@@ -1,4 +1,4 @@
-"""What vLLM needs to know of an OpenVLA policy; importing it does not need vLLM."""
+"""The adapter through which vLLM runs an OpenVLA policy; importing it does not need vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpenVLAVllmAdapter:
 
     @staticmethod
     def prompts(config: OpenVLAConfig, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Turn what ``preprocess`` returned into prompts: BOS, the image's token, text; padding left out."""
+        """Turn the result of ``preprocess`` into prompts: BOS, the image's token, text; padding left out."""
         token = image_token(config)
         pixel_values = inputs["pixel_values"].float().cpu().numpy()
         masks = inputs["attention_mask"].bool().cpu()

@@ -8,30 +8,24 @@ from torch import Tensor, nn
 NUM_BLOCKS = 2
 
 
-class _ResidualBlock(nn.Module):
-    """``x + ReLU(Linear(LayerNorm(x)))``."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.ffn(x)
-
-
 class _ResidualMLP(nn.Module):
+    """Blocks ``x + ReLU(Linear(LayerNorm(x)))`` between two linear layers."""
+
     def __init__(self, input_dim: int, width: int, output_dim: int) -> None:
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(input_dim)
         self.fc1 = nn.Linear(input_dim, width)
-        self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(NUM_BLOCKS))
+        self.mlp_resnet_blocks = nn.ModuleList(
+            nn.ModuleDict({"ffn": nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())})
+            for _ in range(NUM_BLOCKS)
+        )
         self.layer_norm2 = nn.LayerNorm(width)
         self.fc2 = nn.Linear(width, output_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
-            x = block(x)
+            x = x + block["ffn"](x)
         return self.fc2(self.layer_norm2(x))
 
 

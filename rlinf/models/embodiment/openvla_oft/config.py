@@ -1,4 +1,4 @@
-"""Configuration of OpenVLA-OFT: what its public training scripts fix, as fields of the checkpoint."""
+"""Configuration of OpenVLA-OFT: constants of its public training scripts, as fields of the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,27 +23,23 @@ ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 class OpenVLAOFTConfig(OpenVLAConfig):
     """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with attention in both directions.
 
-    Public folders hold the ``config.json`` of OpenVLA, which has none of these fields: what differs from the defaults is
-    set by ``model.override_config``.
+    Public folders hold the ``config.json`` of OpenVLA, without these fields: set other values than the defaults by
+    ``model.override_config``. See ``OpenVLAConfig`` for inherited fields.
 
     Args:
-        num_images_in_input: Cameras that the model sees, in the order of the observation.
         use_proprio: Read the robot's state as one more token.
         state_dim: Numbers of the state; None: as many as its statistics have.
-        use_film: Modulate the vision blocks by the mean text embedding.
         action_head: ``discrete`` (action tokens) or ``l1`` (a continuous head behind the same hidden states).
         action_normalization: ``bounds_q99`` (statistics ``q01`` and ``q99``: LIBERO, BRIDGE) or ``bounds`` (``min`` and
             ``max``: ALOHA); of actions and state alike.
-        stop_token_in_input: End the input with ``</s>``, as the public models; false: end it with the placeholders, as
-            checkpoints of RL frameworks may.
+        stop_token_in_input: End the input with ``</s>``, as the public models; false: with the placeholders.
         greedy_over_vocabulary: The greedy action token is the likeliest of the whole vocabulary, as in the public
             evaluation (one outside the bins decodes as the nearest bin); false: of the action bins. Sampling and
             log-probabilities are over the bins either way.
         action_decoding: Always ``parallel``.
         new_parts: Parts that the folder may lack, and that then start again, as in the public fine-tuning of a base OpenVLA:
             ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity (the public code
-            draws it at random). A part that the folder has is loaded. A model that was built has no new parts any more.
-        **kwargs: See ``OpenVLAConfig``.
+            draws it at random). A part that the folder has is loaded. Building the model empties this list.
     """
 
     model_type = "openvla_oft"
@@ -53,10 +49,8 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "use_proprio", "use_film",
     )  # fmt: skip
 
-    num_images_in_input: int = 1
     use_proprio: bool = False
     state_dim: int | None = None
-    use_film: bool = False
     action_head: str = "discrete"
     action_normalization: str = "bounds_q99"
     stop_token_in_input: bool = True
@@ -100,7 +94,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     @property
     def optional_parts(self) -> list[str]:
-        """Those of ``NEW_PARTS`` that the model has."""
+        """Names in ``NEW_PARTS`` of parts that the model has."""
         has = {
             "action_head": self.action_head == "l1",
             "proprio_projector": self.use_proprio,

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import Inputs
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.openvla.llama_layer import run_layers
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
@@ -57,23 +58,18 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     @classmethod
     def check_settings(cls, config: OpenVLAOFTConfig, *, unnorm_key: str | None, **arguments: Any) -> None:
-        """See ``CheckpointPolicy.check_settings``."""
         super().check_settings(config, unnorm_key=unnorm_key, **arguments)
         _state_normalizer(config, unnorm_key)
 
     @classmethod
     def reads_state(cls, config: OpenVLAOFTConfig) -> bool:
-        """Under ``use_proprio``."""
         return config.use_proprio
 
     @classmethod
     def check_env(cls, config: OpenVLAOFTConfig, env: EnvSpec) -> None:
-        """Check that there is a state to read, too."""
         super().check_env(config, env)
         if config.use_proprio and env.state_dim == 0:
-            problem = (
-                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set"
-            )
+            problem = f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none"
             raise field_error(problem, "use_proprio=false")
 
     @classmethod
@@ -86,6 +82,10 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def state_dim(self) -> int:
         """Numbers of the state that the model reads; 0: none."""
         return 0 if self.state_normalizer is None else len(self.state_normalizer.low)
+
+    @property
+    def _value_position(self) -> int:
+        return 0
 
     # -- forward pass --------------------------------------------------------------------------------------------
 
@@ -131,21 +131,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         hidden_states = run_layers(decoder, sequence, key_mask, num_queries, is_causal=False, **options)
         return hidden_states[:, : self.num_logprobs]
 
-    def _score(
-        self, inputs: dict[str, Tensor], tokens: Tensor | None, prefix: list[PrefixStates] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        hidden_states = self._read_out_with(inputs, prefix)
-        return self._bin_logits(hidden_states), hidden_states[:, 0]
-
-    def _read_out_with(self, inputs: dict[str, Tensor], prefix: list[PrefixStates] | None) -> Tensor:
-        """Return the hidden states of the read-out; ``prefix`` as in ``_score``."""
-        embeddings, key_mask = self._embed_prompt(**inputs)
-        seen: list[Tensor] = []
-        hidden_states = self._read_out(embeddings, key_mask, last_inputs=seen)
-        if prefix is not None:
-            prefix.append((self._prefix_states(seen, embeddings), key_mask))
-        return hidden_states
-
     def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
         """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
         hidden_states = self._read_out(*self._embed_prompt(**inputs))
@@ -178,7 +163,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     @property
     def num_candidate_uniforms(self) -> int:
-        """The L1 head takes none."""
         return 0 if self.action_head is not None else super().num_candidate_uniforms
 
     def _greedy(self, states: Tensor) -> Tensor:
@@ -196,26 +180,22 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         return super()._sampled(states, uniforms)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of sampled tokens; see ``ActionModel.rollout_logprobs``."""
         self.check_rl(self.config)
         return super().rollout_logprobs(prediction, temperature)
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
-        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         self.check_rl(self.config)
         return super().evaluate_actions(inputs, sequences, temperature)
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
         target = self.action_normalizer.normalize(actions).float().to(self.device)
-        prefix: list[PrefixStates] = []
-        states = self._read_out_with(inputs, prefix if self.readout_token is not None else None)
+        readout, prefix = self.readout_token, list[PrefixStates]()
+        states = self._action_states(inputs, None, None if readout is None else prefix)
         losses = (self.action_head(states) - target).abs().mean((1, 2))
-        return losses if self.readout_token is None else losses + self.readout_token.loss(*prefix[0])
+        return losses if readout is None else losses + readout.loss(*prefix[0])
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Turn the last ``A`` tokens (l1: normalised numbers) into actions in env units, float32 ``[B, C, D]``."""
@@ -237,7 +217,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
 
 def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> ActionNormalizer | None:
-    """Return what normalises the state; None where none is read."""
+    """Return the normaliser of the state; None without ``use_proprio``."""
     if not config.use_proprio:
         return None
     stats = select_stats(config.norm_stats, unnorm_key)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import CheckpointError
@@ -59,7 +59,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
 
 
 def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
-    """Return those of ``config.new_parts`` without a tensor in ``names``; refuse a folder that lacks another part."""
+    """Return the names in ``config.new_parts`` without a tensor in ``names``; refuse a folder that lacks another part."""
     present = {"film" if ".film." in name else name.split(".")[0] for name in names}
     absent = [part for part in config.optional_parts if part not in present]
     refused = [part for part in absent if part not in config.new_parts]
@@ -84,10 +84,13 @@ def draw_parts(
     """
     width = config.text_config.hidden_size
     drawn: dict[str, Tensor] = {}
-    if "action_head" in parts:
-        drawn |= _prefixed("action_head.", L1ActionHead(width, action_dim))
-    if "proprio_projector" in parts:
-        drawn |= _prefixed("proprio_projector.", ProprioProjector(state_dim, width))
+    modules = {
+        "action_head": (L1ActionHead, width, action_dim),
+        "proprio_projector": (ProprioProjector, state_dim, width),
+    }
+    for part, (module_class, *sizes) in modules.items():
+        if part in parts:
+            drawn |= {f"{part}.{name}": tensor for name, tensor in module_class(*sizes).state_dict().items()}
     if "film" in parts:
         for tower, spec in zip(("featurizer", "fused_featurizer"), config.vision_towers(), strict=False):
             for block in range(spec.depth):
@@ -98,10 +101,6 @@ def draw_parts(
     if "placeholders" in parts:
         drawn["placeholders"] = torch.randn(num_tokens, width) * config.text_config.initializer_range
     return drawn
-
-
-def _prefixed(prefix: str, module: nn.Module) -> dict[str, Tensor]:
-    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
 
 
 def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -40,8 +40,7 @@ _LEROBOT_FIELDS = {
 
 
 class Pi0Config(PreTrainedConfig):
-    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025). The first block of arguments is the network, the second what
-    it is fed, the third how it acts in reinforcement learning.
+    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025): the network, then its inputs, then how it acts in RL.
 
     Args:
         pi05: pi0.5: adaptive norms get the time, and the state is part of the prompt. False: pi0.
@@ -158,9 +157,7 @@ class Pi0Config(PreTrainedConfig):
             problem = f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            problem = (
-                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state"
-            )
+            problem = "discrete_state_input has bins of [-1, 1], which use_quantile_norm=False does not map to"
             raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
@@ -173,7 +170,7 @@ class Pi0Config(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read the configuration of a folder: ours, that of openpi's converter, lerobot's, or ``tiny_config.json``.
+        """Read the configuration of a folder: ours, openpi's, lerobot's, or ``tiny_config.json``.
 
         Where the file does not say whether this is pi0.5 (openpi's converter does not), the names of the tensors do.
         Statistics under ``assets/<name>/norm_stats.json`` are added to ``norm_stats`` as ``<name>``.
@@ -194,13 +191,12 @@ class Pi0Config(PreTrainedConfig):
 def check_attention(implementation: str | None) -> None:
     """Refuse a kernel that takes no masks."""
     if implementation not in (None, "sdpa", "eager"):
-        raise ConfigError(
-            f"model.attn_implementation is {implementation}, whose kernels take no masks. Set model.attn_implementation=sdpa"
-        )
+        found = f"model.attn_implementation is {implementation}, whose kernels take no masks"
+        raise ConfigError(f"{found}. Set model.attn_implementation=sdpa")
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse sizes of the model section that exceed those of the network."""
+    """Refuse sizes of the model section that exceed the network's."""
     if action_dim > config.action_dim:
         raise ConfigError(
             f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "
@@ -240,9 +236,7 @@ def _tensor_names(folder: Path) -> list[str]:
             with safe_open(path, "pt") as file:
                 names += file.keys()
         except SafetensorError as error:
-            raise CheckpointError(
-                f"'{path}' cannot be read ({error}). Set model.model_path=<another folder>"
-            ) from error
+            raise CheckpointError(f"'{path}' cannot be read ({error}). Set model.model_path=<another>") from error
     return names
 
 

@@ -50,20 +50,13 @@ def step_moments(
     * ``flow_ode``: ``w1 = t_next``, deviation 0. This is the Euler step ``x - v d``.
     * ``flow_sde`` (the SDE of Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
       ``w1 = t_next - s^2 d / (2 t)``, deviation ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``. Where ``t = 1``, the
-      denominator of ``s`` is that of the second grid point, because it would be 0.
+      denominator of ``s`` would be 0, and the second grid point's is taken.
     * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, deviation
       ``t_next sin(pi a / 2)``.
-    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, deviation given by a trained head.
+    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, deviation ``noise_std`` of a trained head.
 
-    Args:
-        method: One of ``NOISE_METHODS``.
-        x: ``[B, H, D]``.
-        velocity: ``[B, H, D]``.
-        t: Times of ``x``, broadcastable to it.
-        t_next: Times to step to.
-        t_second: Second point of the grid.
-        noise_level: ``a``.
-        noise_std: Deviations ``[B, H, D]`` for ``flow_noise``.
+    ``x``, ``velocity`` and ``noise_std`` are ``[B, H, D]``; ``t``, ``t_next`` and ``t_second``, the second point of the
+    grid, are broadcastable to them; ``noise_level`` is ``a``.
     """
     d = t - t_next
     action, noise = x - velocity * t, x + velocity * (1.0 - t)
@@ -91,11 +84,6 @@ def gaussian_entropy(std: Tensor) -> Tensor:
     """Elementwise ``0.5 log(2 pi e std^2)`` in nats; 0 where ``std`` is 0."""
     fixed = std == 0.0
     return (std.masked_fill(fixed, 1.0).log() + 0.5 * math.log(2.0 * math.pi * math.e)).masked_fill(fixed, 0.0)
-
-
-def standard_normal(uniforms: Tensor) -> Tensor:
-    """Turn numbers in (0, 1) into float32 standard normal ones by inverse transform."""
-    return torch.special.ndtri(uniforms.double()).float()
 
 
 def training_times(uniforms: Tensor) -> Tensor:

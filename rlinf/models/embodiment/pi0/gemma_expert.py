@@ -95,9 +95,8 @@ class GemmaActionLayer(GemmaDecoderLayer):
             lowest = torch.finfo(query.dtype).min
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        attended, _ = kernel(
-            attention, query, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, is_causal=False
-        )
+        options = {"dropout": 0.0, "scaling": attention.scaling, "is_causal": False}
+        attended, _ = kernel(attention, query, keys, values, attention_mask, **options)
         hidden_states = _gated_sum(hidden_states, attention.o_proj(attended.flatten(2)), gate)
         normed, gate = _normed(self.post_attention_layernorm, hidden_states, condition)
         return _gated_sum(hidden_states, self.mlp(normed), gate), own
@@ -133,9 +132,8 @@ class GemmaStack(nn.Module):
         """Transform ``[B, S, W]`` at ``positions [B, S]``; see ``GemmaActionLayer`` for the other arguments."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
         for index, layer in enumerate(self.layers):
-            hidden_states, _ = layer(
-                hidden_states, attention_mask, rotation, None if prefix is None else prefix[index], condition
-            )
+            seen = None if prefix is None else prefix[index]
+            hidden_states, _ = layer(hidden_states, attention_mask, rotation, seen, condition)
         return _normed(self.norm, hidden_states, condition)[0]
 
     def keys_and_values(

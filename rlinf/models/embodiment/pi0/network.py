@@ -36,7 +36,7 @@ class Prefix:
     Attributes:
         keys_values: Per layer, keys and values ``[2, B, kv_heads, P, head_dim]``.
         mask: bool ``[B, P]``: a key that is there.
-        states: What the last layer of the language model reads, ``[B, P, width]``.
+        states: Input of the last layer of the language model, ``[B, P, width]``.
     """
 
     keys_values: list[Tensor]
@@ -83,14 +83,13 @@ class Pi0Network(CheckpointPolicy):
         self._freeze()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
         return self.language_model.embed_tokens
 
     @property
     def frozen_modules(self) -> list[str]:
-        """Names of what is never trained: what no output depends on, and with ``freeze_vlm`` what reads images and text.
+        """Modules that no output depends on; with ``freeze_vlm``, also all modules that read images and text.
 
-        The expert reads the keys and values of the language model, so what its last layer does with them is of no use.
+        The expert reads keys and values of the language model only, so the rest of its last layer is never used.
         """
         if self.config.freeze_vlm:
             return ["expert_lm_head", "vision_tower", "projector", "language_model"]
@@ -105,7 +104,7 @@ class Pi0Network(CheckpointPolicy):
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
         elif isinstance(module, nn.Embedding):
-            # those of tokens are multiplied by sqrt(width) later, those of positions are not
+            # tokens, but not positions, are multiplied by sqrt(width) later
             is_position = module is self.vision_tower.embeddings.position_embedding
             init.normal_(module.weight, std=1.0 if is_position else module.embedding_dim**-0.5)
         elif type(module).__name__ == "GemmaRMSNorm":
@@ -113,7 +112,7 @@ class Pi0Network(CheckpointPolicy):
 
     @torch.no_grad()
     def _init_composites(self) -> None:
-        """What ``_init_weights`` cannot do: transformers calls it for no module of ours without parameters of its own."""
+        """Draw heads and norms here: transformers calls ``_init_weights`` for no module without parameters of its own."""
         if self.value_head is not None:
             self.value_head.reset_parameters()
         if self.readout_token is not None:
@@ -220,14 +219,14 @@ def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
     width, noise_head = config.expert["width"], None
     if config.noise_method == "flow_noise":
         std_range = config.noise_std_range or NEW_STD_RANGE
-        noise_head = NoiseHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
+        noise_head = DeviationHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
     return {
         "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
         "noise_head": noise_head,
     }
 
 
-class NoiseHead(nn.Module):
+class DeviationHead(nn.Module):
     """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
 
     ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with ``low`` and ``high`` the logarithms of the squared bounds.
@@ -258,7 +257,7 @@ class NoiseHead(nn.Module):
 
 
 def deviation_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
-    """Return the buffers of a ``NoiseHead``: the logarithms of the squared bounds."""
+    """Return the buffers of a ``DeviationHead``: the logarithms of the squared bounds."""
     low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
     return {"logvar_min": low, "logvar_max": high}
 

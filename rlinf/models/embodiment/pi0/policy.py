@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
@@ -19,14 +19,13 @@ from rlinf.models.embodiment.pi0.flow import (
     gaussian_entropy,
     gaussian_logprobs,
     noisy_actions,
-    standard_normal,
     step_moments,
     training_times,
 )
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
 from rlinf.models.loading import field_error, without_logprobs
-from rlinf.models.sampling import draw_uniforms
+from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
@@ -41,14 +40,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
     otherwise each row's own random number chooses one step to sample, the others are Euler steps, and the chosen one is
     scored. The ``A`` columns are the executed actions: horizon and padding are cut off first. The mean (the density of the
     chain would be the sum) is the convention of public RL recipes; it makes log-ratios ``n + 1`` times smaller.
-    ``temperature`` multiplies the variance of the steps, not that of the initial noise.
+    ``temperature`` multiplies the variance of the steps, not of the initial noise.
 
     **Greedy** (``do_sample=False``): Euler steps from one fixed noise, the same for every row and call. The published
     evaluation draws new noise, which would make a greedy result depend on chance.
 
-    **Values** are those of a step: the value head on the mean of the expert's outputs. A rollout returns the mean over all
-    its ``n`` steps; ``evaluate_actions`` the mean over the steps that it scores, which is the same chain's with
-    ``joint_logprob`` and the chosen step's without.
+    **Values** belong to a step: the value head on the mean of the expert's outputs. A rollout returns the mean over all
+    its ``n`` steps; ``evaluate_actions`` the mean over the scored steps: all with ``joint_logprob``, else the chosen one.
 
     ``sequences`` is the chain ``[n + 1, horizon, action_dim of the config]`` flattened, and the chosen step (-1: all);
     ``logits`` are means and deviations, ``[B, n, horizon, action_dim, 2]``, temperature included.
@@ -77,8 +75,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         self.check_settings(config, **settings, action_chunks_len=action_chunks_len)
         super().__init__(config, value_head, features)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
-        self.detach_value = detach_value
-        self.unnorm_key = unnorm_key
+        self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_normalizer = _action_normalizer(config, unnorm_key, action_dim)
 
     @classmethod
@@ -93,7 +90,6 @@ class Pi0ForRLActionPrediction(Pi0Network):
         attn_implementation: str | None = None,
         **_: Any,
     ) -> None:
-        """See ``CheckpointPolicy.check_settings``."""
         check_attention(attn_implementation or config._attn_implementation)
         check_hidden_size(hidden_size, config.hidden_size)
         check_sizes(config, action_dim, action_chunks_len)
@@ -101,8 +97,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @classmethod
     def reads_state(cls, config: Pi0Config) -> bool:
-        """Unless pi0.5 leaves the state out of its prompt."""
-        return config.reads_state
+        return config.reads_state  # false if pi0.5 leaves the state out of its prompt
 
     @classmethod
     def check_env(cls, config: Pi0Config, env: EnvSpec) -> None:
@@ -111,9 +106,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if config.cameras is not None and (not names or not set(names) <= set(given)):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
-                f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
-                f"cameras={override_text(given)}",
-            )
+                "required: one or more, all of them rendered", f"cameras={override_text(given)}",
+            )  # fmt: skip
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
             fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
             raise ConfigError(
@@ -145,7 +139,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @property
     def num_uniforms(self) -> int:
-        """The initial noise, that of the sampled steps, and the choice of the step."""
+        """The initial noise, the noise of the sampled steps, and the choice of the step."""
         return (1 + (self.config.num_steps if self.config.joint_logprob else 1)) * self._chunk_size + 1
 
     @property
@@ -155,7 +149,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @property
     def num_steering_numbers(self) -> int:
-        """Those of one action, padding included: a head sets the same noise for all actions of the horizon, as DSRL does for pi0."""
+        """Noise of one action, padding included: a head sets the same for all actions of the horizon, as DSRL does for pi0."""
         return self.config.action_dim
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
@@ -164,7 +158,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @property
     def feature_dim(self) -> int:
-        """The expert's outputs for the executed actions one after the other, a state of the language model, or a token of all of them."""
+        """Width of the expert's outputs for the executed actions, of a state of the language model, or of its token."""
         if self.feature_kind == "token":
             return TOKEN_WIDTH
         hidden = self.action_chunks_len * self.config.expert["width"]
@@ -185,10 +179,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
 
-        ``image_mask``: bool ``[B, cameras]``, False where a camera is absent in this row; None: all are there.
-
-        Absent cameras are left out. They would only be masked keys, and positions count present tokens, so the numbers are
-        those of a sequence with black images in their places.
+        ``image_mask``: bool ``[B, cameras]``, False where a camera is absent in this row; None: all are present. A camera
+        that is absent in all rows is left out: its keys would be masked, and positions count present tokens only.
         """
         processor = self._ready_processor()
         images = [
@@ -205,10 +197,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
         input_ids, attention_mask = processor.encode(observation.instruction, in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
-            rows_cameras = list(pixel_values.shape[:2])
-            raise ConfigError(
-                f"image_mask has the shape {list(present.shape)}; required: {rows_cameras} (rows, cameras)"
-            )
+            found, required = list(present.shape), list(pixel_values.shape[:2])
+            raise ConfigError(f"image_mask has the shape {found}; required: {required} (rows, cameras)")
         inputs = {
             "pixel_values": pixel_values,
             "image_mask": present.to(self.device),
@@ -247,9 +237,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def _state(self, observation: Observation) -> Tensor:
         """The state in the network's units, float64 ``[B, S]`` on the CPU."""
         if observation.state is None:
-            raise ConfigError(
-                "The policy reads the robot's state and the environment gives none. Set env.state=proprio"
-            )
+            raise ConfigError("The policy reads the robot's state, and the env gives none. Set env.state=proprio")
         width = observation.state.shape[1]
         if width > self.config.action_dim:
             problem = f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim)"
@@ -310,7 +298,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
         return noise.to(self.device).expand(num_rows, -1, -1)
 
-    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
         if self.feature_kind == "hidden":
@@ -327,7 +315,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return Proposal(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
     def _euler(self, prefix: Prefix, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Denoise ``x [B, horizon, action_dim]`` without further noise; also the expert's outputs ``[B, horizon, width]`` of the last step."""
+        """Denoise ``x [B, horizon, action_dim]`` without further noise; return the expert's last outputs, too."""
         times, output = denoising_times(self.config.num_steps, x.device), x
         for t, t_next in zip(times[:-1], times[1:], strict=True):
             velocity, output = self.velocity(prefix, state, x, t.expand(len(x)))
@@ -337,7 +325,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     @torch.no_grad()
     def denoise(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Inputs,
         noise: Tensor,
         step_noise: Tensor,
         step: Tensor,
@@ -369,16 +357,12 @@ class Pi0ForRLActionPrediction(Pi0Network):
             return self._executed(terms.mean(1))
         return self._executed(terms.sum(1))  # all but the sampled step are 0
 
-    def score_chain(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
         """Score a chain, all of horizon and padding included, with gradients.
 
-        Returns:
-            Log-densities and entropies ``[B, n + 1, horizon, action_dim]`` with ``joint_logprob``, else of the chosen step
-            alone, ``[B, 1, horizon, action_dim]``; values ``[B, n]`` or ``[B, 1]``. The entropy is 0 unless the deviation
-            is learned (``flow_noise``). Without a chosen step (-1, a greedy chain) both are 0, and the value is that of the
-            first step.
+        Return log-densities and entropies ``[B, n + 1, horizon, action_dim]`` with ``joint_logprob``, else of the chosen step
+        alone, ``[B, 1, horizon, action_dim]``; values ``[B, n]`` or ``[B, 1]``. The entropy is 0 unless the deviation is
+        learned (``flow_noise``). Without a chosen step (-1, a greedy chain) both are 0, and the value is the first step's.
         """
         chain, chosen = self._split(sequences)
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -398,14 +382,12 @@ class Pi0ForRLActionPrediction(Pi0Network):
             entropy = torch.zeros_like(entropy)
         return torch.stack(logprobs, 1), entropy, torch.stack(values, 1)
 
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
         """Score chains ``sequences [B, K]``; see the class and ``ActionModel.evaluate_actions``."""
         logprobs, entropy, values = self.score_chain(inputs, sequences, temperature)
         return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
 
         ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss covers. ``uniforms`` are
@@ -424,12 +406,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return losses + self.readout_token.loss(self.language_model.norm(prefix.states), prefix.mask)
 
     def flow_loss(
-        self, inputs: dict[str, Tensor], actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
+        self, inputs: Inputs, actions: Tensor, noise: Tensor, t: Tensor, prefix: Prefix | None = None
     ) -> Tensor:
-        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``.
-
-        ``prefix``: what ``encode_prefix`` returned; None: it is called.
-        """
+        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
         x, target = noisy_actions(actions, noise, t[:, None, None])
         prefix = self.encode_prefix(**inputs) if prefix is None else prefix
         velocity, _ = self.velocity(prefix, inputs.get("state"), x, t)
@@ -440,7 +419,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return self._chunk(self._split(sequences)[0][:, -1])
 
     def _chunk(self, x: Tensor) -> Tensor:
-        """The executed ones ``[B, C, D]`` of normalised actions ``[B, horizon, action_dim]``, in env units."""
+        """Cut normalised actions ``[B, horizon, action_dim]`` to the executed ones, in env units ``[B, C, D]``."""
         return self.action_normalizer.unnormalize(x[:, : self.action_chunks_len, : self.action_dim]).float()
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:

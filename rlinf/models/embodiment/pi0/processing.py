@@ -20,14 +20,14 @@ _NUM_STATE_BINS = 256
 
 
 class StatisticsNormalizer:
-    """States and actions between env units and those of the network, in float64, without clipping.
+    """States and actions between env units and the network's units, in float64, without clipping.
 
     Mean and std: ``n = (x - mean) / (std + 1e-6)``. Quantiles: ``n = 2 (x - q01) / (q99 - q01 + 1e-6) - 1``. Where
     ``mask`` is false, ``n = x``.
 
     Args:
         stats: ``mean`` and ``std``, or ``q01`` and ``q99``; padding, which does not vary, is cut off their ends.
-        dim: Width of what is normalised.
+        dim: Width of the states or actions.
         use_quantiles: Which of the two.
         name: ``action`` or ``proprio``, for messages.
     """

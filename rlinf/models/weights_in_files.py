@@ -14,11 +14,11 @@ from rlinf.distributed.parallel import local_part
 from rlinf.optim.finite import check_loaded
 
 READ_WHOLE = "read_whole_because"
-"""Attribute of a model whose weights were asked to stay in their files and could not: the reason."""
+"""Attribute with the reason why the weights of a model could not stay in their files, as asked."""
 
 
 def how_read(model: nn.Module) -> str:
-    """Tell how the ranks get the weights of a model that they shard."""
+    """Describe how the ranks get the weights of a model that they shard."""
     if is_deferred(model):
         return "each rank reads its rows of the weights"
     because = getattr(model, READ_WHOLE, None) or "its weights are random, or its class reads its folder itself"
@@ -26,14 +26,14 @@ def how_read(model: nn.Module) -> str:
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
-    """Raise CheckpointError for weights that ``read_deferred`` has read on this rank and that are NaN or infinite; it names the tensor."""
+    """Refuse weights that ``read_deferred`` has read on this rank and that are NaN or infinite."""
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
     check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))
 
 
 class NotDeferredError(Exception):
-    """The weights cannot stay in their files; the text says why, and what is read whole instead works."""
+    """The weights cannot stay in their files, for the reason in the text; they must be read whole."""
 
 
 def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any) -> Any:
@@ -49,12 +49,12 @@ def without_weights(model_class: type[nn.Module], config: Any, **arguments: Any)
 
 @torch.no_grad()
 def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
-    """Say of each parameter of a model on the meta device where its numbers are; read small ones and buffers now.
+    """Record for each parameter of a model from ``without_weights`` where its numbers are; read buffers now.
 
-    Raise NotDeferredError if names or shapes are not exactly those of the model.
+    Raise NotDeferredError if names or shapes differ from the model's.
 
     Args:
-        model: What ``without_weights`` returned.
+        model: Its parameters are on the meta device.
         tensors: All weights by name, in files or in memory; of tied weights only one.
         whole: First parts of the names of modules that are read now, because other code writes into them.
     """
@@ -67,7 +67,7 @@ def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collec
     fits = all(len(names) == 1 for names in given) and tensors.keys() <= parameters.keys() | buffers.keys()
     own = parameters | buffers
     if not fits or buffers.keys() - tensors.keys() or any(own[name].shape != tensors[name].shape for name in tensors):
-        raise NotDeferredError("the names and shapes in its files are not those of the model")
+        raise NotDeferredError("the names and shapes in its files differ from the model's")
     for (name,), names in zip(given, places.values(), strict=True):
         parameter, source = parameters[name], tensors[name]
         if isinstance(source, FileTensor) and name.split(".")[0] not in whole:

@@ -1,4 +1,4 @@
-"""A player: plays a policy that is trained elsewhere. It knows nothing of how it was started or how it is asked."""
+"""A player: plays a policy that is trained elsewhere. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) -> Callable[[int, int], Player]:
-    """Return what makes a player of its number and that of its neighbours; it has ``OMP_NUM_THREADS`` of this process, not the one that Ray sets."""
+    """Return ``make(number, num_neighbours)`` for players with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
     return partial(Player, replace(config, cluster=cluster), shell, placement)
 
@@ -40,16 +40,15 @@ def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) ->
 class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
-    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from that copy. The copy evaluates, preprocesses
-    and computes values, as a rank's own policy does next to a rank's own engine.
+    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still evaluates,
+    preprocesses and computes values.
 
-    Which blocks it plays in a call is the caller's choice, as long as there are no more of them than its
-    share of ``placement.num_blocks``. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
+    Any player may play any blocks, up to its share of ``placement.num_blocks`` in a call: a rollout depends on the weights, the
+    iteration, the attempt and the block alone.
 
     Args:
-        config: Of the run.
+        config, placement: Of the run.
         shell: The policy without its weights.
-        placement: Of the run.
         number: Of this player, over all machines.
         num_neighbours: Players on this machine, this one included; they share its cores.
     """

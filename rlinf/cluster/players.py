@@ -1,4 +1,4 @@
-"""The players of a rank as it sees them: asked, waited for, replaced when they are lost."""
+"""The players of a rank: it calls them, waits for their answers, and replaces those that are lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 import rlinf.errors
-from rlinf.cluster.actor import PlayerActor, Whereabouts
+from rlinf.cluster.actor import PlayerActor, PlayerProcess
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.weights import StoredWeights, WeightStore
@@ -88,12 +88,12 @@ class Call:
 class Players:
     """The players of this rank.
 
-    A player is asked one thing after the other. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
-    the new one is asked again what was not answered, each time with the weights that the old one had for it. What it answers is what
-    the old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
+    A player answers calls in their order. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
+    the new one gets the unanswered calls again, each with the weights that the old one had for it. Its answers are the same,
+    because a rollout depends on weights, iteration, attempt and block alone.
 
     Args:
-        make: Called in the process of each player with its number and that of the players on its machine; returns a ``PolicyCopy``.
+        make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
         cluster: Deadlines, and how many players may be lost.
         placement: Of the run.
         reservation: Where players may be.
@@ -101,8 +101,7 @@ class Players:
         way_on: How a user continues after an error that ends the run.
 
     Attributes:
-        numbers: Those of this rank.
-        blocks: Those of this rank.
+        numbers, blocks: Players and blocks of this rank.
         num_replaced: Players that were lost so far.
     """
 
@@ -211,7 +210,7 @@ class Players:
         if weights is None or weights.version != version:
             weights = None
             for number in self.numbers:
-                if not self._open[number]:  # else the weights are those of a question that may be asked again
+                if not self._open[number]:  # else a question that may be asked again needs the weights
                     self._held.pop(number, None)
             weights = self._store.put(version)
         calls = []
@@ -324,7 +323,7 @@ class Players:
         import ray
 
         with suppress(ray.exceptions.RayError, ProcessLookupError):  # it has ended, or it has not told where it is
-            where: Whereabouts = ray.get(self._where[number], timeout=POLL_S)
+            where: PlayerProcess = ray.get(self._where[number], timeout=POLL_S)
             if where.node != ray.get_runtime_context().get_node_id():
                 return self.reservation.signal(where.node, where.pid, signal_number)
             os.kill(where.pid, signal_number)

@@ -9,7 +9,7 @@ from rlinf.rollout.policy_shell import PolicyShell
 
 
 class PolicyCopy:
-    """A policy whose weights are those of the last push.
+    """A policy with the weights of the last push.
 
     Args:
         shell: The policy without its weights.
@@ -22,7 +22,7 @@ class PolicyCopy:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None: there are none, or not all of one version, so it does not act."""
+        """Version of the weights; None: a push is missing or incomplete, so it does not act."""
         return self.receiver.version
 
     def begin(self, header: PushHeader) -> None:
@@ -41,7 +41,7 @@ class PolicyCopy:
         """Free what it holds."""
 
     def _held(self) -> int:
-        """Return the version of the weights that are held; raise RLinfError if there are none, or not all of one version."""
+        """Return the version of the weights; raise RLinfError if a push is missing or incomplete."""
         if self.version is None:
             raise RLinfError(
                 "A player has no complete weights: no push has ended, or the last one was refused. Push again"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
@@ -53,7 +53,7 @@ class Reservation:
     address: str
     group: str | None
     gpus_per_player: int
-    machine: Machine
+    machine: CommandMachine
     ranks: str | None = None
     ranks_on_gpu: bool = False
     host: str = LOOPBACK
@@ -152,7 +152,7 @@ def reserved_places(
     with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
         alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
         placement = placement_of([Node(host, has.get("CPU", 0.0), has.get("GPU", 0.0)) for host, has in alive])
-        machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
+        machine = CommandMachine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
         ranks, players, host = None, None, LOOPBACK
         if placement.by_ray:
@@ -200,8 +200,8 @@ def _connected(
 ) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
-    It is the one to which this process is connected already, or that of ``RAY_ADDRESS``, or one on this machine. That one ends
-    with this process, however that ends.
+    It is the cluster of this process, if it is connected already, or the cluster at ``RAY_ADDRESS``, or a new one on this machine,
+    which does not outlive this process.
     """
     if ray.is_initialized():
         yield True
@@ -238,7 +238,7 @@ def _start(
 
 
 def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
-    """Return the GPUs of this machine after those of the ranks; refuse too few."""
+    """Return the GPUs of this machine that follow the ranks' GPUs; refuse too few."""
     placement = placement_of(None)
     gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
@@ -288,7 +288,7 @@ def _gpus(placement: Placement) -> list[str]:
     return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
 
 
-def _failure_here(machine: Machine) -> Failure | None:
+def _failure_here(machine: CommandMachine) -> Failure | None:
     try:
         machine.check()
     except Exception as error:  # noqa: BLE001 - the asking process raises it
@@ -296,7 +296,7 @@ def _failure_here(machine: Machine) -> Failure | None:
     return None
 
 
-def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Machine) -> None:
+def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
     """Refuse places on machines that differ from this one, before a model is loaded. Each player checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -1,8 +1,8 @@
 """Named deadlines on what the ranks of a run do together, and the report when one expires.
 
 A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline expires, the
-rank tells the others over the store. Each writes its stacks there, with those of its simulators and engines, and the rank whose
-deadline it was prints them all.
+rank tells the others over the store. Each rank, with its simulators and engines, writes its stacks there, and the rank whose
+deadline expired prints them all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
 ANSWER_S = REMOTE_S + 1.5
-"""Seconds that the other ranks have to send their stacks and those of their simulators."""
+"""Seconds that the other ranks, with their simulators, have to send their stacks."""
 REPORT_S = 30.0
 """Seconds that the rank whose deadline expired has to collect the stacks and report the error."""
 GRACE_S = 5.0
 """Seconds that a rank has to end on its own after another one has failed."""
 FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 1200.0, 10.0
-"""The derived deadline of a rollout: that of the first one; at least; and over the median of the last five."""
+"""The derived deadline of a rollout: of the first one; its minimum later; its ratio to the median of the last five."""
 
 
 class DeadlineError(RankError):
@@ -41,7 +41,7 @@ class DeadlineError(RankError):
 
 
 class Clock:
-    """What this rank does, since when, and how long its last rollouts took."""
+    """The present work of this rank, its seconds so far, and how long the last rollouts took."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -94,7 +94,7 @@ clock = Clock()
 def waiting(name: str) -> Iterator[None]:
     """Give the block the deadline ``cluster.deadlines.<name>``; the one around it starts again after it.
 
-    It covers the rank's own work, too: the other ranks wait for it. In one process, nothing is waited for.
+    It covers the rank's own work, too, for which the other ranks wait. A single process waits for nothing.
     """
     before = clock.switch(name)
     try:
@@ -104,7 +104,7 @@ def waiting(name: str) -> Iterator[None]:
 
 
 def go_on() -> None:
-    """Start the present deadline again: something has come of the work."""
+    """Start the present deadline again, because the work has made progress."""
     clock.switch(clock.name)
 
 
@@ -149,7 +149,7 @@ class Watchdog:
         store: Shared by all ranks; the thread has a connection of its own.
         rank, size: Of the process.
         deadlines: Seconds by name; None: derived.
-        ends_process: End this process ``GRACE_S`` after an error of another rank. False: leave that to the process that started it.
+        ends_process: End this process ``GRACE_S`` after an error of another rank. False: the process that started it does.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class FileTensor:
         name: Name in the file.
         shape: Shape of the rows.
         first_row: Row of the tensor in the file with which they begin.
-        dtype: Number format to which they are rounded; None: that of the file.
+        dtype: Number format to which they are rounded; None: the file's.
     """
 
     file: Path
@@ -64,7 +64,7 @@ class FileTensor:
         ]
 
     def clone(self) -> FileTensor:
-        """Return itself: what is read is always new memory."""
+        """Return itself: each read allocates new memory."""
         return self
 
 
@@ -94,7 +94,7 @@ def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
 
 
 def defer(parameter: nn.Parameter, source: FileTensor) -> None:
-    """Note where the numbers of a parameter on the meta device are."""
+    """Note the file tensor of a parameter on the meta device."""
     setattr(parameter, _SOURCE, source)
 
 
@@ -104,9 +104,9 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
-    """Return where the deferred parameters are, to be rounded to their present format; one of several modules appears once.
+    """Return the file tensors of the deferred parameters, rounded to their present format; a shared parameter appears once.
 
-    Raise ValueError if a parameter or buffer is on the meta device and nothing says where its numbers are.
+    Raise ValueError if a parameter or buffer is on the meta device without a file.
     """
     sources, lost = {}, []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -267,7 +267,7 @@ def empty_copy(model: nn.Module, device: str) -> nn.Module:
 
 
 def check_can_shard(model: nn.Module) -> None:
-    """Raise ConfigError if a model, which may be on the meta device, does not say what is sharded as a unit."""
+    """Raise ConfigError if a model, which may be on the meta device, declares no units to shard."""
     name = type(model).__name__
     declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
     if not declared:

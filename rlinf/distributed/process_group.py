@@ -1,4 +1,4 @@
-"""The process group of a run: this process's rank and device, and what ranks ask each other about."""
+"""The process group of a run: this process's rank and device, and objects and sums that ranks exchange."""
 
 from __future__ import annotations
 
@@ -35,12 +35,7 @@ def given_num_threads(num_threads: int | None) -> int | None:
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set the threads of torch: ``num_threads``, or those of ``OMP_NUM_THREADS``, or this rank's share of the machine's cores.
-
-    Args:
-        num_threads: ``cluster.num_threads``.
-        num_processes: Ranks on this machine.
-    """
+    """Set the threads of torch: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else a share of the cores for each rank here."""
     torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 
@@ -63,7 +58,7 @@ def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: time
     """Create torch's gloo group with one worker thread instead of two.
 
     PyTorch 2.13 has a race: its two threads assign the name of the finished collective to one string without a lock. A
-    name of more than 15 letters, such as those of FSDP's gathers, lies on the heap and is sometimes freed twice.
+    name of more than 15 letters (FSDP's gathers have such names) lies on the heap and is sometimes freed twice.
     """
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1

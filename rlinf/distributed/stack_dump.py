@@ -22,16 +22,16 @@ MAX_POLLS = 10
 CHILDREN_S = 2.0
 """Seconds that all children together have to write their stacks."""
 REMOTE_S = CHILDREN_S + 1.5
-"""Seconds that processes elsewhere have to send their stacks and those of their own children."""
+"""Seconds that processes elsewhere, with their own children, have to send their stacks."""
 
 
 class RemoteProcesses(Protocol):
     """Simulators or other processes that are not children of this one."""
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Ask for their stacks; return what waits until a time of ``time.monotonic()`` at most.
+        """Ask for their stacks; return a function that waits for them until a time of ``time.monotonic()`` at most.
 
-        It then returns them, each below a line with the name of its process.
+        It returns them, each below a line with the name of its process.
         """
         ...
 
@@ -71,9 +71,9 @@ def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
 
 
 def stacks_of_children() -> str:
-    """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them.
+    """Return the stacks of this process's simulators and engines, then of processes elsewhere, in ``REMOTE_S`` at most.
 
-    Those of processes elsewhere follow. All are asked at once, so it takes ``REMOTE_S`` at most.
+    Equal stacks appear once, with the names of all their processes.
     """
     remote_deadline = time.monotonic() + REMOTE_S
     waits = [processes.ask_stacks() for processes in list(_remote)]

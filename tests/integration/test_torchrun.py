@@ -128,7 +128,7 @@ from pathlib import Path
 import torch
 from rlinf.distributed import launch, process_group
 from rlinf.distributed.devices import visible_gpus
-from rlinf.distributed.start import place_of
+from rlinf.distributed.start import launch_context
 from rlinf.engines.vllm_engine import engine_environment
 
 sys.path.insert(0, {fixtures!r})
@@ -148,7 +148,7 @@ def tell(folder):
 
 if __name__ == "__main__":
     torch.cuda.device_count = lambda: 8
-    place = place_of(os.environ)
+    place = launch_context(os.environ)
     sys.exit(launch.run_with_ranks(place, ["train"], lambda: launch.launch(tell, os.environ["FOLDER"], 2, "cpu") or 0))
 """
 

@@ -131,14 +131,14 @@ import os, sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
 from rlinf.distributed import launch
-from rlinf.distributed.start import place_of
+from rlinf.distributed.start import launch_context
 import test_deadlines as here
 
 def command():
     launch.launch(here.stop_before_an_update, os.environ["FOLDER"], 2, "cpu", deadlines=here.SHORT)
     return 0
 
-sys.exit(launch.run_with_ranks(place_of(os.environ), ["train"], command))
+sys.exit(launch.run_with_ranks(launch_context(os.environ), ["train"], command))
 """
 
 

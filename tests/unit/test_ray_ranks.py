@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.distributed.launch import launch
 from rlinf.distributed.ray import ranks as ray_ranks
 from rlinf.distributed.ray.ranks import RankAgent, RemoteRank
@@ -252,7 +252,7 @@ def test_ranks_that_have_all_ended_before_the_command_looks_are_told_by_their_en
 
 
 def test_a_machine_without_the_folders_or_with_other_software_takes_no_rank(tmp_path):
-    machine = Machine.here([])
+    machine = CommandMachine.here([])
     machine.check_for_rank([str(tmp_path)])
     with pytest.raises(ConfigError, match=f"has no folder {tmp_path}/run; required: .* output_dir=<a shared folder>"):
         machine.check_for_rank([str(tmp_path), f"{tmp_path}/run"])

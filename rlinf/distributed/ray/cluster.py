@@ -1,4 +1,4 @@
-"""The connection of a process to a Ray cluster: that of ``RAY_ADDRESS``, or one that it starts on this machine."""
+"""Connect a process to the Ray cluster at ``RAY_ADDRESS``, or start one on this machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check_token(address: str) -> None:
     if token is not None:
         raise ConfigError(
             f"The Ray cluster at RAY_ADDRESS={address} does not accept the token of this machine. Copy ~/.ray/auth_token of the machine "
-            "of `ray start --head`, or set RAY_AUTH_TOKEN to what is in it"
+            "of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
         )
     raise ConfigError(
         f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and RAY_AUTH_MODE is "
@@ -82,26 +82,22 @@ def _check_token(address: str) -> None:
 
 
 def _token() -> str:
-    """Return the token of this machine, which Ray finds in the same places; raise ConfigError if there is none."""
+    """Return the token of this machine, found where Ray looks for it; raise ConfigError without one."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not path.is_file():
         raise ConfigError(
-            f"RAY_AUTH_MODE is 'token', and there is no token in {path}. Copy that file from the machine of `ray start --head`, set "
-            "RAY_AUTH_TOKEN to what is in it, or unset RAY_AUTH_MODE for a cluster without tokens"
+            f"RAY_AUTH_MODE is 'token', but {path} does not exist. Copy that file from the machine of `ray start --head`, set "
+            "RAY_AUTH_TOKEN to its content, or unset RAY_AUTH_MODE for a cluster without tokens"
         )
     return path.read_text(encoding="utf-8").strip()
 
 
 def connect(needed_by: str) -> ModuleType:
-    """Connect to the Ray cluster of ``RAY_ADDRESS``, or start one on this machine; a collective call.
+    """Connect all ranks (a collective call) to the Ray cluster that rank 0 has found at ``RAY_ADDRESS``, or started.
 
-    All ranks use the cluster that rank 0 has found or started. Raise MissingDependencyError if Ray is not installed; ConfigError if the
-    cluster cannot be reached. Return the module ``ray``.
-
-    Args:
-        needed_by: The setting that needs it, such as ``cluster.env_nodes=2``, for errors.
+    Errors name the setting ``needed_by``, such as ``cluster.env_nodes=2``. Return the module ``ray``.
     """
     ray = import_ray(needed_by)
     address = None
@@ -120,7 +116,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     Args:
         ray: The module.
         address: Of the cluster; None: start one on this machine.
-        log_to_driver: Whether what actors print appears here.
+        log_to_driver: Show the output of actors here.
         of_new: Arguments of ``ray.init`` for a cluster that is started.
     """
     how: dict[str, Any] = {"address": address}

@@ -1,6 +1,6 @@
 """Ranks that Ray places: each is a process below an actor, which passes on its output, signals and its exit status.
 
-Ray starts the actors; what a rank runs, and how ranks find each other and end together, is that of ``rlinf.distributed.launch``.
+``rlinf.distributed.launch`` decides what a rank runs, how ranks find each other and how they end together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORWARDED = (
     "TRANSFORMERS_",
     "WANDB_",
 )
-"""Beginnings of the variables that a rank has from the command. All others are those of Ray's daemon on its machine."""
+"""Prefixes of environment variables copied from the command; all others come from Ray's daemon on the rank's machine."""
 _START = """
 import os, sys
 # A rank runs the code of the command: what the command imports comes before what this machine would find.
@@ -77,9 +77,9 @@ class RankAgent:
         """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
 
         Args:
-            work: What ``run_rank`` reads.
+            work: Function and arguments for ``run_rank``, pickled.
             path: Where the rank looks for modules first.
-            environment: Laid over that of this process.
+            environment: Variables to add to this process's own.
             folder: In which the rank starts.
         """
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
@@ -135,8 +135,8 @@ class RemoteRank:
     Attributes:
         sentinel: A file that becomes readable when the rank has ended.
         exitcode: None: it runs.
-        lost: Why nothing is known of its end; None: it is known, or the rank runs.
-        fault: Error of its actor, for which the rank could not run or its end not be known; None: there is none.
+        lost: Why its exit status is unknown; None: it is known, or the rank runs.
+        fault: Error of its actor that kept the rank from running or its end from being known.
     """
 
     def __init__(self, agent: Any, output: Any) -> None:
@@ -172,7 +172,7 @@ class RemoteRank:
             self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
 
     def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
-        """Note the end of the rank, unless it is known: the thread that follows it and ``join`` may both come here."""
+        """Note the end of the rank once: the thread that follows it and ``join`` may both call this."""
         with self._ending:
             if self.exitcode is None:
                 self.lost, self.fault = lost, fault
@@ -205,7 +205,7 @@ class RemoteRank:
             self._end(-signal.SIGKILL, "its machine does not answer")
 
     def end_agent(self) -> None:
-        """End the actor, and with it what is left of the rank."""
+        """End the actor, and with it the rest of the rank."""
         import ray
 
         ray.kill(self._agent)
@@ -235,9 +235,7 @@ class RankPlaces:
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
         """Start an actor in each place of a group of Ray, and let each check its machine.
 
-        Raises:
-            ConfigError: That of a check; or no machine has had room for an actor for ``start_s`` seconds.
-            RankKilledError: An actor or its machine is lost.
+        Raise ConfigError if a check does, or no machine has room within ``start_s``; RankKilledError if an actor is lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -312,5 +310,5 @@ def placement_group(number: str) -> Any:
 
 
 def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
-    """Return the order in which places with the same machine are neighbours, those on the machine ``first`` before all others."""
+    """Return an order of places in which each machine's are neighbours, and the machine ``first`` leads."""
     return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

@@ -15,7 +15,7 @@ import torch
 from rlinf.cluster.machine import CommandMachine
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.weights import StoredWeights
-from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.child_process import Failure, failure_in, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.engines.weight_transfer import PushHeader
 from rlinf.types import RolloutBatch
@@ -56,7 +56,6 @@ class PlayerActor:
         faulthandler.enable()
         faulthandler.register(DUMP_SIGNAL)
         self.player: PolicyCopy | None = None
-        self.failure: Failure | None = None
 
     def where(self) -> PlayerProcess:
         """Return the machine and the number of this process."""
@@ -71,13 +70,13 @@ class PlayerActor:
             machine: The ranks' machine, which this one must match.
             start: A function and its arguments, pickled; classes of the plugins may occur in them.
         """
-        try:
+
+        def make_player() -> None:
             machine.check()  # imports the plugins
             make, *arguments = pickle.loads(start)
             self.player = make(*arguments)
-        except Exception as error:  # noqa: BLE001 - the rank raises it
-            self.failure = failure_of(error)
-        return self.failure
+
+        return failure_in(make_player)
 
     def push(self, weights: StoredWeights) -> Any:
         """Bring the player to a version of the weights from any other; return that version."""

@@ -76,25 +76,25 @@ class Player(PolicyCopy):
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyCopy.version``; the engine must hold the same version."""
+        """See ``PolicyCopy.version``; None also if the engine holds another one."""
         held = super().version
         return held if self.engine is None or self.engine.version == held else None
 
     def commit(self) -> int:
-        """End a push, that to the engine included; return the version that is held now."""
+        """End a push, to the engine too; return the version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(version)
         return version
 
     def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
-        """Play a rollout of some blocks, with the version of the weights that is held; see ``RolloutCollector.collect``."""
+        """Play a rollout of some blocks with the present weights; see ``RolloutCollector.collect``."""
         version = self._held()
         self.env.offload()  # of the last evaluation
         return self.collector.collect(self.policy, step, version, needs_values, attempt, blocks)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
-        """Play episodes as an evaluation of the run does; return their results, and how many simulators were replaced."""
+        """Play episodes of an evaluation; return their results and the number of replaced simulators."""
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
@@ -104,12 +104,9 @@ class Player(PolicyCopy):
     def record(
         self, numbered: Sequence[tuple[int, EpisodeResult]], folder: str, size: int
     ) -> list[tuple[Video, bytes]]:
-        """Record videos of evaluated episodes; return them with the contents of their files, which the rank writes.
+        """Return videos of evaluated episodes (see ``Episodes.record``) with the contents of their files.
 
-        Args:
-            numbered: See ``Episodes.record``.
-            folder: Name of the folder that the rank writes to, which this machine may not see.
-            size: Pixels.
+        The rank writes them to a folder of the name ``folder``, which this machine may not see.
         """
         self._held()
         with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
@@ -128,7 +125,7 @@ class Player(PolicyCopy):
 
 
 def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> VllmPolicy | None:
-    """Start the engine that plays with ``rollout.backend=vllm``, on the GPUs of this process; its faults show at once."""
+    """Start the engine of ``rollout.backend=vllm`` on the GPUs of this process, to find its faults at once."""
     rollout = config.rollout
     if rollout.backend == "torch":
         return None

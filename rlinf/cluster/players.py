@@ -51,7 +51,7 @@ deadline, so another player must play the same blocks in the rest of it."""
 
 
 class ClusterSettings(Protocol):
-    """Keys of ``cluster`` that concern players."""
+    """Settings of players, of ``rlinf train`` or of a recipe."""
 
     deadlines: DeadlinesConfig
     max_restarts: int
@@ -59,18 +59,17 @@ class ClusterSettings(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """A question to a player that is not answered yet.
+    """A call of a player without an answer so far.
 
     Attributes:
         player: Number of the player, over all machines.
         deadline: Key of ``cluster.deadlines``.
-        method: Of ``PlayerActor``.
-        arguments: Of the method.
-        weights: Those that the player holds when it gets to the call; None: none yet.
+        method, arguments: Of ``PlayerActor``.
+        weights: The player's when it begins the call; None: none yet.
         ref: Ray's reference to the answer.
-        before: References to the answers of what the player does first: being built, taking weights.
-        built_s, waited_s: Seconds that somebody has waited for it, during ``before`` and after.
-        missed: Whether a player was replaced because it was too late with this call.
+        before: References to earlier work of the player: being built, taking weights.
+        built_s, waited_s: Seconds waited for it, during ``before`` and after.
+        missed: A player was replaced because it was too late with this call.
     """
 
     player: int
@@ -148,7 +147,7 @@ class Players:
         return call
 
     def answers(self, calls: Sequence[Call]) -> list[Any]:
-        """Wait for the answers to some calls, and return them in their order; see ``as_answered``."""
+        """Return the answers to some calls in their order; see ``as_answered``."""
         found = dict(self.as_answered(list(calls)))
         return [found[call] for call in calls]
 
@@ -182,9 +181,9 @@ class Players:
                 self._watch(number, waited)
 
     def shared_out(self, deadline: str, method: str, parts: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
-        """Let players call a method with each of ``parts``; one that is free takes the next. Yield the number of a part and the answer.
+        """Call a method with each of ``parts``; a free player takes the next. Yield the number of a part and its answer.
 
-        The players begin at once, and go on as far as answers are asked for.
+        The players begin at once, and continue while answers are taken.
         """
         left, calls, places = deque(enumerate(parts)), [], {}
 
@@ -250,7 +249,7 @@ class Players:
         call.built_s = call.waited_s = 0.0
 
     def _replace(self, number: int, cause: str) -> None:
-        """Start another player for one that is lost, and ask it what the old one has not answered."""
+        """Start another player for one that is lost, and repeat its unanswered calls."""
         import ray
 
         self.num_replaced += 1
@@ -272,13 +271,13 @@ class Players:
         self._push(number, held, self._held.get(number))
 
     def _push(self, number: int, held: StoredWeights | None, wanted: StoredWeights | None) -> StoredWeights | None:
-        """Bring a new player from some weights to others before it is asked further; return the latter."""
+        """Bring a new player from some weights to others before its next call; return the latter."""
         if wanted is not held and wanted is not None:
             self._setup[number].append(self._actors[number].push.remote(wanted))
         return wanted
 
     def _watch(self, number: int, waited_s: float) -> None:
-        """Replace a player that is too late with what it does at present; its stacks go to the log."""
+        """Replace a player that is too late with its present call; its stacks go to the log."""
         call = next((call for call in self._open[number] if _pending([call.ref])), None)
         if call is None:
             return
@@ -308,7 +307,7 @@ class Players:
         self._replace(number, cause)
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Make all players write their stacks, which Ray passes on to the log of the run; see ``RemoteProcesses``."""
+        """Make all players write their stacks to the log of the run; see ``RemoteProcesses``."""
         sent = [self._signal(number, DUMP_SIGNAL) for number in self._actors]
         names = ", ".join(f"player {number}" for number in self._actors)
 
@@ -319,7 +318,7 @@ class Players:
         return wait
 
     def _signal(self, number: int, signal_number: int) -> Any:
-        """Send a signal to a player's process, which may be stopped; return Ray's reference to that if it is on another machine."""
+        """Send a signal to a player's process; return Ray's reference to the sending if it is on another machine."""
         import ray
 
         with suppress(ray.exceptions.RayError, ProcessLookupError):  # it has ended, or it has not told where it is
@@ -346,7 +345,7 @@ def _checked(answer: Any, number: int) -> Any:
 
 
 def _pending(refs: Sequence[Any]) -> bool:
-    """Return whether the answer to any of these references is still to come."""
+    """Return whether any answer is still to come."""
     import ray
 
     if not refs:
@@ -356,7 +355,7 @@ def _pending(refs: Sequence[Any]) -> bool:
 
 
 def _has_answer(call: Call) -> bool:
-    """Return whether a player has answered a call and its answer was not lost with it."""
+    """Return whether a lost player's answer to a call has survived it."""
     import ray
 
     if _pending([call.ref]):
@@ -391,10 +390,7 @@ class RemoteCollector:
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> list[Call]:  # fmt: skip
-        """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` takes the result.
-
-        A push that follows reaches a player when it has played.
-        """
+        """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` waits for it."""
         wanted = np.array(self.blocks if blocks is None else blocks, dtype=np.int64)
         numbers = self.players.numbers
         shares = zip(numbers, np.array_split(wanted, len(numbers)), strict=True)
@@ -405,7 +401,7 @@ class RemoteCollector:
         ]
 
     def take(self, calls: Sequence[Call]) -> RolloutBatch:
-        """Wait for a rollout that was issued, and return it, in the order of its blocks."""
+        """Return an issued rollout, in the order of its blocks."""
         return RolloutBatch.concatenate([answer.batch() for answer in self.players.answers(calls)])  # copies the arrays
 
     def close(self) -> None:
@@ -414,22 +410,14 @@ class RemoteCollector:
 
 
 class RemoteEpisodes:
-    """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``).
-
-    Args:
-        players: Those of this rank.
-        num_envs: Envs of an evaluation, over all players of all ranks.
-
-    Attributes:
-        num_restarts: Simulators' worker processes that were replaced.
-    """
+    """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``)."""
 
     def __init__(self, players: Players, num_envs: int) -> None:
-        self.players, self.num_envs = players, num_envs
+        self.players, self.num_envs = players, num_envs  # ``num_envs``: over all players of all ranks
         self.num_restarts = 0
 
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
+        """See ``Episodes.play``. A free player takes the next episodes, one for each of its envs."""
         num_players = self.players.placement.num_players
         count = max(1, min(-(-self.num_envs // num_players), -(-len(specs) // len(self.players.numbers))))
         parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]

@@ -1,4 +1,4 @@
-"""A copy of a policy that is trained elsewhere: what all players have in common."""
+"""A copy of a policy that is trained elsewhere: the base class of all players."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from rlinf.rollout.policy_shell import PolicyShell
 
 
 class PolicyCopy:
-    """A policy with the weights of the last push.
-
-    Args:
-        shell: The policy without its weights.
-        device: Where it computes.
-    """
+    """A policy with the weights of the last push, made from its shell."""
 
     def __init__(self, shell: PolicyShell, device: str) -> None:
         self.model = shell.build(device)
@@ -26,7 +21,7 @@ class PolicyCopy:
         return self.receiver.version
 
     def begin(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. Nobody acts until ``commit``."""
+        """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
         self.receiver.begin(header)
 
     def load(self, bucket: WeightsHandle) -> None:
@@ -34,7 +29,7 @@ class PolicyCopy:
         self.receiver.load(bucket)
 
     def commit(self) -> int:
-        """End a push; return the version that is held now."""
+        """End a push; return its version."""
         return self.receiver.commit()
 
     def close(self) -> None:

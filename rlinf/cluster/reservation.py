@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place in it for each rank and player that Ray starts, and the proof that all are alike."""
+"""The machines of a run on Ray: a cluster, a place for each rank and player that Ray starts, and a check that all are alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 
 from rlinf.cluster.machine import CommandMachine
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.child_process import failure_in
 from rlinf.distributed.devices import visible_gpus
 from rlinf.distributed.ray.cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
-from rlinf.distributed.ray.ranks import RankPlaces, placement_group
+from rlinf.distributed.ray.ranks import RankPlaces, placement_group, raise_failure
 from rlinf.distributed.ray.watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
@@ -44,7 +44,7 @@ class Reservation:
         address: Of the cluster.
         group: Id of Ray's placement group with one bundle for each player; None: the ranks play.
         gpus_per_player: Of a bundle.
-        machine: That of the command, with which others are compared.
+        machine: The command's, with which others are compared.
         ranks: Id of the placement group with one bundle for each rank that Ray starts; None: it starts none.
         ranks_on_gpu: Such a bundle has a GPU.
         host: Address at which these ranks reach the command.
@@ -68,8 +68,8 @@ class Reservation:
         """Return where the ranks can start, on machines like this one; None where Ray starts none.
 
         Args:
-            start_s: Seconds that this may take.
-            folders: Which all machines of the ranks must have.
+            start_s: Limit in seconds.
+            folders: All machines of the ranks must have them.
         """
         if self.ranks is None:
             return None
@@ -86,31 +86,27 @@ class Reservation:
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
-        """Return how many players have their place on the machine of a player, itself included."""
+        """Return the number of players on the machine of a player, itself included."""
         from ray.util import placement_group_table
 
         nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
         return list(nodes.values()).count(nodes[number])
 
     def signal(self, node: str, pid: int, number: int) -> Any:
-        """Send a signal to a process of a machine; return a reference to the end of that."""
+        """Send a signal to a process of a machine; return Ray's reference to the sending."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)(_send_signal).remote(pid, number)
-
-
-def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)  # which Ray cannot make a task of, because it is not a Python function
+        remote = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        return remote(
+            lambda: os.kill(pid, number)
+        ).remote()  # Ray makes tasks of Python functions only, not of ``os.kill``
 
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Reserve a place for each rank and player that Ray starts, and free all places at the end; None where it starts none.
-
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
-    """
+    """Yield the ``reserved_places`` of a run; None where Ray starts neither ranks nor players."""
     if not has_players(config) and not ranks_by_ray(config):
         yield None
         return
@@ -123,7 +119,7 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
 
 
 def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None) -> None:
-    """Make the checks of ``reserved_places`` that start nothing; see there."""
+    """Make the checks of ``reserved_places`` that start nothing."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
         _gpus_of_players(placement_of)
@@ -140,11 +136,11 @@ def reserved_places(
 ) -> Iterator[Reservation]:
     """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
+    Raise ConfigError if no cluster answers at ``RAY_ADDRESS``, it has no room, or its machines differ.
 
     Args:
-        placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
-        start_s: Seconds in which there must be room, and in which the machines must tell what they are.
+        placement_of: Returns the placement of the run on some machines, or refuses them; None: they are not known yet.
+        start_s: Seconds to wait for room, and for the answers of the machines.
         plugins: Of the run.
         room: In the store of objects of each machine with players; None: not known.
     """
@@ -246,7 +242,7 @@ def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement])
 
 
 def _store_size(room: StoreRoom) -> int:
-    """Return the size of the store of objects of a cluster on this machine; refuse more than its shared memory has."""
+    """Return the size of the object store of a cluster on this machine; refuse more than the free shared memory."""
     needed = room.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
@@ -261,9 +257,7 @@ def _store_size(room: StoreRoom) -> int:
 def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None) -> None:
     """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
 
-    Args:
-        groups: Places of players, and of ranks. Without any of ranks, these are on the machine of the command.
-        room: That each of them needs; None: not known.
+    ``groups`` has the places of players and, where Ray starts the ranks, of ranks.
     """
     from ray.util import placement_group_table
 
@@ -284,16 +278,8 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None
 
 
 def _gpus(placement: Placement) -> list[str]:
-    """Return the GPUs of this machine that the run may use; none where it runs on CPUs."""
+    """Return the GPUs of this machine that the run may use; on CPUs, an empty list."""
     return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
-
-
-def _failure_here(machine: CommandMachine) -> Failure | None:
-    try:
-        machine.check()
-    except Exception as error:  # noqa: BLE001 - the asking process raises it
-        return failure_of(error)
-    return None
 
 
 def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
@@ -304,13 +290,11 @@ def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Comm
     for bundle, needs in enumerate(group.bundle_specs):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 1, "num_gpus": needs.get("GPU", 0), "scheduling_strategy": place, "max_retries": 0}
-        asked.append(ray.remote(**options)(_failure_here).remote(machine))
+        asked.append(ray.remote(**options)(failure_in).remote(machine.check))
     try:
         found = ray.get(asked, timeout=start_s)
     except ray.exceptions.RayError as error:
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    for failure in found:
-        if failure is not None:
-            raise ConfigError(failure.message)
+    raise_failure(found)

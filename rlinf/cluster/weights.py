@@ -22,13 +22,13 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store: enough for a player that holds nothing, and for one that holds another version.
+    """Weights in the store: enough for a player without weights, and for one with another version.
 
     Attributes:
         version: Number of weight updates that produced them.
         manifest: Every tensor.
-        frozen: References to the buckets of what training does not change, the same in all weights of a run.
-        trained: References to the buckets of what it changes.
+        frozen: References to the buckets of frozen tensors, the same in all weights of a run.
+        trained: References to the buckets of trained tensors.
     """
 
     version: int
@@ -38,14 +38,11 @@ class StoredWeights:
 
 
 class WeightStore:
-    """Puts the weights of a trained model into the store, once for all ranks.
+    """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
 
     Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies it to each
-    machine once. Ray frees weights when no rank, and no call to a player, refers to them any more.
-
-    Args:
-        model: The trained model, sharded or not.
-        run: A name that no other run of the cluster has.
+    machine once. Ray frees weights when no rank, and no call to a player, refers to them any more. ``run`` names the run in the
+    cluster.
     """
 
     def __init__(self, model: nn.Module, run: str) -> None:
@@ -93,7 +90,7 @@ class WeightStore:
 
 
 class _Post:
-    """Keeps what rank 0 leaves for the other ranks. Ray counts references only on their way through an actor or a task."""
+    """Passes references from rank 0 to the other ranks. Ray counts references only on their way through an actor or a task."""
 
     kept: Any = None
 
@@ -105,7 +102,7 @@ class _Post:
 
 
 def _post(run: str) -> Any:
-    """Return the actor of a run, which rank 0 starts on its machine; a collective call."""
+    """Return the run's actor, which rank 0 starts on its machine (a collective call)."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -124,18 +121,14 @@ BUCKET_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class StoredBucket(WeightsHandle):
-    """A bucket with its own copy of the bytes. Every process that has it can open it at any time.
-
-    Attributes:
-        data: uint8 ``[nbytes]``; read-only where a store of objects has it.
-    """
+    """A bucket with its own copy of the bytes: uint8 ``[nbytes]``, read-only in a store of objects."""
 
     data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.data)  # which is only read
+            return torch.from_numpy(self.data)  # only read
 
 
 def stored_buckets(tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[StoredBucket]:

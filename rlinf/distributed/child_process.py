@@ -76,7 +76,7 @@ class ChildProcess:
 
         Args:
             main: Its module can be imported without the main script of this process.
-            name: What the process does, for reports.
+            name: Names the process in reports.
             memories: Shared with the process.
             environment: All of its environment variables.
         """
@@ -149,8 +149,17 @@ def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: 
     os._exit(1)
 
 
+def failure_in(work: Callable[[], object]) -> Failure | None:
+    """Do some work, and return its error for another process; None if it succeeds."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the other process raises it
+        return failure_of(error)
+    return None
+
+
 def failure_of(error: BaseException) -> Failure:
-    """Return what the parent is told of an error that is being handled."""
+    """Describe an error that is being handled, for another process."""
     known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return Failure(known[0] if known else None, message, traceback.format_exc())

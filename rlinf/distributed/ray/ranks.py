@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.distributed.child_process import Failure, exit_with_parent, failure_of
+from rlinf.distributed.child_process import Failure, exit_with_parent, failure_in
 from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
 from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
 
@@ -65,11 +65,7 @@ class RankAgent:
 
     def check(self, check: Callable[[], None]) -> Failure | None:
         """Check something about this machine; return why it is refused."""
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - the command raises it
-            return failure_of(error)
-        return None
+        return failure_in(check)
 
     def run(
         self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
@@ -159,10 +155,12 @@ class RemoteRank:
                 told = ray.get(reference)
                 if isinstance(told, int):
                     self._end(told)
-                else:
-                    # Where nobody reads it, or the disk is full, the rank must be followed all the same.
-                    with suppress(OSError):
-                        _write(*told)
+                    continue
+                stream, data = told
+                # Where nobody reads it, or the disk is full, the rank must be followed all the same.
+                with suppress(OSError):
+                    while data:
+                        data = data[os.write(stream, data) :]
             self._end(-signal.SIGKILL, "its actor has ended without a word")
         except ray.exceptions.RayTaskError as error:
             self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
@@ -209,12 +207,6 @@ class RemoteRank:
         import ray
 
         ray.kill(self._agent)
-
-
-def _write(stream: int, data: bytes) -> None:
-    """Write to a stream of this process, as a child process would."""
-    while data:
-        data = data[os.write(stream, data) :]
 
 
 @dataclass(frozen=True)
@@ -264,18 +256,15 @@ class RankPlaces:
         path = [os.path.abspath(entry) for entry in sys.path]
         ranks = []
         for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(self.nodes[:rank].count(node)),
-                "LOCAL_WORLD_SIZE": str(self.nodes.count(node)),
-            }
+            local_rank, local_size = self.nodes[:rank].count(node), self.nodes.count(node)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
             work = pickle.dumps((function, (rank, *arguments)))
             ranks.append(RemoteRank(agent, agent.run.remote(work, path, shared | own, os.getcwd())))
         return ranks
 
 
 def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
-    """Return the ids of the machines of actors, each of which has checked its own."""
+    """Return the ids of the actors' machines, after each has checked its own."""
     import ray
 
     try:
@@ -295,10 +284,14 @@ def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] |
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    for failure in failures:
-        if failure is not None:
-            raise ConfigError(failure.message)
+    raise_failure(failures)
     return nodes
+
+
+def raise_failure(failures: Sequence[Failure | None]) -> None:
+    """Raise the first refusal of a machine, if any machine refuses, as ConfigError."""
+    for failure in filter(None, failures):
+        raise ConfigError(failure.message)
 
 
 def placement_group(number: str) -> Any:

@@ -35,12 +35,7 @@ def start(folder: Path, mark: str, *more: str) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {MARK: mark}
     words = [*WORDS, *more, f"output_dir={folder / 'run'}"]
     return subprocess.Popen(
-        words,
-        env=kept,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        words, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
 

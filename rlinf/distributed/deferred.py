@@ -33,10 +33,7 @@ class FileTensor:
     dtype: torch.dtype | None = None
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows ``start:stop``, or the number if the tensor has no dimensions; the file's other bytes are not touched.
-
-        Raise CheckpointError if the file cannot be read.
-        """
+        """Read rows ``start:stop``, or the number if the tensor has no dimensions, and no other bytes of the file."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -52,16 +49,10 @@ class FileTensor:
 
     def chunk(self, chunks: int) -> list[FileTensor]:
         """Divide the rows as ``Tensor.chunk`` does; nothing is read."""
-        size = -(-self.shape[0] // chunks)
-        starts = range(0, self.shape[0], size)
-        return [
-            replace(
-                self,
-                shape=torch.Size((min(size, self.shape[0] - start), *self.shape[1:])),
-                first_row=self.first_row + start,
-            )
-            for start in starts
-        ]
+        rows, *others = self.shape
+        size = -(-rows // chunks)
+        sizes = {start: torch.Size((min(size, rows - start), *others)) for start in range(0, rows, size)}
+        return [replace(self, shape=shape, first_row=self.first_row + start) for start, shape in sizes.items()]
 
     def clone(self) -> FileTensor:
         """Return itself: each read allocates new memory."""
@@ -78,7 +69,7 @@ def in_memory(weight: Weight) -> Tensor:
 
 
 def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
-    """Return the tensors of safetensors files by name; only the headers are read. Raise CheckpointError if a file cannot be read."""
+    """Return the tensors of safetensors files by name; only the headers are read."""
     from safetensors import SafetensorError, safe_open
 
     found = {}

@@ -24,12 +24,12 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine; without a launcher's word, all of them are."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, else all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if dist.is_initialized() else 1
 
 
 def given_num_threads(num_threads: int | None) -> int | None:
-    """Return ``num_threads``, which is ``cluster.num_threads``, or the number of ``OMP_NUM_THREADS``; None: neither is set."""
+    """Return ``num_threads`` (``cluster.num_threads``), else the number of ``OMP_NUM_THREADS``, else None."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return num_threads or (int(first) if first.isdigit() and int(first) else None)
 
@@ -72,7 +72,7 @@ dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
 def backend_of(device: str) -> str:
     """Return the collective backends of a device: gloo with one thread for CPU tensors, nccl for GPU tensors.
 
-    Numbers and objects of the loop then bypass the GPU, where they would wait for all queued work.
+    Numbers and objects of the loop bypass the GPU, where they would wait for all queued work.
     """
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 

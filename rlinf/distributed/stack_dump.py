@@ -41,7 +41,7 @@ _children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref
 
 
 def dump_stacks(process: subprocess.Popen, log: IO) -> None:
-    """Make ``process`` write its stacks to ``log``; return once it has, it has ended, or ``MAX_POLLS`` have passed."""
+    """Make ``process`` write its stacks to ``log``; return once it has, it has ended, or after ``MAX_POLLS``."""
     size = before = os.fstat(log.fileno()).st_size
     process.send_signal(DUMP_SIGNAL)
     for _ in range(MAX_POLLS):
@@ -52,22 +52,19 @@ def dump_stacks(process: subprocess.Popen, log: IO) -> None:
 
 
 def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
-    """Remember a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
+    """Register a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
     _children[process] = (name, log)
 
 
 def own_remote(processes: RemoteProcesses) -> None:
-    """Remember processes elsewhere for ``stacks_of_children``."""
+    """Register processes elsewhere for ``stacks_of_children``."""
     _remote.add(processes)
 
 
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
-    """Return the remembered processes that still run."""
-    return {
-        process: about
-        for process, about in list(_children.items())
-        if process.returncode is None and not about[1].closed
-    }
+    """Return the registered processes that still run."""
+    children = list(_children.items())
+    return {process: about for process, about in children if process.returncode is None and not about[1].closed}
 
 
 def stacks_of_children() -> str:

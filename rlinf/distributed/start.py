@@ -127,7 +127,7 @@ def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """Return a SHA-256 of the names and contents of all Python and YAML files of the package."""
+    """Return the SHA-256 of the names and contents of the package's Python and YAML files."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
         content = path.read_bytes()
@@ -138,12 +138,9 @@ def source_hash() -> str:
 def describe_differences(
     found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20, noun: str = "rank"
 ) -> list[str]:
-    """Return a line for each value in which a rank differs from rank 0.
+    """Return a line for each value in which a rank differs from rank 0; at most ``limit``, and the number of others.
 
-    Args:
-        found: Host and values of each rank, in rank order.
-        limit: Lines; the rest is counted.
-        noun: What they are, if not ranks.
+    ``found`` has the host and the values of each rank, or of each ``noun``.
     """
     host, first = found[0]
     lines = []
@@ -156,7 +153,7 @@ def describe_differences(
 
 
 def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
-    """Raise ConfigError if ranks differ; arguments as for ``describe_differences``."""
+    """Raise ConfigError if ranks differ; see ``describe_differences``."""
     lines = describe_differences(found, noun=noun)
     if lines:
         cure = f"Start all {noun}s with the same words, in the same environment, from the same code"

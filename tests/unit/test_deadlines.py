@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from processes import is_running
 
 from rlinf.commands.train import _execute_rank
 from rlinf.config.compose import compose_config
@@ -75,11 +77,6 @@ def play_in_a_simulator_that_falls_asleep(folder: str) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
 def ranks_of(folder: Path) -> tuple[list[int], float]:
     """The processes of the ranks, and when the last of them began to wait."""
     told = [(folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
@@ -126,16 +123,19 @@ def test_many_waits_that_each_keep_their_deadline_end_well():
     launch.launch(work_long_in_short_steps, None, 2, "cpu", deadlines=SHORT)
 
 
-SCRIPT = """
-import os, sys
+SCRIPT = f"""
+import os, signal, sys, time
 from pathlib import Path
-sys.path[:0] = [{tests!r}]
-from rlinf.distributed import launch
+import torch
+import torch.distributed as dist
+from rlinf.distributed import launch, process_group
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.start import launch_context
-import test_deadlines as here
 
+{inspect.getsource(note)}
+{inspect.getsource(stop_before_an_update)}
 def command():
-    launch.launch(here.stop_before_an_update, os.environ["FOLDER"], 2, "cpu", deadlines=here.SHORT)
+    launch.launch(stop_before_an_update, os.environ["FOLDER"], 2, "cpu", deadlines={SHORT})
     return 0
 
 sys.exit(launch.run_with_ranks(launch_context(os.environ), ["train"], command))
@@ -144,7 +144,7 @@ sys.exit(launch.run_with_ranks(launch_context(os.environ), ["train"], command))
 
 def test_under_torchrun_every_rank_tells_the_error_and_ends(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    script.write_text(SCRIPT)
     logs = tmp_path / "logs"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3",

@@ -16,19 +16,12 @@ from rlinf.files import sha256_of
 
 @dataclass(frozen=True)
 class CommandMachine:
-    """The command's machine, with which the machines of ranks and players compare themselves.
-
-    Attributes:
-        plugins: Of the run.
-        gpus: Names of the GPUs that ranks on it use without Ray, as in ``CUDA_VISIBLE_DEVICES``.
-        host: Name of the machine.
-        software: Versions that must be the same on all machines.
-    """
+    """The command's machine, with which the machines of ranks and players compare themselves."""
 
     plugins: Sequence[str]
-    gpus: Sequence[str] = ()
+    gpus: Sequence[str] = ()  # used by ranks without Ray, as in ``CUDA_VISIBLE_DEVICES``
     host: str = field(default_factory=socket.gethostname)
-    software: dict[str, Any] = field(default_factory=dict)
+    software: dict[str, Any] = field(default_factory=dict)  # versions that must be the same on all machines
 
     @classmethod
     def here(cls, plugins: Sequence[str], gpus: Sequence[str] = ()) -> CommandMachine:
@@ -37,7 +30,7 @@ class CommandMachine:
         return cls(plugins, gpus, software=what_ranks_share([]) | own)
 
     def check(self) -> None:
-        """Refuse a player in this process of Ray if its code or packages differ from the ranks', or if a rank uses its GPU."""
+        """Refuse a player in this process if its code or packages differ from the ranks', or a rank uses its GPU."""
         here = self._compare()
         if not self.gpus or here.host != self.host:
             return
@@ -52,7 +45,7 @@ class CommandMachine:
             )
 
     def check_for_rank(self, folders: Sequence[str]) -> None:
-        """Refuse a rank on this machine if its code or packages differ from the command's, or if it does not see one of the folders."""
+        """Refuse a rank on this machine if its code or packages differ from the command's, or a folder is missing."""
         here = self._compare()
         for folder in folders:
             if not os.path.isdir(folder):

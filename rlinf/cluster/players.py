@@ -59,29 +59,18 @@ class ClusterSettings(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """A call of a player without an answer so far.
+    """A call of a player without an answer so far; ``method`` is of ``PlayerActor``."""
 
-    Attributes:
-        player: Number of the player, over all machines.
-        deadline: Key of ``cluster.deadlines``.
-        method, arguments: Of ``PlayerActor``.
-        weights: The player's when it begins the call; None: none yet.
-        ref: Ray's reference to the answer.
-        before: References to earlier work of the player: being built, taking weights.
-        built_s, waited_s: Seconds waited for it, during ``before`` and after.
-        missed: A player was replaced because it was too late with this call.
-    """
-
-    player: int
-    deadline: str
+    player: int  # over all machines
+    deadline: str  # key of ``cluster.deadlines``
     method: str
     arguments: tuple
-    weights: StoredWeights | None
-    ref: Any = None
-    before: list[Any] = field(default_factory=list)
-    built_s: float = 0.0
-    waited_s: float = 0.0
-    missed: bool = False
+    weights: StoredWeights | None  # the player's when it begins the call
+    ref: Any = None  # Ray's reference to the answer
+    before: list[Any] = field(default_factory=list)  # references to earlier work: being built, taking weights
+    built_s: float = 0.0  # seconds waited during ``before``
+    waited_s: float = 0.0  # and after
+    missed: bool = False  # a player was replaced because it was too late with this call
 
 
 class Players:
@@ -93,15 +82,9 @@ class Players:
 
     Args:
         make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
-        cluster: Deadlines, and how many players may be lost.
-        placement: Of the run.
-        reservation: Where players may be.
+        cluster, placement, reservation: Of the run.
         model: The trained model, sharded or not, from which weights come.
         way_on: How a user continues after an error that ends the run.
-
-    Attributes:
-        numbers, blocks: Players and blocks of this rank.
-        num_replaced: Players that were lost so far.
     """
 
     def __init__(
@@ -115,7 +98,7 @@ class Players:
     ) -> None:
         self.make, self.placement, self.reservation = make, placement, reservation
         self.max_restarts, self.way_on = cluster.max_restarts, way_on
-        self.numbers = self.placement.players_of(rank())
+        self.numbers = self.placement.players_of(rank())  # of this rank
         self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
         self.num_replaced = 0
         self.weights: StoredWeights | None = None

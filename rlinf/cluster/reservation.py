@@ -38,25 +38,15 @@ ROOM_S = 10.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """Places in a Ray cluster. Every rank gets it.
-
-    Attributes:
-        address: Of the cluster.
-        group: Id of Ray's placement group with one bundle for each player; None: the ranks play.
-        gpus_per_player: Of a bundle.
-        machine: The command's, with which others are compared.
-        ranks: Id of the placement group with one bundle for each rank that Ray starts; None: it starts none.
-        ranks_on_gpu: Such a bundle has a GPU.
-        host: Address at which these ranks reach the command.
-    """
+    """Places in a Ray cluster. Every rank gets it."""
 
     address: str
-    group: str | None
+    group: str | None  # id of Ray's placement group with one bundle for each player; None: the ranks play
     gpus_per_player: int
     machine: CommandMachine
-    ranks: str | None = None
+    ranks: str | None = None  # id of the placement group with one bundle for each rank that Ray starts
     ranks_on_gpu: bool = False
-    host: str = LOOPBACK
+    host: str = LOOPBACK  # at which Ray's ranks reach the command
 
     def join(self) -> None:
         """Connect this process to the cluster, unless it is."""
@@ -65,12 +55,7 @@ class Reservation:
             initialise(ray, self.address, log_to_driver=True)
 
     def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
-        """Return where the ranks can start, on machines like this one; None where Ray starts none.
-
-        Args:
-            start_s: Limit in seconds.
-            folders: All machines of the ranks must have them.
-        """
+        """Return where the ranks can start within ``start_s``, on machines with these folders; None where Ray starts none."""
         if self.ranks is None:
             return None
         check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])

@@ -22,19 +22,12 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store: enough for a player without weights, and for one with another version.
+    """Weights in the store: enough for a player without weights, and for one with another version."""
 
-    Attributes:
-        version: Number of weight updates that produced them.
-        manifest: Every tensor.
-        frozen: References to the buckets of frozen tensors, the same in all weights of a run.
-        trained: References to the buckets of trained tensors.
-    """
-
-    version: int
-    manifest: Mapping[str, TensorSpec]
-    frozen: Sequence[Any]
-    trained: Sequence[Any]
+    version: int  # number of weight updates that produced them
+    manifest: Mapping[str, TensorSpec]  # every tensor
+    frozen: Sequence[Any]  # references to buckets, the same in all weights of a run
+    trained: Sequence[Any]  # references to buckets
 
 
 class WeightStore:

@@ -73,8 +73,7 @@ class Clock:
     def limit_of(self, name: str, deadlines: Mapping[str, float | None]) -> float:
         """Return the seconds that the work ``name`` may take."""
         with self._lock:
-            given = deadlines[name]
-            if given is not None:
+            if (given := deadlines[name]) is not None:
                 return given
             if not self.rollouts:
                 return FIRST_ROLLOUT_S
@@ -143,13 +142,9 @@ def _unpickled(data: bytes) -> Exception:
 
 
 class Watchdog:
-    """The thread of a rank that watches its deadlines. A context manager.
+    """The thread of a rank that watches its deadlines, in seconds by name (None: derived). A context manager.
 
-    Args:
-        store: Shared by all ranks; the thread has a connection of its own.
-        rank, size: Of the process.
-        deadlines: Seconds by name; None: derived.
-        ends_process: End this process ``GRACE_S`` after an error of another rank. False: the process that started it does.
+    ``ends_process``: it ends this process ``GRACE_S`` after an error of another rank; else the process that started it does.
     """
 
     def __init__(

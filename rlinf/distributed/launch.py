@@ -75,34 +75,26 @@ def launch(
     sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: the defaults of
     ``DeadlinesConfig``).
 
-    A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
-    reach every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
-
-    Raises:
-        RLinfError: The error of a rank, unchanged; ConfigError if there are fewer GPUs than ranks.
-        DeadlineError: The ranks waited for each other for too long.
-        RankKilledError: A signal has killed a rank.
-        RankError: Any other error of a rank, with its traceback.
-        SystemExit: 128 + signal number, after a signal and an orderly end of all ranks.
-        KeyboardInterrupt: SIGINT came before the ranks could end in an orderly way.
+    A rank that fails or is killed ends the others, and the first error is raised here: an RLinfError unchanged, RankKilledError after
+    a signal from outside, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP reach every rank that is started
+    here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the ranks. None of them outlives this call.
     """
     work = Work(function, argument, device, asdict(DeadlinesConfig()) if deadlines is None else dict(deadlines))
     if _launcher_ranks is not None:
         allocator = os.environ.get(ALLOCATOR)
         _launcher_ranks.send((work, allocator))
         return _run_with_launcher(_launcher_ranks, work, allocator)
+    if num_processes == 1 and not process_group:
+        return function(argument)
     if num_processes == 1:
-        if process_group:
-            _join_group(device, dist.HashStore(), 0, 1)
+        _join_group(device, dist.HashStore(), 0, 1)
         try:
-            function(argument)
+            return function(argument)
         finally:
-            if process_group:
-                dist.destroy_process_group()
-        return
-    on_gpus_here = device == "cuda" and places is None
-    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if on_gpus_here else []
-    if on_gpus_here:
+            dist.destroy_process_group()
+    gpus: Sequence[str] = ()
+    if device == "cuda" and places is None:
+        gpus = visible_gpus(os.environ, torch.cuda.device_count())
         rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
     with Ranks(places) as ranks:
         ranks.start(work, num_processes, gpus)
@@ -145,8 +137,8 @@ class Ranks:
             )
             self.processes += self._spawned.processes
         else:
-            arguments = (work, num_processes, self.places.host, self._store.port)
-            self.processes += self.places.start(_run_placed_rank, arguments, self._store.port)
+            host, port = self.places.host, self._store.port
+            self.processes += self.places.start(_run_placed_rank, (work, num_processes, host, port), port)
         for number in self._handlers:
             signal.signal(number, self._forward)
 
@@ -238,12 +230,8 @@ def _signal(process: Any, number: int) -> None:
 def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callable[[], int]) -> int:
     """Run a command on rank 0 of the processes that a launcher has started; the others take part in its launches.
 
-    Every rank prints an error of the user, or of a rank. Return the exit status.
-
-    Args:
-        context: The launcher's, in this process.
-        words: The command with its arguments, which must be the same on all ranks.
-        command: Called on rank 0 only.
+    Every rank prints an error of the user, or of a rank. ``words``, the command with its arguments, must be the same on all ranks.
+    Return the exit status.
     """
     faulthandler.enable()
     address = ":".join(map(str, context.address))

@@ -296,19 +296,12 @@ def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of training one model on one rank.
+    """Bytes of training one model on one rank."""
 
-    Attributes:
-        weights: Of the trainer; trained shards are float32.
-        masters: Float32 copies of trained 16-bit weights; shards need none.
-        gradients: Of trained parameters, summed in float32.
-        moments: Two float32 numbers of AdamW for each trained parameter.
-    """
-
-    weights: int
-    masters: int
-    gradients: int
-    moments: int
+    weights: int  # trained shards are float32
+    masters: int  # float32 copies of trained 16-bit weights; shards need none
+    gradients: int  # of trained parameters, summed in float32
+    moments: int  # two float32 numbers of AdamW for each trained parameter
 
     @property
     def total(self) -> int:

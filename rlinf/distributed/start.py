@@ -50,7 +50,7 @@ class LaunchContext:
         rank, size: Number of this process, and of processes, on all machines.
         local_rank: Number of this process on its machine.
         address: Host and port of the store.
-        serves: Whether this process opens the store; else it connects to it.
+        serves: This process opens the store; else it connects to it.
     """
 
     launcher: str
@@ -62,10 +62,7 @@ class LaunchContext:
 
 
 def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
-    """Return what a launcher tells a process with this environment; None: no launcher, or a single process.
-
-    Raise ConfigError if a variable is missing or not a number, or mpirun has started several processes.
-    """
+    """Return what a launcher tells a process with this environment; None: no launcher, or a single process."""
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", MPIRUN)):
         size = environment.get(names["size"], "").strip()
         if names["rank"] not in environment or size in ("", "1"):
@@ -161,7 +158,7 @@ def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str
 
 
 def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ConfigError unless each rank sees one GPU, which no other rank sees; ``found`` has host and ``gpus`` of each."""
+    """Raise ConfigError unless each rank sees one GPU of its own; ``found`` has the host and ``gpus`` of each rank."""
     owners: dict[str, str] = {}
     for rank, (host, values) in enumerate(found):
         gpus, who = values["gpus"], f"rank {rank} on {host}"
@@ -189,16 +186,11 @@ def started_here(num_processes: int) -> int:
 
 
 class LauncherRanks:
-    """The ranks of a launcher, connected by a store. Rank 0 sends work; the others take it, one piece after the other.
-
-    Attributes:
-        store: Shared by all ranks.
-        num_launches: Pieces of work so far.
-    """
+    """The ranks of a launcher, connected by a store. Rank 0 sends work; the others take it, one piece after the other."""
 
     def __init__(self, context: LaunchContext, store: Store) -> None:
         self.context, self.store = context, store
-        self.num_launches = 0
+        self.num_launches = 0  # pieces of work so far
 
     def compare(self, arguments: Sequence[str]) -> None:
         """Refuse ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
@@ -209,8 +201,7 @@ class LauncherRanks:
 
     def refuse_shared_gpus(self) -> None:
         """Raise ConfigError on all ranks if one has no GPU of its own."""
-        own = gpu_uuids()
-        self._agree(f"gpu/{self.num_launches}", {"gpus": own}, refuse_shared_gpus)
+        self._agree(f"gpu/{self.num_launches}", {"gpus": gpu_uuids()}, refuse_shared_gpus)
 
     def _agree(self, key: str, values: dict[str, Any], check: Callable[[list], None]) -> list[str]:
         """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""

@@ -76,7 +76,7 @@ class RankAgent:
             work: Function and arguments for ``run_rank``, pickled.
             path: Where the rank looks for modules first.
             environment: Variables to add to this process's own.
-            folder: In which the rank starts.
+            folder: Its working folder.
         """
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
         self._process = process = subprocess.Popen(
@@ -126,20 +126,13 @@ def run_rank() -> None:
 
 
 class RemoteRank:
-    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses.
-
-    Attributes:
-        sentinel: A file that becomes readable when the rank has ended.
-        exitcode: None: it runs.
-        lost: Why its exit status is unknown; None: it is known, or the rank runs.
-        fault: Error of its actor that kept the rank from running or its end from being known.
-    """
+    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses."""
 
     def __init__(self, agent: Any, output: Any) -> None:
         self._agent, self._output = agent, output
         self.exitcode: int | None = None
-        self.lost: str | None = None
-        self.fault: str | None = None
+        self.lost: str | None = None  # why its exit status is unknown
+        self.fault: str | None = None  # error of its actor that kept it from running, or its end from being known
         self._killed_at: float | None = None
         self._ending = threading.Lock()
         self.sentinel, self._writer = os.pipe()
@@ -211,17 +204,11 @@ class RemoteRank:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where ranks can start: an actor on its machine for each of them.
+    """Where ranks can start: an actor on its machine for each of them, in rank order; a machine's ranks are neighbours."""
 
-    Attributes:
-        host: Address of this machine at which the ranks reach it.
-        agents: Actors in the order of the ranks. Those on one machine are neighbours.
-        nodes: Id of the machine of each.
-    """
-
-    host: str
+    host: str  # address of this machine at which the ranks reach it
     agents: Sequence[Any]
-    nodes: Sequence[str]
+    nodes: Sequence[str]  # the id of each actor's machine
 
     @classmethod
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:

@@ -161,9 +161,7 @@ def _places(
     group = ray.util.placement_group([bundle] * count, strategy=strategy)
     try:
         if not group.wait(ROOM_S):
-            logger.warning(
-                "Other jobs of the Ray cluster take its CPUs or GPUs; waiting until there is room for the %s.", noun
-            )
+            logger.warning("Other jobs take the CPUs or GPUs of the Ray cluster; waiting for room for the %s.", noun)
             if not group.wait(start_s):
                 raise ConfigError(
                     f"The Ray cluster has had no room for {count} {noun} for {start_s:g} s; required: {bundle} for each. "

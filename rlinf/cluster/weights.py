@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,16 +71,14 @@ class WeightStore:
 
         tensors = gathered(self.model, names)
         if rank() > 0:
-            for _ in tensors:
-                pass
+            deque(tensors, maxlen=0)
             return []
         try:
             return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            raise ConfigError(
-                f"Ray's store of objects has no room for the weights of version {version}: {str(error).splitlines()[0]} Start Ray with "
-                "more: ray start --object-store-memory=<bytes>, or free /dev/shm where the run starts Ray itself"
-            ) from error
+            found = f"Ray's object store has no room for the weights of version {version}: {str(error).splitlines()[0]}"
+            cure = "Start Ray with more: ray start --object-store-memory=<bytes>. Where the run starts Ray itself, free /dev/shm"
+            raise ConfigError(f"{found} {cure}") from error
 
 
 class _Post:

@@ -133,7 +133,7 @@ def reported(store: dist.Store) -> Exception | None:
 
 
 def _unpickled(data: bytes) -> Exception:
-    """Return a reported error; as a RankError with its text, if this process cannot make one of its class."""
+    """Return a reported error; a RankError with its text if this process cannot make its class."""
     text, pickled = pickle.loads(data)
     try:
         return pickle.loads(pickled)
@@ -157,6 +157,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         clock.rollouts.clear()
+        # For reports about this rank when it does not answer any more.
+        self.store.set(f"host/{self.rank}", f"{socket.gethostname()} (process {os.getpid()})")
         self._thread.start()
         return self
 
@@ -182,11 +184,8 @@ class Watchdog:
         except dist.DistError:
             # The store is gone: rank 0 or the launcher has ended. A rank that ends now has been told why by then.
             if not self._ended.wait(GRACE_S):
-                self._leave(
-                    RankError(
-                        f"Rank {self.rank} lost the connection to the other ranks: rank 0 or the launcher has ended"
-                    )
-                )
+                found = f"Rank {self.rank} lost the connection to the other ranks"
+                self._leave(RankError(f"{found}: rank 0 or the launcher has ended"))
 
     def _raise_alarm(self, name: str, limit: float) -> None:
         """Collect the stacks of all ranks, print them, and end all ranks with a DeadlineError."""
@@ -203,8 +202,10 @@ class Watchdog:
             time.sleep(0.1)
         for rank, key in keys.items():
             host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "its machine"
-            told = "no answer: it is stopped or lost, or it holds Python's lock" if rank in silent else ""
-            told = told or self.store.get(key).decode()
+            if rank in silent:
+                told = "no answer: it is stopped or lost, or it holds Python's lock"
+            else:
+                told = self.store.get(key).decode()
             print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)
         whose = f"; no answer from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
         error = DeadlineError(
@@ -216,8 +217,7 @@ class Watchdog:
 
     def _send_stacks(self) -> None:
         doing = f"in '{clock.name}' for {clock.seconds:.0f} s" if clock.name else "between two waits"
-        text = f"process {os.getpid()}, {doing}\n{all_stacks()}"
-        self.store.set(f"stacks/{self.rank}", text)
+        self.store.set(f"stacks/{self.rank}", f"process {os.getpid()}, {doing}\n{all_stacks()}")
 
     def _end_with_the_others(self, grace_s: float) -> None:
         """End this process with the error that a rank reported, unless it ends on its own meanwhile."""
@@ -239,8 +239,3 @@ class Watchdog:
         if self.ends_process and self.rank == 0:
             time.sleep(2 * POLL_S)  # it may own the store, in which the others read why they end
         os._exit(exit_status(error))
-
-
-def announce(store: dist.Store, rank: int) -> None:
-    """Leave this rank's host in the store, for reports about a rank that no longer answers."""
-    store.set(f"host/{rank}", f"{socket.gethostname()} (process {os.getpid()})")

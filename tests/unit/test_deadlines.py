@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,7 +102,7 @@ def test_a_hang_ends_with_its_name_and_the_stacks_of_all(function, name, stacks,
     assert f"set cluster.deadlines.{name}=4" in str(error.value)
     assert ("no answer from rank 1" in str(error.value)) == silent
     for rank in (0, 1):
-        assert log.count(f"--- rank {rank} on ") == 1
+        assert log.count(f"--- rank {rank} on {socket.gethostname()} (process {pids[rank]})") == 1
     for words in set(stacks):
         assert log.count(words) >= stacks.count(words), log
     assert ("no answer: it is stopped" in log) == silent

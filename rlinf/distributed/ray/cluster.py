@@ -69,15 +69,13 @@ def _check_token(address: str) -> None:
                 return  # Ray tells what it is
         else:
             return
+    who = f"The Ray cluster at RAY_ADDRESS={address}"
     if token is not None:
-        raise ConfigError(
-            f"The Ray cluster at RAY_ADDRESS={address} does not accept the token of this machine. Copy ~/.ray/auth_token of the machine "
-            "of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
-        )
+        cure = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
+        raise ConfigError(f"{who} does not accept the token of this machine. {cure}")
     raise ConfigError(
-        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and RAY_AUTH_MODE is "
-        f"'{os.environ.get('RAY_AUTH_MODE', '')}' here. Have the ~/.ray/auth_token of its head on this machine, then type: "
-        f"RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
+        f"{who} asks for a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
+        f"head to this machine, then type: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
     )
 
 
@@ -100,10 +98,9 @@ def connect(needed_by: str) -> ModuleType:
     Errors name the setting ``needed_by``, such as ``cluster.env_nodes=2``. Return the module ``ray``.
     """
     ray = import_ray(needed_by)
-    address = None
-    if rank() == 0:
-        address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
-        address = address or initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
+    address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    if rank() == 0 and address is None:
+        address = initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
     address = gather_objects(address)[0]
     if not ray.is_initialized():
         initialise(ray, address)
@@ -111,17 +108,11 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, and return its address. Raise ConfigError if Ray cannot connect or start.
+    """Connect to a cluster, or start one on this machine by the arguments ``of_new`` of ``ray.init``; return its address.
 
-    Args:
-        ray: The module.
-        address: Of the cluster; None: start one on this machine.
-        log_to_driver: Show the output of actors here.
-        of_new: Arguments of ``ray.init`` for a cluster that is started.
+    ``log_to_driver`` shows the output of actors here.
     """
-    how: dict[str, Any] = {"address": address}
-    if address is None:
-        how = {"address": "local", "include_dashboard": False, **of_new}
+    how = {"address": "local", "include_dashboard": False, **of_new} if address is None else {"address": address}
     handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
     # Ray draws the name of a connection from these. With one name, two ranks would receive each other's messages and poll without a pause.
     random.seed()
@@ -129,9 +120,9 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     try:
         ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
+        what = "start on this machine" if address is None else f"connect to {address}"
         raise ConfigError(
-            f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
-            "the same versions of Python and Ray"
+            f"Ray cannot {what}: {error}. All machines need the same versions of Python and Ray"
         ) from error
     finally:
         random.setstate(numbers)

@@ -64,15 +64,10 @@ class PlayerActor:
         return PlayerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def build(self, machine: CommandMachine, start: bytes) -> Failure | None:
-        """Make the player.
-
-        Args:
-            machine: The ranks' machine, which this one must match.
-            start: A function and its arguments, pickled; classes of the plugins may occur in them.
-        """
+        """Make the player from a pickled function and its arguments, if this machine matches the ranks'."""
 
         def make_player() -> None:
-            machine.check()  # imports the plugins
+            machine.check()  # imports the plugins, whose classes may occur in ``start``
             make, *arguments = pickle.loads(start)
             self.player = make(*arguments)
 

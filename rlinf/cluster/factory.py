@@ -54,12 +54,9 @@ def collector_factory(
 
 
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
-    """Return ``make(num_envs, auto_reset=)``, which builds an env of the run.
+    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs that share the cores of this machine.
 
-    Args:
-        config: Of the run.
-        num_sharers: Envs that share the cores of this machine.
-        num_threads: Worker threads of each rank or player, each with an env.
+    Each rank or player has an env in each of its ``num_threads`` worker threads.
     """
     cluster = config.cluster
     if not cluster.env_nodes:

@@ -27,14 +27,9 @@ def make_collector(
     autocast: Callable[[], AbstractContextManager],
     players: Players | None = None,
 ) -> Collector:
-    """Return the collector of this rank's rollouts.
+    """Return the collector of this rank's rollouts: its players, if it has any, else ``model`` plays.
 
-    Args:
-        config: Of the run.
-        eval_env: An env of the run's settings.
-        model: The policy that acts, in the memory in which it is updated.
-        autocast: Makes the context in which it computes.
-        players: Players of this rank, which then play; None: the rank plays.
+    ``model`` acts in the memory in which it is updated, and in the context that ``autocast`` makes.
     """
     if players is not None:
         return RemoteCollector(players)

@@ -16,21 +16,13 @@ _SOURCE = "rows_in_file"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file, or some of its rows, not read yet.
-
-    Attributes:
-        file: Path of the file.
-        name: Name in the file.
-        shape: Shape of the rows.
-        first_row: Row of the tensor in the file with which they begin.
-        dtype: Number format to which they are rounded; None: the file's.
-    """
+    """A tensor in a safetensors file, or some of its rows, not read yet."""
 
     file: Path
     name: str
-    shape: torch.Size
-    first_row: int = 0
-    dtype: torch.dtype | None = None
+    shape: torch.Size  # of the rows
+    first_row: int = 0  # in the file
+    dtype: torch.dtype | None = None  # to which the rows are rounded; None: the file's
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Read rows ``start:stop``, or the number if the tensor has no dimensions, and no other bytes of the file."""

@@ -45,13 +45,7 @@ _launcher_ranks: LauncherRanks | None = None
 
 
 class Work(NamedTuple):
-    """A function that all ranks run, and how.
-
-    Attributes:
-        function, argument: Every rank calls ``function(argument)``.
-        device: ``cuda`` or ``cpu``.
-        deadlines: Seconds by name, as in ``DeadlinesConfig``.
-    """
+    """Every rank calls ``function(argument)``; ``deadlines`` are seconds by name, as in ``DeadlinesConfig``."""
 
     function: Callable[[Any], None]
     argument: Any
@@ -103,19 +97,15 @@ def launch(
 
 
 class Ranks:
-    """The ranks of one ``launch``, processes of this machine or of Ray's. A context manager that ends them.
-
-    Attributes:
-        processes: In rank order; a ``RemoteRank`` has the calls of ``multiprocessing.Process`` that are used here.
-        signals: Signals that this process has received and forwarded.
-        hung: Ranks that had to be killed because another one had failed.
-    """
+    """The ranks of one ``launch``, processes of this machine or of Ray's. A context manager that ends them."""
 
     def __init__(self, places: RankPlaces | None) -> None:
         self.places = places
-        self.processes: list[Any] = []
-        self.signals: list[int] = []
-        self.hung: set[int] = set()
+        self.processes: list[
+            Any
+        ] = []  # a ``RemoteRank`` has the calls of ``multiprocessing.Process`` that are used here
+        self.signals: list[int] = []  # received and forwarded
+        self.hung: set[int] = set()  # killed because another rank had failed
         # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
         self._store = _store("127.0.0.1" if places is None else places.host)
         self._spawned: mp.ProcessContext | None = None

@@ -339,8 +339,6 @@ def choose_sharding(
     Args:
         sharding: One of ``rlinf.distributed.config.SHARDINGS``.
         model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
-        num_ranks: Ranks of the run.
-        memory_bytes: Memory of one rank.
         cpu_offload: Asks for shards.
         shard_size: Ranks that divide the weights; the reason says so if it has no effect.
     """

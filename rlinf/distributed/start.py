@@ -43,22 +43,14 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What torchrun or srun tells this process about itself.
+    """What torchrun or srun tells this process about itself."""
 
-    Attributes:
-        launcher: ``torchrun`` or ``srun``.
-        rank, size: Number of this process, and of processes, on all machines.
-        local_rank: Number of this process on its machine.
-        address: Host and port of the store.
-        serves: This process opens the store; else it connects to it.
-    """
-
-    launcher: str
+    launcher: str  # torchrun or srun
     rank: int
     size: int
-    local_rank: int
-    address: tuple[str, int]
-    serves: bool
+    local_rank: int  # on its machine
+    address: tuple[str, int]  # of the store
+    serves: bool  # this process opens the store; else it connects to it
 
 
 def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:

@@ -131,10 +131,9 @@ def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> Vllm
         return None
     found = expandable_segments() if model.device.type == "cuda" else None
     if found is not None:
-        where = f"{found} in a player on {socket.gethostname()}"
         required = "required with rollout.backend=vllm: no expandable segments, whose memory the engine cannot share"
         cure = "Start Ray on that machine without the variable, or set rollout.backend=torch"
-        raise ConfigError(f"{where}; {required}. {cure}")
+        raise ConfigError(f"{found} in a player on {socket.gethostname()}; {required}. {cure}")
     from rlinf.rollout.vllm_policy import VllmPolicy  # with PEFT and transformers, which evaluation does not need
 
     policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_players, torch.get_num_threads())

@@ -202,10 +202,8 @@ class Watchdog:
             time.sleep(0.1)
         for rank, key in keys.items():
             host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "its machine"
-            if rank in silent:
-                told = "no answer: it is stopped or lost, or it holds Python's lock"
-            else:
-                told = self.store.get(key).decode()
+            no_answer = "no answer: it is stopped or lost, or it holds Python's lock"
+            told = no_answer if rank in silent else self.store.get(key).decode()
             print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)
         whose = f"; no answer from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
         error = DeadlineError(

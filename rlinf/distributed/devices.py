@@ -95,10 +95,7 @@ def own_index() -> int:
 
 
 def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
-    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``.
-
-    torchrun shows all ``count`` GPUs to every rank, so there ``LOCAL_RANK`` decides.
-    """
+    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``: torchrun shows all GPUs to every rank."""
     local = environment.get("LOCAL_RANK", "")
     if not has_ranks or current or count <= 1 or not local.isdigit():
         return current

@@ -54,7 +54,7 @@ def collector_factory(
 
 
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
-    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs that share the cores of this machine.
+    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs on this machine's cores.
 
     Each rank or player has an env in each of its ``num_threads`` worker threads.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) -> Callable[[int, int], Player]:
-    """Return ``make(number, num_neighbours)`` for players with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
+    """Return ``make(number, num_neighbours)`` with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
     return partial(Player, replace(config, cluster=cluster), shell, placement)
 
@@ -40,11 +40,11 @@ def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) ->
 class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
-    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still evaluates,
-    preprocesses and computes values.
+    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still
+    evaluates, preprocesses and computes values.
 
-    Any player may play any blocks, up to its share of ``placement.num_blocks`` in a call: a rollout depends on the weights, the
-    iteration, the attempt and the block alone.
+    Any player may play any blocks, up to its share of ``placement.num_blocks`` in a call: a rollout depends on the
+    weights, the iteration, the attempt and the block alone.
 
     Args:
         config, placement: Of the run.

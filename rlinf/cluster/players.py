@@ -76,9 +76,9 @@ class Call:
 class Players:
     """The players of this rank.
 
-    A player answers calls in their order. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
-    the new one gets the unanswered calls again, each with the weights that the old one had for it. Its answers are the same,
-    because a rollout depends on weights, iteration, attempt and block alone.
+    A player answers calls in their order. One that is lost (its process or machine ends, or it misses a deadline) is
+    replaced: the new one gets the unanswered calls again, each with the weights that the old one had for it. Its
+    answers are the same, because a rollout depends on weights, iteration, attempt and block alone.
 
     Args:
         make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
@@ -137,7 +137,8 @@ class Players:
     def as_answered(self, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
         """Yield each call with its answer as soon as it is there. The caller may append further calls meanwhile.
 
-        Raise a user error of a player unchanged, RankError for a bug or after more losses than ``cluster.max_restarts``.
+        Raise a user error of a player unchanged, RankError for a bug or after more losses than
+        ``cluster.max_restarts``.
         """
         import ray
 
@@ -164,7 +165,7 @@ class Players:
                 self._watch(number, waited)
 
     def shared_out(self, deadline: str, method: str, parts: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
-        """Call a method with each of ``parts``; a free player takes the next. Yield the number of a part and its answer.
+        """Call a method with each of ``parts``; a free player takes the next. Yield each part's number and answer.
 
         The players begin at once, and continue while answers are taken.
         """
@@ -373,7 +374,7 @@ class RemoteCollector:
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> list[Call]:  # fmt: skip
-        """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` waits for it."""
+        """Ask the players for one rollout, with the last push's weights, and return at once; ``take`` waits for it."""
         wanted = np.array(self.blocks if blocks is None else blocks, dtype=np.int64)
         numbers = self.players.numbers
         shares = zip(numbers, np.array_split(wanted, len(numbers)), strict=True)
@@ -393,7 +394,7 @@ class RemoteCollector:
 
 
 class RemoteEpisodes:
-    """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``)."""
+    """Plays the episodes of evaluations on the players of this rank (``Episodes`` of ``rlinf.evaluation.evaluator``)."""
 
     def __init__(self, players: Players, num_envs: int) -> None:
         self.players, self.num_envs = players, num_envs  # ``num_envs``: over all players of all ranks

@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place for each rank and player that Ray starts, and a check that all are alike."""
+"""The machines of a run on Ray: a cluster, a place for each rank and player, and a check that all are alike."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Reservation:
             initialise(ray, self.address, log_to_driver=True)
 
     def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
-        """Return where the ranks can start within ``start_s``, on machines with these folders; None where Ray starts none."""
+        """Return where the ranks can start within ``start_s``, on machines with these folders; None without ranks of Ray."""
         if self.ranks is None:
             return None
         check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])
@@ -179,8 +179,8 @@ def _connected(
 ) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
-    It is the cluster of this process, if it is connected already, or the cluster at ``RAY_ADDRESS``, or a new one on this machine,
-    which does not outlive this process.
+    It is the cluster of this process, if it is connected already, or the cluster at ``RAY_ADDRESS``, or a new one on
+    this machine, which does not outlive this process.
     """
     if ray.is_initialized():
         yield True

@@ -34,9 +34,9 @@ class StoredWeights:
 class WeightStore:
     """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
 
-    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies it to each
-    machine once. Ray frees weights when no rank, and no call to a player, refers to them any more. ``run`` names the run in the
-    cluster.
+    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies
+    it to each machine once. Ray frees weights when no rank, and no call to a player, refers to them any more. ``run``
+    names the run in the cluster.
     """
 
     def __init__(self, model: nn.Module, run: str) -> None:
@@ -77,12 +77,12 @@ class WeightStore:
             return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             found = f"Ray's object store has no room for the weights of version {version}: {str(error).splitlines()[0]}"
-            cure = "Start Ray with more: ray start --object-store-memory=<bytes>. Where the run starts Ray itself, free /dev/shm"
+            cure = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
             raise ConfigError(f"{found} {cure}") from error
 
 
 class _Post:
-    """Passes references from rank 0 to the other ranks. Ray counts references only on their way through an actor or a task."""
+    """Passes references from rank 0 to other ranks. Ray counts references only if an actor or a task passes them."""
 
     kept: Any = None
 

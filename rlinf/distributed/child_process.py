@@ -79,7 +79,7 @@ class ChildProcess:
         own_child(self.process, name, self.log)
 
     def ending(self) -> tuple[int, str]:
-        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, as a number and in words."""
+        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, and the words for it."""
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
         return status, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

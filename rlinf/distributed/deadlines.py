@@ -1,8 +1,8 @@
 """Named deadlines on what the ranks of a run do together, and the report when one expires.
 
-A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline expires, the
-rank tells the others over the store. Each rank, with its simulators and engines, writes its stacks there, and the rank whose
-deadline expired prints them all.
+A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline
+expires, the rank tells the others over the store. Each rank, with its simulators and engines, writes its stacks there,
+and the rank whose deadline expired prints them all.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def _unpickled(data: bytes) -> Exception:
 class Watchdog:
     """The thread of a rank that watches its deadlines, in seconds by name (None: derived). A context manager.
 
-    ``ends_process``: it ends this process ``GRACE_S`` after an error of another rank; else the process that started it does.
+    ``ends_process``: it ends this process ``GRACE_S`` after an error of another rank; else the process that started it
+    does.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
-    """Return the file tensors of the deferred parameters, rounded to their present format; a shared parameter appears once.
+    """Return the file tensors of the deferred parameters, in their present format; a shared parameter appears once.
 
     Raise ValueError if a parameter or buffer is on the meta device without a file.
     """

@@ -66,8 +66,8 @@ def hide_gpus() -> None:
 def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
     """Return the GPUs of an engine with ``count`` ranks, starting at the process's own GPU ``gpus[first]``.
 
-    ``gpus`` is empty if the engine runs on the CPU. The override ``key``, which sets ``count``, is named in the ConfigError if there
-    are fewer GPUs.
+    ``gpus`` is empty if the engine runs on the CPU. The override ``key``, which sets ``count``, is named in the
+    ConfigError if there are fewer GPUs.
     """
     if gpus and first + count > len(gpus):
         raise ConfigError(
@@ -95,7 +95,8 @@ def own_index() -> int:
 
 
 def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
-    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``: torchrun shows all GPUs to every rank."""
+    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``."""
+    # torchrun shows all GPUs to every rank.
     local = environment.get("LOCAL_RANK", "")
     if not has_ranks or current or count <= 1 or not local.isdigit():
         return current

@@ -64,14 +64,15 @@ def launch(
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
-    Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise a single rank runs in this process, with a process group
-    only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray. Each of several ranks
-    sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: the defaults of
-    ``DeadlinesConfig``).
+    Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise a single rank runs in this process, with a
+    process group only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray.
+    Each of several ranks sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name
+    (None: the defaults of ``DeadlinesConfig``).
 
-    A rank that fails or is killed ends the others, and the first error is raised here: an RLinfError unchanged, RankKilledError after
-    a signal from outside, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP reach every rank that is started
-    here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the ranks. None of them outlives this call.
+    A rank that fails or is killed ends the others, and the first error is raised here: an RLinfError unchanged,
+    RankKilledError after a signal from outside, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
+    reach every rank that is started here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the
+    ranks. None of them outlives this call.
     """
     work = Work(function, argument, device, asdict(DeadlinesConfig()) if deadlines is None else dict(deadlines))
     if _launcher_ranks is not None:
@@ -220,8 +221,8 @@ def _signal(process: Any, number: int) -> None:
 def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callable[[], int]) -> int:
     """Run a command on rank 0 of the processes that a launcher has started; the others take part in its launches.
 
-    Every rank prints an error of the user, or of a rank. ``words``, the command with its arguments, must be the same on all ranks.
-    Return the exit status.
+    Every rank prints an error of the user, or of a rank. ``words``, the command with its arguments, must be the same on
+    all ranks. Return the exit status.
     """
     faulthandler.enable()
     address = ":".join(map(str, context.address))

@@ -69,7 +69,8 @@ class Parallel(ABC):
 class Replicated(Parallel):
     """Every rank holds the whole model, which also plays: no push, no copy.
 
-    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit for bit.
+    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit
+    for bit.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +105,8 @@ class Sharded(Parallel):
     ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
     weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
 
-    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its rows.
+    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its
+    rows.
 
     Args:
         model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
@@ -192,7 +194,8 @@ class Sharded(Parallel):
 def take_weights_of_rank_0(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0 (a collective call); only differing ones are sent.
 
-    Equal seeds are not enough: code that only one rank runs may have drawn numbers. Deferred weights come from the same files.
+    Equal seeds are not enough: code that only one rank runs may have drawn numbers. Deferred weights come from the same
+    files.
     """
     if world_size() == 1:
         return
@@ -213,7 +216,7 @@ def _checksum(tensor: Tensor) -> int:
 def make_parallel(
     model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
 ) -> Parallel:
-    """Hold a model on all ranks and read its deferred weights. A replica moves to ``device`` whole, shards one by one."""
+    """Hold a model on all ranks, with its deferred weights read. A replica moves to ``device`` whole."""
     if sharded:
         return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
     read_deferred(model, deferred_parameters(model), device)
@@ -391,7 +394,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
-    """Return the part of a whole tensor at a place from ``local_part``; of a tensor in a file, only its rows are read."""
+    """Return the part of a tensor at a place from ``local_part``; from a file, only its rows are read."""
     if isinstance(whole, Tensor):
         return whole[where]
     return whole.rows() if where[0] is ... else whole.rows(where[0].start, where[0].stop)

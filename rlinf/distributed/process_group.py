@@ -35,7 +35,7 @@ def given_num_threads(num_threads: int | None) -> int | None:
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set the threads of torch: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else a share of the cores for each rank here."""
+    """Set torch's threads: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else this rank's share of the cores."""
     torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 

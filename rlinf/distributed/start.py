@@ -1,7 +1,7 @@
 """The ranks that torchrun or srun has started: how a process recognises them, compares them and takes work from rank 0.
 
-Rank 0 runs the command. The other ranks wait at a store for its launches, so all share its configuration and its run folder,
-and rank 0 alone prints.
+Rank 0 runs the command. The other ranks wait at a store for its launches, so all share its configuration and its run
+folder, and rank 0 alone prints.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def clear_launch_context(environment: dict[str, str] | os._Environ) -> None:
 
 
 def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values that must agree on all ranks: the words of the command, the code of rlinf, all installed packages."""
+    """Return the values that must agree on all ranks: the command's words, rlinf's code, all packages."""
     versions = {one.metadata["Name"].lower(): one.version for one in distributions() if one.metadata["Name"]}
     return {
         **{f"the word {word.partition('=')[0]}": word for word in arguments},
@@ -178,7 +178,7 @@ def started_here(num_processes: int) -> int:
 
 
 class LauncherRanks:
-    """The ranks of a launcher, connected by a store. Rank 0 sends work; the others take it, one piece after the other."""
+    """The ranks of a launcher, connected by a store. Rank 0 sends work, which the others take in order."""
 
     def __init__(self, context: LaunchContext, store: Store) -> None:
         self.context, self.store = context, store

@@ -1,7 +1,7 @@
 """Sums, counts and maxima over ranks.
 
-A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns equally
-many neighbouring ones.
+A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns
+equally many neighbouring ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def gather_blocks(own: Tensor) -> Tensor:
 
 
 def sum_blocks(own: Tensor) -> Tensor:
-    """Sum the rows of all blocks in their order, with the same bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
+    """Sum the rows of all blocks, with equal bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
     return gather_blocks(own).cumsum(0)[-1]
 
 

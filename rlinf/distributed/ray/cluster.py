@@ -108,7 +108,7 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, or start one on this machine by the arguments ``of_new`` of ``ray.init``; return its address.
+    """Connect to a cluster, or start one by the arguments ``of_new`` of ``ray.init``; return its address.
 
     ``log_to_driver`` shows the output of actors here.
     """

@@ -39,7 +39,7 @@ FORWARDED = (
     "TRANSFORMERS_",
     "WANDB_",
 )
-"""Prefixes of environment variables copied from the command; all others come from Ray's daemon on the rank's machine."""
+"""Prefixes of variables copied from the command; all others come from Ray's daemon on the rank's machine."""
 _START = """
 import os, sys
 # A rank runs the code of the command: what the command imports comes before what this machine would find.
@@ -204,7 +204,7 @@ class RemoteRank:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where ranks can start: an actor on its machine for each of them, in rank order; a machine's ranks are neighbours."""
+    """Where ranks can start: an actor for each, in rank order; a machine's ranks are neighbours."""
 
     host: str  # address of this machine at which the ranks reach it
     agents: Sequence[Any]
@@ -214,7 +214,8 @@ class RankPlaces:
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
         """Start an actor in each place of a group of Ray, and let each check its machine.
 
-        Raise ConfigError if a check does, or no machine has room within ``start_s``; RankKilledError if an actor is lost.
+        Raise ConfigError if a check does, or no machine has room within ``start_s``; RankKilledError if an actor is
+        lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

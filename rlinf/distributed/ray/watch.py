@@ -1,4 +1,4 @@
-"""Notice that the Ray cluster of a run is lost: its head, or Ray's daemon on this machine. A run cannot continue without them."""
+"""Notice that a run has lost its Ray cluster: the head, or Ray's daemon on this machine. Without them it must end."""
 
 from __future__ import annotations
 

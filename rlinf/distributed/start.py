@@ -106,7 +106,8 @@ def clear_launch_context(environment: dict[str, str] | os._Environ) -> None:
 
 def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the values that must agree on all ranks: the command's words, rlinf's code, all packages."""
-    versions = {one.metadata["Name"].lower(): one.version for one in distributions() if one.metadata["Name"]}
+    metadata = (each.metadata for each in distributions())  # parses a file at each access
+    versions = {each["Name"].lower(): each["Version"] for each in metadata if each["Name"]}
     return {
         **{f"the word {word.partition('=')[0]}": word for word in arguments},
         "source of rlinf (sha256)": source_hash(),

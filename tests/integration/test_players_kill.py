@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import players_kill
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
-KILLS, ITERATIONS = 2, 2
+KILLS, ITERATIONS = 5, 3
 
 
 def test_a_run_whose_players_are_killed_is_the_run_that_was_left_alone(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets the machine up and runs all tests. Arguments go to pytest:
+# Sets the machine up and runs all tests, slow ones too. Arguments go to pytest:
 #   bash scripts/test.sh tests/unit -k config
 #   RLINF_SETUP          options of scripts/setup.sh (default: --dev). Tests of what is not installed are skipped
 #   RLINF_TEST_WORKERS   parallel test processes (default: 2)
@@ -12,4 +12,4 @@ bash "$ROOT/scripts/setup.sh" "${SETUP[@]}"
 cd "$ROOT"
 # One thread per process: several test processes share the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
-exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal --durations=40 --durations-min=5 "$@"
+exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal -m "slow or not slow" --durations=40 --durations-min=5 "$@"

@@ -23,6 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # pytest-xdist gives its processes the width of a terminal, to which tables would be wrapped.
 os.environ.pop("COLUMNS", None)
+# Without bytecode on disk, each process that a test starts compiles the package again (a second), and each worker all tests (ten).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The same examples in every run, however slowly they are drawn.
 hypothesis.settings.register_profile(
     "rlinf", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -31,6 +34,7 @@ hypothesis.settings.load_profile("rlinf")
 
 
 def pytest_configure(config):
+    slow_tests.choose(config)
     if os.environ.get("RLINF_RECORD_SLOW") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(slow_tests.Recorder())
 

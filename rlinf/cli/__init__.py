@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlinf import __version__
 from rlinf.config.names import group_folders, options_of
-from rlinf.distributed.start import forget, place_of
+from rlinf.distributed.start import clear_launch_context, launch_context
 from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.imports import import_string
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
     """Run a command in this process, or as one of the ranks that a launcher has started."""
-    place = place_of(os.environ)
+    place = launch_context(os.environ)
     if place is None:
         return command(words[1:])
     if words[0] in WITH_RANKS:
@@ -180,5 +180,5 @@ def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
     if place.rank:
         return 0
     print(f"`rlinf {words[0]}` runs in one process: rank 0 runs it, the others have ended", file=sys.stderr)
-    forget(os.environ)
+    clear_launch_context(os.environ)
     return command(words[1:])

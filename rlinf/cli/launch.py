@@ -20,7 +20,7 @@ from rlinf.cluster.reservation import check_machine, reserved_places
 from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
-from rlinf.distributed.start import is_connected, place_of
+from rlinf.distributed.start import is_connected, launch_context
 from rlinf.errors import ConfigError, RLinfError, UploadError, did_you_mean
 from rlinf.models.hf_model import load_config
 from rlinf.models.loading import hide_progress_bars
@@ -79,7 +79,7 @@ def launch(arguments: Sequence[str]) -> int:
     script = find_script(scripts[0]) if scripts else None
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
-    place = place_of(os.environ) if is_connected() else None
+    place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_players(config):
         raise ConfigError(
             f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "

@@ -1,4 +1,4 @@
-"""The process of a player: what Ray makes an actor of. What it plays is in the class of the player."""
+"""The process of a player, an actor of Ray. The class of the player knows how to play."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.weights import StoredWeights
-from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.child_process import Failure, failure_in, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.engines.weight_transfer import PushHeader
 from rlinf.types import RolloutBatch
@@ -35,15 +35,15 @@ class Arrays(NamedTuple):
         return cls({name: tensor.numpy() for name, tensor in tensors.items()}, rest)
 
     def batch(self) -> RolloutBatch:
-        """Put it together; the memory is that of the arrays, which may be read-only."""
+        """Put it together without a copy; the arrays may be read-only."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensors = {name: torch.from_numpy(each) for name, each in self.tensors.items()}
         return RolloutBatch(**{**vars(self.rest), **tensors})
 
 
-class Whereabouts(NamedTuple):
-    """Where a player is: the id that Ray gives its machine, and its process."""
+class PlayerProcess(NamedTuple):
+    """The id that Ray gives the machine of a player, and its process there."""
 
     node: str
     pid: int
@@ -56,31 +56,25 @@ class PlayerActor:
         faulthandler.enable()
         faulthandler.register(DUMP_SIGNAL)
         self.player: PolicyCopy | None = None
-        self.failure: Failure | None = None
 
-    def where(self) -> Whereabouts:
-        """Return where this process is."""
+    def where(self) -> PlayerProcess:
+        """Return the machine and the number of this process."""
         import ray
 
-        return Whereabouts(ray.get_runtime_context().get_node_id(), os.getpid())
+        return PlayerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    def build(self, machine: Machine, start: bytes) -> Failure | None:
-        """Make the player from what was pickled, in which classes of the plugins may occur.
+    def build(self, machine: CommandMachine, start: bytes) -> Failure | None:
+        """Make the player from a pickled function and its arguments, if this machine matches the ranks'."""
 
-        Args:
-            machine: That of the ranks; this one must be like it.
-            start: A function and its arguments, pickled.
-        """
-        try:
-            machine.check()  # imports the plugins
+        def make_player() -> None:
+            machine.check()  # imports the plugins, whose classes may occur in ``start``
             make, *arguments = pickle.loads(start)
             self.player = make(*arguments)
-        except Exception as error:  # noqa: BLE001 - the rank raises it
-            self.failure = failure_of(error)
-        return self.failure
+
+        return failure_in(make_player)
 
     def push(self, weights: StoredWeights) -> Any:
-        """Bring the player to a version of the weights, whatever it holds; return that version."""
+        """Bring the player to a version of the weights from any other; return that version."""
         import ray
 
         try:

@@ -1,4 +1,4 @@
-"""What a rank and a player have in common: how the collector of a run is made."""
+"""Make the collector of a run, on a rank or a player."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from rlinf.rollout.sampler import EpisodeSampler
 
 
 def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
-    """Return the worker threads with which a rank plays its envs."""
-    # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
-    if env.on_gpu:
+    """Return the number of worker threads for the envs of a rank."""
+    if env.on_gpu:  # it steps all rows at once: two of half the size would take as long each, one after the other
         return 1
     return config.rollout.num_lanes or default_num_worker_threads(config.env, config.rollout.num_envs // num_ranks)
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
-    """Return what chooses the training episodes of a run, whose settings ``env`` has."""
+    """Return the sampler of training episodes, for an env of the run."""
     rollout = config.rollout
     return EpisodeSampler(
         env.episode_specs("train"),
@@ -40,14 +39,7 @@ def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
 def collector_factory(
     config: RunConfig, env: VectorEnv, num_worker_threads: int, num_sharers: int
 ) -> Callable[..., RolloutCollector]:
-    """Return what makes a collector from ``rank``, ``num_ranks`` and ``autocast``.
-
-    Args:
-        config: Of the run.
-        env: An env of the run's settings.
-        num_worker_threads: Of the collector.
-        num_sharers: Worker threads that share the cores of this machine.
-    """
+    """Return ``make(rank=, num_ranks=, autocast=)``; ``num_sharers`` worker threads share the cores of this machine."""
     rollout = config.rollout
     return partial(
         RolloutCollector,
@@ -62,12 +54,9 @@ def collector_factory(
 
 
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
-    """Return ``make(num_envs, auto_reset=)``, which builds an env of the run.
+    """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs on this machine's cores.
 
-    Args:
-        config: Of the run.
-        num_sharers: Envs that share the cores of this machine.
-        num_threads: Worker threads of each rank or player, which have an env each and play at the same time.
+    Each rank or player has an env in each of its ``num_threads`` worker threads.
     """
     cluster = config.cluster
     if not cluster.env_nodes:

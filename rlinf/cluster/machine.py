@@ -15,29 +15,22 @@ from rlinf.files import sha256_of
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of the command, as those of ranks and players have to know it.
-
-    Attributes:
-        plugins: Of the run.
-        gpus: Names of the GPUs that ranks on it use without Ray, as in ``CUDA_VISIBLE_DEVICES``.
-        host: Name of the machine.
-        software: What all machines must have in common.
-    """
+class CommandMachine:
+    """The command's machine, with which the machines of ranks and players compare themselves."""
 
     plugins: Sequence[str]
-    gpus: Sequence[str] = ()
+    gpus: Sequence[str] = ()  # used by ranks without Ray, as in ``CUDA_VISIBLE_DEVICES``
     host: str = field(default_factory=socket.gethostname)
-    software: dict[str, Any] = field(default_factory=dict)
+    software: dict[str, Any] = field(default_factory=dict)  # versions that must be the same on all machines
 
     @classmethod
-    def here(cls, plugins: Sequence[str], gpus: Sequence[str] = ()) -> Machine:
+    def here(cls, plugins: Sequence[str], gpus: Sequence[str] = ()) -> CommandMachine:
         """Describe this machine. Imports the plugins."""
         own = {f"plugin {path} (sha256)": sha256_of(path) for path in load_plugins(plugins) if path.endswith(".py")}
         return cls(plugins, gpus, software=what_ranks_share([]) | own)
 
     def check(self) -> None:
-        """Refuse a player in this process of Ray if its code or packages differ from the ranks', or if a rank uses its GPU."""
+        """Refuse a player in this process if its code or packages differ from the ranks', or a rank uses its GPU."""
         here = self._compare()
         if not self.gpus or here.host != self.host:
             return
@@ -47,23 +40,23 @@ class Machine:
         if shared:
             raise ConfigError(
                 f"Ray gives a player GPU {min(shared)} of {self.host}, which a rank uses; required: GPUs that no rank uses. Start "
-                "Ray on that machine with `ray start --num-gpus=0`, or offer it the GPUs after those of the ranks only: "
+                "Ray on that machine with `ray start --num-gpus=0`, or offer it only the GPUs that no rank uses: "
                 "CUDA_VISIBLE_DEVICES=<their numbers> ray start"
             )
 
     def check_for_rank(self, folders: Sequence[str]) -> None:
-        """Refuse a rank on this machine if its code or packages differ from the command's, or if it does not see one of the folders."""
+        """Refuse a rank on this machine if its code or packages differ from the command's, or a folder is missing."""
         here = self._compare()
         for folder in folders:
             if not os.path.isdir(folder):
                 raise ConfigError(
-                    f"The machine {here.host}, on which Ray starts a rank, has no folder {folder}; required: the folder of the command and "
-                    "that of the run under the same path on all machines with ranks. Run the command in a shared folder, and set "
+                    f"The machine {here.host}, on which Ray starts a rank, has no folder {folder}; required: the folders of the command and "
+                    "of the run under the same path on all machines with ranks. Run the command in a shared folder, and set "
                     "output_dir=<a shared folder>"
                 )
 
-    def _compare(self) -> Machine:
+    def _compare(self) -> CommandMachine:
         """Return this machine, or raise ConfigError if it differs."""
-        here = Machine.here(self.plugins)
+        here = CommandMachine.here(self.plugins)
         refuse_differences([(self.host, self.software), (here.host, here.software)], "machine")
         return here

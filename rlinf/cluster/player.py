@@ -1,4 +1,4 @@
-"""A player: plays a policy that is trained elsewhere. It knows nothing of how it was started or how it is asked."""
+"""A player: plays a policy that is trained elsewhere. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) -> Callable[[int, int], Player]:
-    """Return what makes a player of its number and that of its neighbours; it has ``OMP_NUM_THREADS`` of this process, not the one that Ray sets."""
+    """Return ``make(number, num_neighbours)`` with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
     return partial(Player, replace(config, cluster=cluster), shell, placement)
 
@@ -40,16 +40,15 @@ def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) ->
 class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
-    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from that copy. The copy evaluates, preprocesses
-    and computes values, as a rank's own policy does next to a rank's own engine.
+    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still
+    evaluates, preprocesses and computes values.
 
-    Which blocks it plays in a call is the caller's choice, as long as there are no more of them than its
-    share of ``placement.num_blocks``. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
+    Any player may play any blocks, up to its share of ``placement.num_blocks`` in a call: a rollout depends on the
+    weights, the iteration, the attempt and the block alone.
 
     Args:
-        config: Of the run.
+        config, placement: Of the run.
         shell: The policy without its weights.
-        placement: Of the run.
         number: Of this player, over all machines.
         num_neighbours: Players on this machine, this one included; they share its cores.
     """
@@ -77,25 +76,25 @@ class Player(PolicyCopy):
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyCopy.version``; the engine must hold the same version."""
+        """See ``PolicyCopy.version``; None also if the engine holds another one."""
         held = super().version
         return held if self.engine is None or self.engine.version == held else None
 
     def commit(self) -> int:
-        """End a push, that to the engine included; return the version that is held now."""
+        """End a push, to the engine too; return the version."""
         version = super().commit()
         if self.engine is not None:
             self.engine.update_weights(version)
         return version
 
     def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
-        """Play a rollout of some blocks, with the version of the weights that is held; see ``RolloutCollector.collect``."""
+        """Play a rollout of some blocks with the present weights; see ``RolloutCollector.collect``."""
         version = self._held()
         self.env.offload()  # of the last evaluation
         return self.collector.collect(self.policy, step, version, needs_values, attempt, blocks)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
-        """Play episodes as an evaluation of the run does; return their results, and how many simulators were replaced."""
+        """Play episodes of an evaluation; return their results and the number of replaced simulators."""
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
@@ -105,12 +104,9 @@ class Player(PolicyCopy):
     def record(
         self, numbered: Sequence[tuple[int, EpisodeResult]], folder: str, size: int
     ) -> list[tuple[Video, bytes]]:
-        """Record videos of evaluated episodes; return them with the contents of their files, which the rank writes.
+        """Return videos of evaluated episodes (see ``Episodes.record``) with the contents of their files.
 
-        Args:
-            numbered: See ``Episodes.record``.
-            folder: Name of the folder that the rank writes to, which this machine may not see.
-            size: Pixels.
+        The rank writes them to a folder of the name ``folder``, which this machine may not see.
         """
         self._held()
         with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
@@ -129,16 +125,15 @@ class Player(PolicyCopy):
 
 
 def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> VllmPolicy | None:
-    """Start the engine that plays with ``rollout.backend=vllm``, on the GPUs of this process; its faults show at once."""
+    """Start the engine of ``rollout.backend=vllm`` on the GPUs of this process, to find its faults at once."""
     rollout = config.rollout
     if rollout.backend == "torch":
         return None
     found = expandable_segments() if model.device.type == "cuda" else None
     if found is not None:
-        raise ConfigError(
-            f"{found} in a player on {socket.gethostname()}; required with rollout.backend=vllm: no expandable segments, whose memory "
-            "cannot be shared with the engine. Start Ray on that machine without the variable, or set rollout.backend=torch"
-        )
+        required = "required with rollout.backend=vllm: no expandable segments, whose memory the engine cannot share"
+        cure = "Start Ray on that machine without the variable, or set rollout.backend=torch"
+        raise ConfigError(f"{found} in a player on {socket.gethostname()}; {required}. {cure}")
     from rlinf.rollout.vllm_policy import VllmPolicy  # with PEFT and transformers, which evaluation does not need
 
     policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_players, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The players of a rank as it sees them: asked, waited for, replaced when they are lost."""
+"""The players of a rank: it calls them, waits for their answers, and replaces those that are lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 import rlinf.errors
-from rlinf.cluster.actor import PlayerActor, Whereabouts
+from rlinf.cluster.actor import PlayerActor, PlayerProcess
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
 from rlinf.cluster.weights import StoredWeights, WeightStore
@@ -51,7 +51,7 @@ deadline, so another player must play the same blocks in the rest of it."""
 
 
 class ClusterSettings(Protocol):
-    """Keys of ``cluster`` that concern players."""
+    """Settings of players, of ``rlinf train`` or of a recipe."""
 
     deadlines: DeadlinesConfig
     max_restarts: int
@@ -59,51 +59,32 @@ class ClusterSettings(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """A question to a player that is not answered yet.
+    """A call of a player without an answer so far; ``method`` is of ``PlayerActor``."""
 
-    Attributes:
-        player: Number of the player, over all machines.
-        deadline: Key of ``cluster.deadlines``.
-        method: Of ``PlayerActor``.
-        arguments: Of the method.
-        weights: Those that the player holds when it gets to the call; None: none yet.
-        ref: Ray's reference to the answer.
-        before: References to the answers of what the player does first: being built, taking weights.
-        built_s, waited_s: Seconds that somebody has waited for it, during ``before`` and after.
-        missed: Whether a player was replaced because it was too late with this call.
-    """
-
-    player: int
-    deadline: str
+    player: int  # over all machines
+    deadline: str  # key of ``cluster.deadlines``
     method: str
     arguments: tuple
-    weights: StoredWeights | None
-    ref: Any = None
-    before: list[Any] = field(default_factory=list)
-    built_s: float = 0.0
-    waited_s: float = 0.0
-    missed: bool = False
+    weights: StoredWeights | None  # the player's when it begins the call
+    ref: Any = None  # Ray's reference to the answer
+    before: list[Any] = field(default_factory=list)  # references to earlier work: being built, taking weights
+    built_s: float = 0.0  # seconds waited during ``before``
+    waited_s: float = 0.0  # and after
+    missed: bool = False  # a player was replaced because it was too late with this call
 
 
 class Players:
     """The players of this rank.
 
-    A player is asked one thing after the other. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
-    the new one is asked again what was not answered, each time with the weights that the old one had for it. What it answers is what
-    the old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
+    A player answers calls in their order. One that is lost (its process or machine ends, or it misses a deadline) is
+    replaced: the new one gets the unanswered calls again, each with the weights that the old one had for it. Its
+    answers are the same, because a rollout depends on weights, iteration, attempt and block alone.
 
     Args:
-        make: Called in the process of each player with its number and that of the players on its machine; returns a ``PolicyCopy``.
-        cluster: Deadlines, and how many players may be lost.
-        placement: Of the run.
-        reservation: Where players may be.
+        make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
+        cluster, placement, reservation: Of the run.
         model: The trained model, sharded or not, from which weights come.
         way_on: How a user continues after an error that ends the run.
-
-    Attributes:
-        numbers: Those of this rank.
-        blocks: Those of this rank.
-        num_replaced: Players that were lost so far.
     """
 
     def __init__(
@@ -117,7 +98,7 @@ class Players:
     ) -> None:
         self.make, self.placement, self.reservation = make, placement, reservation
         self.max_restarts, self.way_on = cluster.max_restarts, way_on
-        self.numbers = self.placement.players_of(rank())
+        self.numbers = self.placement.players_of(rank())  # of this rank
         self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
         self.num_replaced = 0
         self.weights: StoredWeights | None = None
@@ -149,14 +130,15 @@ class Players:
         return call
 
     def answers(self, calls: Sequence[Call]) -> list[Any]:
-        """Wait for the answers to some calls, and return them in their order; see ``as_answered``."""
+        """Return the answers to some calls in their order; see ``as_answered``."""
         found = dict(self.as_answered(list(calls)))
         return [found[call] for call in calls]
 
     def as_answered(self, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
         """Yield each call with its answer as soon as it is there. The caller may append further calls meanwhile.
 
-        Raise a user error of a player unchanged, RankError for a bug or after more losses than ``cluster.max_restarts``.
+        Raise a user error of a player unchanged, RankError for a bug or after more losses than
+        ``cluster.max_restarts``.
         """
         import ray
 
@@ -183,9 +165,9 @@ class Players:
                 self._watch(number, waited)
 
     def shared_out(self, deadline: str, method: str, parts: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
-        """Let players call a method with each of ``parts``; one that is free takes the next. Yield the number of a part and the answer.
+        """Call a method with each of ``parts``; a free player takes the next. Yield each part's number and answer.
 
-        The players begin at once, and go on as far as answers are asked for.
+        The players begin at once, and continue while answers are taken.
         """
         left, calls, places = deque(enumerate(parts)), [], {}
 
@@ -211,7 +193,7 @@ class Players:
         if weights is None or weights.version != version:
             weights = None
             for number in self.numbers:
-                if not self._open[number]:  # else the weights are those of a question that may be asked again
+                if not self._open[number]:  # else a question that may be asked again needs the weights
                     self._held.pop(number, None)
             weights = self._store.put(version)
         calls = []
@@ -251,7 +233,7 @@ class Players:
         call.built_s = call.waited_s = 0.0
 
     def _replace(self, number: int, cause: str) -> None:
-        """Start another player for one that is lost, and ask it what the old one has not answered."""
+        """Start another player for one that is lost, and repeat its unanswered calls."""
         import ray
 
         self.num_replaced += 1
@@ -273,13 +255,13 @@ class Players:
         self._push(number, held, self._held.get(number))
 
     def _push(self, number: int, held: StoredWeights | None, wanted: StoredWeights | None) -> StoredWeights | None:
-        """Bring a new player from some weights to others before it is asked further; return the latter."""
+        """Bring a new player from some weights to others before its next call; return the latter."""
         if wanted is not held and wanted is not None:
             self._setup[number].append(self._actors[number].push.remote(wanted))
         return wanted
 
     def _watch(self, number: int, waited_s: float) -> None:
-        """Replace a player that is too late with what it does at present; its stacks go to the log."""
+        """Replace a player that is too late with its present call; its stacks go to the log."""
         call = next((call for call in self._open[number] if _pending([call.ref])), None)
         if call is None:
             return
@@ -309,7 +291,7 @@ class Players:
         self._replace(number, cause)
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Make all players write their stacks, which Ray passes on to the log of the run; see ``RemoteProcesses``."""
+        """Make all players write their stacks to the log of the run; see ``RemoteProcesses``."""
         sent = [self._signal(number, DUMP_SIGNAL) for number in self._actors]
         names = ", ".join(f"player {number}" for number in self._actors)
 
@@ -320,11 +302,11 @@ class Players:
         return wait
 
     def _signal(self, number: int, signal_number: int) -> Any:
-        """Send a signal to a player's process, which may be stopped; return Ray's reference to that if it is on another machine."""
+        """Send a signal to a player's process; return Ray's reference to the sending if it is on another machine."""
         import ray
 
         with suppress(ray.exceptions.RayError, ProcessLookupError):  # it has ended, or it has not told where it is
-            where: Whereabouts = ray.get(self._where[number], timeout=POLL_S)
+            where: PlayerProcess = ray.get(self._where[number], timeout=POLL_S)
             if where.node != ray.get_runtime_context().get_node_id():
                 return self.reservation.signal(where.node, where.pid, signal_number)
             os.kill(where.pid, signal_number)
@@ -347,7 +329,7 @@ def _checked(answer: Any, number: int) -> Any:
 
 
 def _pending(refs: Sequence[Any]) -> bool:
-    """Return whether the answer to any of these references is still to come."""
+    """Return whether any answer is still to come."""
     import ray
 
     if not refs:
@@ -357,7 +339,7 @@ def _pending(refs: Sequence[Any]) -> bool:
 
 
 def _has_answer(call: Call) -> bool:
-    """Return whether a player has answered a call and its answer was not lost with it."""
+    """Return whether a lost player's answer to a call has survived it."""
     import ray
 
     if _pending([call.ref]):
@@ -392,10 +374,7 @@ class RemoteCollector:
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> list[Call]:  # fmt: skip
-        """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` takes the result.
-
-        A push that follows reaches a player when it has played.
-        """
+        """Ask the players for one rollout, with the last push's weights, and return at once; ``take`` waits for it."""
         wanted = np.array(self.blocks if blocks is None else blocks, dtype=np.int64)
         numbers = self.players.numbers
         shares = zip(numbers, np.array_split(wanted, len(numbers)), strict=True)
@@ -406,7 +385,7 @@ class RemoteCollector:
         ]
 
     def take(self, calls: Sequence[Call]) -> RolloutBatch:
-        """Wait for a rollout that was issued, and return it, in the order of its blocks."""
+        """Return an issued rollout, in the order of its blocks."""
         return RolloutBatch.concatenate([answer.batch() for answer in self.players.answers(calls)])  # copies the arrays
 
     def close(self) -> None:
@@ -415,22 +394,14 @@ class RemoteCollector:
 
 
 class RemoteEpisodes:
-    """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``).
-
-    Args:
-        players: Those of this rank.
-        num_envs: Envs of an evaluation, over all players of all ranks.
-
-    Attributes:
-        num_restarts: Simulators' worker processes that were replaced.
-    """
+    """Plays the episodes of evaluations on the players of this rank (``Episodes`` of ``rlinf.evaluation.evaluator``)."""
 
     def __init__(self, players: Players, num_envs: int) -> None:
-        self.players, self.num_envs = players, num_envs
+        self.players, self.num_envs = players, num_envs  # ``num_envs``: over all players of all ranks
         self.num_restarts = 0
 
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
+        """See ``Episodes.play``. A free player takes the next episodes, one for each of its envs."""
         num_players = self.players.placement.num_players
         count = max(1, min(-(-self.num_envs // num_players), -(-len(specs) // len(self.players.numbers))))
         parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]

@@ -1,4 +1,4 @@
-"""A copy of a policy that is trained elsewhere: what all players have in common."""
+"""A copy of a policy that is trained elsewhere: the base class of all players."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from rlinf.rollout.policy_shell import PolicyShell
 
 
 class PolicyCopy:
-    """A policy whose weights are those of the last push.
-
-    Args:
-        shell: The policy without its weights.
-        device: Where it computes.
-    """
+    """A policy with the weights of the last push, made from its shell."""
 
     def __init__(self, shell: PolicyShell, device: str) -> None:
         self.model = shell.build(device)
@@ -22,11 +17,11 @@ class PolicyCopy:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights; None: there are none, or not all of one version, so it does not act."""
+        """Version of the weights; None: a push is missing or incomplete, so it does not act."""
         return self.receiver.version
 
     def begin(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. Nobody acts until ``commit``."""
+        """Prepare for the weights of a version; see ``WeightReceiver``. It does not act until ``commit``."""
         self.receiver.begin(header)
 
     def load(self, bucket: WeightsHandle) -> None:
@@ -34,14 +29,14 @@ class PolicyCopy:
         self.receiver.load(bucket)
 
     def commit(self) -> int:
-        """End a push; return the version that is held now."""
+        """End a push; return its version."""
         return self.receiver.commit()
 
     def close(self) -> None:
         """Free what it holds."""
 
     def _held(self) -> int:
-        """Return the version of the weights that are held; raise RLinfError if there are none, or not all of one version."""
+        """Return the version of the weights; raise RLinfError if a push is missing or incomplete."""
         if self.version is None:
             raise RLinfError(
                 "A player has no complete weights: no push has ended, or the last one was refused. Push again"

@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place in it for each rank and player that Ray starts, and the proof that all are alike."""
+"""The machines of a run on Ray: a cluster, a place for each rank and player, and a check that all are alike."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.child_process import failure_in
 from rlinf.distributed.devices import visible_gpus
 from rlinf.distributed.ray.cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
-from rlinf.distributed.ray.ranks import RankPlaces, placement_group
+from rlinf.distributed.ray.ranks import RankPlaces, placement_group, raise_failure
 from rlinf.distributed.ray.watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
@@ -38,25 +38,15 @@ ROOM_S = 10.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """Places in a Ray cluster. Every rank gets it.
-
-    Attributes:
-        address: Of the cluster.
-        group: Id of Ray's placement group with one bundle for each player; None: the ranks play.
-        gpus_per_player: Of a bundle.
-        machine: That of the command, with which others are compared.
-        ranks: Id of the placement group with one bundle for each rank that Ray starts; None: it starts none.
-        ranks_on_gpu: Such a bundle has a GPU.
-        host: Address at which these ranks reach the command.
-    """
+    """Places in a Ray cluster. Every rank gets it."""
 
     address: str
-    group: str | None
+    group: str | None  # id of Ray's placement group with one bundle for each player; None: the ranks play
     gpus_per_player: int
-    machine: Machine
-    ranks: str | None = None
+    machine: CommandMachine
+    ranks: str | None = None  # id of the placement group with one bundle for each rank that Ray starts
     ranks_on_gpu: bool = False
-    host: str = LOOPBACK
+    host: str = LOOPBACK  # at which Ray's ranks reach the command
 
     def join(self) -> None:
         """Connect this process to the cluster, unless it is."""
@@ -65,12 +55,7 @@ class Reservation:
             initialise(ray, self.address, log_to_driver=True)
 
     def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
-        """Return where the ranks can start, on machines like this one; None where Ray starts none.
-
-        Args:
-            start_s: Seconds that this may take.
-            folders: Which all machines of the ranks must have.
-        """
+        """Return where the ranks can start within ``start_s``, on machines with these folders; None without ranks of Ray."""
         if self.ranks is None:
             return None
         check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])
@@ -86,31 +71,27 @@ class Reservation:
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
-        """Return how many players have their place on the machine of a player, itself included."""
+        """Return the number of players on the machine of a player, itself included."""
         from ray.util import placement_group_table
 
         nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
         return list(nodes.values()).count(nodes[number])
 
     def signal(self, node: str, pid: int, number: int) -> Any:
-        """Send a signal to a process of a machine; return a reference to the end of that."""
+        """Send a signal to a process of a machine; return Ray's reference to the sending."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)(_send_signal).remote(pid, number)
-
-
-def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)  # which Ray cannot make a task of, because it is not a Python function
+        remote = ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        return remote(
+            lambda: os.kill(pid, number)
+        ).remote()  # Ray makes tasks of Python functions only, not of ``os.kill``
 
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Reserve a place for each rank and player that Ray starts, and free all places at the end; None where it starts none.
-
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
-    """
+    """Yield the ``reserved_places`` of a run; None where Ray starts neither ranks nor players."""
     if not has_players(config) and not ranks_by_ray(config):
         yield None
         return
@@ -123,7 +104,7 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
 
 
 def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None) -> None:
-    """Make the checks of ``reserved_places`` that start nothing; see there."""
+    """Make the checks of ``reserved_places`` that start nothing."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
         _gpus_of_players(placement_of)
@@ -140,11 +121,11 @@ def reserved_places(
 ) -> Iterator[Reservation]:
     """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
-    Raise ConfigError if there is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
+    Raise ConfigError if no cluster answers at ``RAY_ADDRESS``, it has no room, or its machines differ.
 
     Args:
-        placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
-        start_s: Seconds in which there must be room, and in which the machines must tell what they are.
+        placement_of: Returns the placement of the run on some machines, or refuses them; None: they are not known yet.
+        start_s: Seconds to wait for room, and for the answers of the machines.
         plugins: Of the run.
         room: In the store of objects of each machine with players; None: not known.
     """
@@ -152,7 +133,7 @@ def reserved_places(
     with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
         alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
         placement = placement_of([Node(host, has.get("CPU", 0.0), has.get("GPU", 0.0)) for host, has in alive])
-        machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
+        machine = CommandMachine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
         ranks, players, host = None, None, LOOPBACK
         if placement.by_ray:
@@ -180,9 +161,7 @@ def _places(
     group = ray.util.placement_group([bundle] * count, strategy=strategy)
     try:
         if not group.wait(ROOM_S):
-            logger.warning(
-                "Other jobs of the Ray cluster take its CPUs or GPUs; waiting until there is room for the %s.", noun
-            )
+            logger.warning("Other jobs take the CPUs or GPUs of the Ray cluster; waiting for room for the %s.", noun)
             if not group.wait(start_s):
                 raise ConfigError(
                     f"The Ray cluster has had no room for {count} {noun} for {start_s:g} s; required: {bundle} for each. "
@@ -200,8 +179,8 @@ def _connected(
 ) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
-    It is the one to which this process is connected already, or that of ``RAY_ADDRESS``, or one on this machine. That one ends
-    with this process, however that ends.
+    It is the cluster of this process, if it is connected already, or the cluster at ``RAY_ADDRESS``, or a new one on
+    this machine, which does not outlive this process.
     """
     if ray.is_initialized():
         yield True
@@ -238,7 +217,7 @@ def _start(
 
 
 def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
-    """Return the GPUs of this machine after those of the ranks; refuse too few."""
+    """Return the GPUs of this machine that follow the ranks' GPUs; refuse too few."""
     placement = placement_of(None)
     gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
@@ -246,7 +225,7 @@ def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement])
 
 
 def _store_size(room: StoreRoom) -> int:
-    """Return the size of the store of objects of a cluster on this machine; refuse more than its shared memory has."""
+    """Return the size of the object store of a cluster on this machine; refuse more than the free shared memory."""
     needed = room.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
@@ -261,9 +240,7 @@ def _store_size(room: StoreRoom) -> int:
 def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None) -> None:
     """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
 
-    Args:
-        groups: Places of players, and of ranks. Without any of ranks, these are on the machine of the command.
-        room: That each of them needs; None: not known.
+    ``groups`` has the places of players and, where Ray starts the ranks, of ranks.
     """
     from ray.util import placement_group_table
 
@@ -284,19 +261,11 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None
 
 
 def _gpus(placement: Placement) -> list[str]:
-    """Return the GPUs of this machine that the run may use; none where it runs on CPUs."""
+    """Return the GPUs of this machine that the run may use; on CPUs, an empty list."""
     return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
 
 
-def _failure_here(machine: Machine) -> Failure | None:
-    try:
-        machine.check()
-    except Exception as error:  # noqa: BLE001 - the asking process raises it
-        return failure_of(error)
-    return None
-
-
-def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Machine) -> None:
+def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
     """Refuse places on machines that differ from this one, before a model is loaded. Each player checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -304,13 +273,11 @@ def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Mach
     for bundle, needs in enumerate(group.bundle_specs):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_cpus": 1, "num_gpus": needs.get("GPU", 0), "scheduling_strategy": place, "max_retries": 0}
-        asked.append(ray.remote(**options)(_failure_here).remote(machine))
+        asked.append(ray.remote(**options)(failure_in).remote(machine.check))
     try:
         found = ray.get(asked, timeout=start_s)
     except ray.exceptions.RayError as error:
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    for failure in found:
-        if failure is not None:
-            raise ConfigError(failure.message)
+    raise_failure(found)

@@ -1,4 +1,4 @@
-"""What plays the rollouts of a run: threads of the rank, processes, or players on other machines."""
+"""Choose the collector of a run: threads of the rank, processes, or players on other machines."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ def make_collector(
     autocast: Callable[[], AbstractContextManager],
     players: Players | None = None,
 ) -> Collector:
-    """Return what plays this rank's rollouts.
+    """Return the collector of this rank's rollouts: its players, if it has any, else ``model`` plays.
 
-    Args:
-        config: Of the run.
-        eval_env: An env of the run's settings.
-        model: The policy that plays, in the memory in which it is updated.
-        autocast: Makes the context in which it computes.
-        players: Those of this rank, which then play; None: the rank plays.
+    ``model`` acts in the memory in which it is updated, and in the context that ``autocast`` makes.
     """
     if players is not None:
         return RemoteCollector(players)
@@ -60,7 +55,7 @@ def make_collector(
 
 
 def played_by(collector: Collector) -> str:
-    """Return in words what plays the rollouts of a rank."""
+    """Describe the collector of a rank, such as "2 players"."""
     if isinstance(collector, RemoteCollector):
         return format_count(collector.players.placement.num_players // world_size(), "player")
     if isinstance(collector, ProcessCollector):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,30 +23,20 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store: enough for a player that holds nothing, and for one that holds another version.
+    """Weights in the store: enough for a player without weights, and for one with another version."""
 
-    Attributes:
-        version: Number of weight updates that produced them.
-        manifest: Every tensor.
-        frozen: References to the buckets of what training does not change, the same in all weights of a run.
-        trained: References to the buckets of what it changes.
-    """
-
-    version: int
-    manifest: Mapping[str, TensorSpec]
-    frozen: Sequence[Any]
-    trained: Sequence[Any]
+    version: int  # number of weight updates that produced them
+    manifest: Mapping[str, TensorSpec]  # every tensor
+    frozen: Sequence[Any]  # references to buckets, the same in all weights of a run
+    trained: Sequence[Any]  # references to buckets
 
 
 class WeightStore:
-    """Puts the weights of a trained model into the store, once for all ranks.
+    """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
 
-    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies it to each
-    machine once. Ray frees weights when no rank, and no call to a player, refers to them any more.
-
-    Args:
-        model: The trained model, sharded or not.
-        run: A name that no other run of the cluster has.
+    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies
+    it to each machine once. Ray frees weights when no rank, and no call to a player, refers to them any more. ``run``
+    names the run in the cluster.
     """
 
     def __init__(self, model: nn.Module, run: str) -> None:
@@ -80,20 +71,18 @@ class WeightStore:
 
         tensors = gathered(self.model, names)
         if rank() > 0:
-            for _ in tensors:
-                pass
+            deque(tensors, maxlen=0)
             return []
         try:
             return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            raise ConfigError(
-                f"Ray's store of objects has no room for the weights of version {version}: {str(error).splitlines()[0]} Start Ray with "
-                "more: ray start --object-store-memory=<bytes>, or free /dev/shm where the run starts Ray itself"
-            ) from error
+            found = f"Ray's object store has no room for the weights of version {version}: {str(error).splitlines()[0]}"
+            cure = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
+            raise ConfigError(f"{found} {cure}") from error
 
 
 class _Post:
-    """Keeps what rank 0 leaves for the other ranks. Ray counts references only on their way through an actor or a task."""
+    """Passes references from rank 0 to other ranks. Ray counts references only if an actor or a task passes them."""
 
     kept: Any = None
 
@@ -105,7 +94,7 @@ class _Post:
 
 
 def _post(run: str) -> Any:
-    """Return the actor of a run, which rank 0 starts on its machine; a collective call."""
+    """Return the run's actor, which rank 0 starts on its machine (a collective call)."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -124,18 +113,14 @@ BUCKET_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class StoredBucket(WeightsHandle):
-    """A bucket with its own copy of the bytes. Every process that has it can open it at any time.
-
-    Attributes:
-        data: uint8 ``[nbytes]``; read-only where a store of objects has it.
-    """
+    """A bucket with its own copy of the bytes: uint8 ``[nbytes]``, read-only in a store of objects."""
 
     data: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def _map(self, mapped: dict[str, Tensor]) -> Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.data)  # which is only read
+            return torch.from_numpy(self.data)  # only read
 
 
 def stored_buckets(tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[StoredBucket]:

@@ -17,7 +17,7 @@ from rlinf import run_folder
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
-from rlinf.distributed.start import place_of, started_here
+from rlinf.distributed.start import launch_context, started_here
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import Answer, AnswerResult
 from rlinf.files import follow_latest, sha256_of, write_text
@@ -60,7 +60,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     """
     model = find_model(config.checkpoint)
     output = _output_folder(config, model, _run_of(model))
-    place = place_of(os.environ)
+    place = launch_context(os.environ)
     num_processes = config.cluster.num_processes or (1 if place is None else place.size)
     device = resolve_device(config.device, started_here(num_processes), "device=cpu")
     deadlines = asdict(config.cluster.deadlines)

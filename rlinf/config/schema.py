@@ -20,7 +20,7 @@ from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
-from rlinf.distributed.start import place_of
+from rlinf.distributed.start import launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ALIASES, ConfigError, MissingDependencyError, RLinfError, closest, did_you_mean
@@ -211,7 +211,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:
-        place = place_of(os.environ)
+        place = launch_context(os.environ)
         config.cluster.num_processes = 1 if place is None else place.size
     if isinstance(env, Mapping) and env.get("cameras") is None:
         config.env.cameras = cameras_read(config)

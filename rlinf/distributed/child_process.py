@@ -34,19 +34,12 @@ import_string(sys.argv[2])()
 
 
 class Failure(NamedTuple):
-    """Why a call gave no answer.
+    """Why a call gave no answer."""
 
-    Attributes:
-        error: Name of a class in ``rlinf.errors`` if the user must fix it, else None.
-        message: The error's text, or how the process ended.
-        traceback: Traceback of the child; may be empty.
-        from_outside: The process was killed from outside, not by its simulator.
-    """
-
-    error: str | None
-    message: str
-    traceback: str
-    from_outside: bool = False
+    error: str | None  # name of a class in ``rlinf.errors`` if the user must fix it
+    message: str  # the error's text, or how the process ended
+    traceback: str  # of the child; may be empty
+    from_outside: bool = False  # the process was killed from outside, not by its simulator
 
 
 class SharedMemory:
@@ -62,23 +55,15 @@ class SharedMemory:
 
 
 class ChildProcess:
-    """The parent's end: the process, a pipe to it, and the log of its native crashes. It can be started again.
-
-    Attributes:
-        process: None: not running.
-        connection: This end of the pipe.
-    """
+    """The parent's end: the process, a pipe to it, and the log of its native crashes. It can be started again."""
 
     process: subprocess.Popen | None = None
+    connection: Connection
 
     def launch(self, main: str, name: str, memories: Sequence[SharedMemory], environment: Mapping[str, str]) -> None:
-        """Start a process that runs ``main`` (``"module:function"``), which calls ``own_end`` first.
+        """Start a process with exactly this environment, which shares some memories and is called ``name`` in reports.
 
-        Args:
-            main: Its module can be imported without the main script of this process.
-            name: What the process does, for reports.
-            memories: Shared with the process.
-            environment: All of its environment variables.
+        It runs ``main`` (``"module:function"``), which calls ``own_end`` first.
         """
         self.connection, theirs = Pipe()
         self.log = tempfile.TemporaryFile()
@@ -94,7 +79,7 @@ class ChildProcess:
         own_child(self.process, name, self.log)
 
     def ending(self) -> tuple[int, str]:
-        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, and that in words."""
+        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, and the words for it."""
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
         return status, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -142,15 +127,24 @@ def own_end() -> tuple[Connection, list[int], int]:
 
 
 def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: None) -> None:
-    """End this process when its parent has died, whatever the other threads do; a thread runs this."""
+    """End this process when its parent has died; a thread runs this."""
     while os.getppid() == parent:
         while_running()
         time.sleep(PARENT_POLL_S)
     os._exit(1)
 
 
+def failure_in(work: Callable[[], object]) -> Failure | None:
+    """Do some work, and return its error for another process; None if it succeeds."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the other process raises it
+        return failure_of(error)
+    return None
+
+
 def failure_of(error: BaseException) -> Failure:
-    """Return what the parent is told of an error that is being handled."""
+    """Describe an error that is being handled, for another process."""
     known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return Failure(known[0] if known else None, message, traceback.format_exc())

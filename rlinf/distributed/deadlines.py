@@ -1,8 +1,8 @@
 """Named deadlines on what the ranks of a run do together, and the report when one expires.
 
-A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline expires, the
-rank tells the others over the store. Each writes its stacks there, with those of its simulators and engines, and the rank whose
-deadline it was prints them all.
+A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline
+expires, the rank tells the others over the store. Each rank, with its simulators and engines, writes its stacks there,
+and the rank whose deadline expired prints them all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
 ANSWER_S = REMOTE_S + 1.5
-"""Seconds that the other ranks have to send their stacks and those of their simulators."""
+"""Seconds that the other ranks, with their simulators, have to send their stacks."""
 REPORT_S = 30.0
 """Seconds that the rank whose deadline expired has to collect the stacks and report the error."""
 GRACE_S = 5.0
 """Seconds that a rank has to end on its own after another one has failed."""
 FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 1200.0, 10.0
-"""The derived deadline of a rollout: that of the first one; at least; and over the median of the last five."""
+"""The derived deadline of a rollout: of the first one; its minimum later; its ratio to the median of the last five."""
 
 
 class DeadlineError(RankError):
@@ -41,7 +41,7 @@ class DeadlineError(RankError):
 
 
 class Clock:
-    """What this rank does, since when, and how long its last rollouts took."""
+    """The present work of this rank, its seconds so far, and how long the last rollouts took."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -73,8 +73,7 @@ class Clock:
     def limit_of(self, name: str, deadlines: Mapping[str, float | None]) -> float:
         """Return the seconds that the work ``name`` may take."""
         with self._lock:
-            given = deadlines[name]
-            if given is not None:
+            if (given := deadlines[name]) is not None:
                 return given
             if not self.rollouts:
                 return FIRST_ROLLOUT_S
@@ -94,7 +93,7 @@ clock = Clock()
 def waiting(name: str) -> Iterator[None]:
     """Give the block the deadline ``cluster.deadlines.<name>``; the one around it starts again after it.
 
-    It covers the rank's own work, too: the other ranks wait for it. In one process, nothing is waited for.
+    It covers the rank's own work, too, for which the other ranks wait. A single process waits for nothing.
     """
     before = clock.switch(name)
     try:
@@ -104,7 +103,7 @@ def waiting(name: str) -> Iterator[None]:
 
 
 def go_on() -> None:
-    """Start the present deadline again: something has come of the work."""
+    """Start the present deadline again, because the work has made progress."""
     clock.switch(clock.name)
 
 
@@ -134,7 +133,7 @@ def reported(store: dist.Store) -> Exception | None:
 
 
 def _unpickled(data: bytes) -> Exception:
-    """Return a reported error; as a RankError with its text, if this process cannot make one of its class."""
+    """Return a reported error; a RankError with its text if this process cannot make its class."""
     text, pickled = pickle.loads(data)
     try:
         return pickle.loads(pickled)
@@ -143,13 +142,10 @@ def _unpickled(data: bytes) -> Exception:
 
 
 class Watchdog:
-    """The thread of a rank that watches its deadlines. A context manager.
+    """The thread of a rank that watches its deadlines, in seconds by name (None: derived). A context manager.
 
-    Args:
-        store: Shared by all ranks; the thread has a connection of its own.
-        rank, size: Of the process.
-        deadlines: Seconds by name; None: derived.
-        ends_process: End this process ``GRACE_S`` after an error of another rank. False: leave that to the process that started it.
+    ``ends_process``: it ends this process ``GRACE_S`` after an error of another rank; else the process that started it
+    does.
     """
 
     def __init__(
@@ -162,6 +158,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         clock.rollouts.clear()
+        # For reports about this rank when it does not answer any more.
+        self.store.set(f"host/{self.rank}", f"{socket.gethostname()} (process {os.getpid()})")
         self._thread.start()
         return self
 
@@ -187,11 +185,8 @@ class Watchdog:
         except dist.DistError:
             # The store is gone: rank 0 or the launcher has ended. A rank that ends now has been told why by then.
             if not self._ended.wait(GRACE_S):
-                self._leave(
-                    RankError(
-                        f"Rank {self.rank} lost the connection to the other ranks: rank 0 or the launcher has ended"
-                    )
-                )
+                found = f"Rank {self.rank} lost the connection to the other ranks"
+                self._leave(RankError(f"{found}: rank 0 or the launcher has ended"))
 
     def _raise_alarm(self, name: str, limit: float) -> None:
         """Collect the stacks of all ranks, print them, and end all ranks with a DeadlineError."""
@@ -208,8 +203,8 @@ class Watchdog:
             time.sleep(0.1)
         for rank, key in keys.items():
             host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "its machine"
-            told = "no answer: it is stopped or lost, or it holds Python's lock" if rank in silent else ""
-            told = told or self.store.get(key).decode()
+            no_answer = "no answer: it is stopped or lost, or it holds Python's lock"
+            told = no_answer if rank in silent else self.store.get(key).decode()
             print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)
         whose = f"; no answer from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
         error = DeadlineError(
@@ -221,8 +216,7 @@ class Watchdog:
 
     def _send_stacks(self) -> None:
         doing = f"in '{clock.name}' for {clock.seconds:.0f} s" if clock.name else "between two waits"
-        text = f"process {os.getpid()}, {doing}\n{all_stacks()}"
-        self.store.set(f"stacks/{self.rank}", text)
+        self.store.set(f"stacks/{self.rank}", f"process {os.getpid()}, {doing}\n{all_stacks()}")
 
     def _end_with_the_others(self, grace_s: float) -> None:
         """End this process with the error that a rank reported, unless it ends on its own meanwhile."""
@@ -244,8 +238,3 @@ class Watchdog:
         if self.ends_process and self.rank == 0:
             time.sleep(2 * POLL_S)  # it may own the store, in which the others read why they end
         os._exit(exit_status(error))
-
-
-def announce(store: dist.Store, rank: int) -> None:
-    """Leave this rank's host in the store, for reports about a rank that no longer answers."""
-    store.set(f"host/{rank}", f"{socket.gethostname()} (process {os.getpid()})")

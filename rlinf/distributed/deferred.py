@@ -16,27 +16,16 @@ _SOURCE = "rows_in_file"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file, or some of its rows, not read yet.
-
-    Attributes:
-        file: Path of the file.
-        name: Name in the file.
-        shape: Shape of the rows.
-        first_row: Row of the tensor in the file with which they begin.
-        dtype: Number format to which they are rounded; None: that of the file.
-    """
+    """A tensor in a safetensors file, or some of its rows, not read yet."""
 
     file: Path
     name: str
-    shape: torch.Size
-    first_row: int = 0
-    dtype: torch.dtype | None = None
+    shape: torch.Size  # of the rows
+    first_row: int = 0  # in the file
+    dtype: torch.dtype | None = None  # to which the rows are rounded; None: the file's
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows ``start:stop``, or the number if the tensor has no dimensions; the file's other bytes are not touched.
-
-        Raise CheckpointError if the file cannot be read.
-        """
+        """Read rows ``start:stop``, or the number if the tensor has no dimensions, and no other bytes of the file."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -52,19 +41,13 @@ class FileTensor:
 
     def chunk(self, chunks: int) -> list[FileTensor]:
         """Divide the rows as ``Tensor.chunk`` does; nothing is read."""
-        size = -(-self.shape[0] // chunks)
-        starts = range(0, self.shape[0], size)
-        return [
-            replace(
-                self,
-                shape=torch.Size((min(size, self.shape[0] - start), *self.shape[1:])),
-                first_row=self.first_row + start,
-            )
-            for start in starts
-        ]
+        rows, *others = self.shape
+        size = -(-rows // chunks)
+        sizes = {start: torch.Size((min(size, rows - start), *others)) for start in range(0, rows, size)}
+        return [replace(self, shape=shape, first_row=self.first_row + start) for start, shape in sizes.items()]
 
     def clone(self) -> FileTensor:
-        """Return itself: what is read is always new memory."""
+        """Return itself: each read allocates new memory."""
         return self
 
 
@@ -78,7 +61,7 @@ def in_memory(weight: Weight) -> Tensor:
 
 
 def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
-    """Return the tensors of safetensors files by name; only the headers are read. Raise CheckpointError if a file cannot be read."""
+    """Return the tensors of safetensors files by name; only the headers are read."""
     from safetensors import SafetensorError, safe_open
 
     found = {}
@@ -94,7 +77,7 @@ def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
 
 
 def defer(parameter: nn.Parameter, source: FileTensor) -> None:
-    """Note where the numbers of a parameter on the meta device are."""
+    """Note the file tensor of a parameter on the meta device."""
     setattr(parameter, _SOURCE, source)
 
 
@@ -104,9 +87,9 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
-    """Return where the deferred parameters are, to be rounded to their present format; one of several modules appears once.
+    """Return the file tensors of the deferred parameters, in their present format; a shared parameter appears once.
 
-    Raise ValueError if a parameter or buffer is on the meta device and nothing says where its numbers are.
+    Raise ValueError if a parameter or buffer is on the meta device without a file.
     """
     sources, lost = {}, []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -37,7 +37,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: int) -> dict[str, str]:
     """Return the launcher's ``environment`` for one rank, in which CUDA shows only the rank's GPU, ``gpus[rank]``.
 
-    A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept. Raises ConfigError if there are fewer GPUs than ranks.
+    A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept.
     """
     if rank >= len(gpus):
         raise ConfigError(
@@ -64,13 +64,10 @@ def hide_gpus() -> None:
 
 
 def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
-    """Return the GPUs of an engine with ``count`` ranks, starting at ``gpus[first]``.
+    """Return the GPUs of an engine with ``count`` ranks, starting at the process's own GPU ``gpus[first]``.
 
-    Args:
-        gpus: ``visible_gpus`` of the process that owns the engine; empty: the engine runs on the CPU.
-        first: Index of that process's own GPU.
-        count: Tensor parallel size times pipeline parallel size.
-        key: Override that sets ``count``; a ConfigError names it if there are fewer GPUs.
+    ``gpus`` is empty if the engine runs on the CPU. The override ``key``, which sets ``count``, is named in the
+    ConfigError if there are fewer GPUs.
     """
     if gpus and first + count > len(gpus):
         raise ConfigError(
@@ -98,11 +95,8 @@ def own_index() -> int:
 
 
 def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
-    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``.
-
-    torchrun shows all ``count`` GPUs to every rank, so there ``LOCAL_RANK`` decides. Raises ConfigError if there are fewer
-    GPUs than ranks on this machine.
-    """
+    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``."""
+    # torchrun shows all GPUs to every rank.
     local = environment.get("LOCAL_RANK", "")
     if not has_ranks or current or count <= 1 or not local.isdigit():
         return current
@@ -135,5 +129,5 @@ def gpu_uuids() -> list[str]:
 
 
 def index_of_gpu(uuid: str, visible: Sequence[str]) -> int | None:
-    """Return the index of the GPU ``uuid`` in a process that sees ``visible``; None if it does not see it."""
+    """Return the index of the GPU ``uuid`` among the ``visible`` ones, or None."""
     return list(visible).index(uuid) if uuid in visible else None

@@ -1,4 +1,4 @@
-"""Run a function on all ranks of a run, those of a launcher or new ones on this machine, and end them together."""
+"""Run a function on all ranks of a run, which a launcher has started or this module starts, and end them together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from rlinf.distributed.devices import hide_gpus, isolate_rank, own_device, rank_
 from rlinf.distributed.process_group import backend_of
 from rlinf.distributed.ray.ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
-from rlinf.distributed.start import START_S, Place, Ranks
+from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
 GROUP_TIMEOUT = timedelta(days=1)
 """torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
 
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Settings of torch's memory on GPUs, which it reads when CUDA starts."""
 KILLED_HINT = (
@@ -39,8 +40,17 @@ KILLED_HINT = (
 )
 
 
-_of_launcher: Ranks | None = None
+_launcher_ranks: LauncherRanks | None = None
 """On rank 0, the ranks that torchrun or srun has started, while its command runs."""
+
+
+class Work(NamedTuple):
+    """Every rank calls ``function(argument)``; ``deadlines`` are seconds by name, as in ``DeadlinesConfig``."""
+
+    function: Callable[[Any], None]
+    argument: Any
+    device: str
+    deadlines: Mapping[str, float | None]
 
 
 def launch(
@@ -54,120 +64,137 @@ def launch(
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
-    These are the ranks of ``run_with_ranks``, if a launcher has started some. Otherwise a single rank runs in this process,
-    with a process group only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray. Each
-    of several ranks sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: those
-    of ``DeadlinesConfig``).
+    Inside ``run_with_ranks``, these are the launcher's ranks. Otherwise a single rank runs in this process, with a
+    process group only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray.
+    Each of several ranks sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name
+    (None: the defaults of ``DeadlinesConfig``).
 
-    A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
-    reach every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
-
-    Raises:
-        RLinfError: That of a rank, unchanged; ConfigError if there are fewer GPUs than ranks.
-        DeadlineError: The ranks waited for each other for too long.
-        RankKilledError: A signal has killed a rank.
-        RankError: Any other error of a rank, with its traceback.
-        SystemExit: 128 + signal number, after a signal and an orderly end of all ranks.
-        KeyboardInterrupt: SIGINT came before the ranks could end in an orderly way.
+    A rank that fails or is killed ends the others, and the first error is raised here: an RLinfError unchanged,
+    RankKilledError after a signal from outside, else RankError with the traceback. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
+    reach every rank that is started here as SIGTERM, and end this call with SystemExit; a second SIGINT kills the
+    ranks. None of them outlives this call.
     """
-    deadlines = asdict(DeadlinesConfig()) if deadlines is None else deadlines
-    if _of_launcher is not None:
-        work = (function, argument, device, dict(deadlines), os.environ.get(ALLOCATOR))
-        _of_launcher.send(work)
-        return _run_with_launcher(_of_launcher, *work)
+    work = Work(function, argument, device, asdict(DeadlinesConfig()) if deadlines is None else dict(deadlines))
+    if _launcher_ranks is not None:
+        allocator = os.environ.get(ALLOCATOR)
+        _launcher_ranks.send((work, allocator))
+        return _run_with_launcher(_launcher_ranks, work, allocator)
+    if num_processes == 1 and not process_group:
+        return function(argument)
     if num_processes == 1:
-        if process_group:
-            _join_group(device, dist.HashStore(), 0, 1)
+        _join_group(device, dist.HashStore(), 0, 1)
         try:
-            function(argument)
+            return function(argument)
         finally:
-            if process_group:
-                dist.destroy_process_group()
-        return
-    on_gpus_here = device == "cuda" and places is None
-    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if on_gpus_here else []
-    if on_gpus_here:
+            dist.destroy_process_group()
+    gpus: Sequence[str] = ()
+    if device == "cuda" and places is None:
+        gpus = visible_gpus(os.environ, torch.cuda.device_count())
         rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
-    # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
-    store = _store("127.0.0.1" if places is None else places.host)
-    processes: list[Any] = []
-    received: list[int] = []
-    killed: list[str] = []
-    faults: list[str] = []
-    hung: set[int] = set()
+    with Ranks(places) as ranks:
+        ranks.start(work, num_processes, gpus)
+        ranks.wait()
+        ranks.raise_verdict()
 
-    def forward(number: int, _frame: object) -> None:
-        kill = bool(received) and number == signal.SIGINT
-        received.append(number)
-        for process in processes:
+
+class Ranks:
+    """The ranks of one ``launch``, processes of this machine or of Ray's. A context manager that ends them."""
+
+    def __init__(self, places: RankPlaces | None) -> None:
+        self.places = places
+        self.processes: list[
+            Any
+        ] = []  # a ``RemoteRank`` has the calls of ``multiprocessing.Process`` that are used here
+        self.signals: list[int] = []  # received and forwarded
+        self.hung: set[int] = set()  # killed because another rank had failed
+        # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
+        self._store = _store("127.0.0.1" if places is None else places.host)
+        self._spawned: mp.ProcessContext | None = None
+        self._handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+        if self._handlers[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+            del self._handlers[signal.SIGHUP]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self, work: Work, num_processes: int, gpus: Sequence[str]) -> None:
+        """Start all ranks, and forward signals to them from then on."""
+        for number in self._handlers.keys() - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)  # inherited by the ranks, which a terminal would signal too
+        if self.places is None:
+            arguments = (work, num_processes, self._store.port, gpus)
+            self._spawned = mp.start_processes(
+                _run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn"
+            )
+            self.processes += self._spawned.processes
+        else:
+            host, port = self.places.host, self._store.port
+            self.processes += self.places.start(_run_placed_rank, (work, num_processes, host, port), port)
+        for number in self._handlers:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        kill = bool(self.signals) and number == signal.SIGINT
+        self.signals.append(number)
+        for process in self.processes:
             if process.is_alive():
                 process.kill() if kill else process.terminate()
 
-    previous = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    }
-    if previous[signal.SIGHUP] == signal.SIG_IGN:  # nohup
-        del previous[signal.SIGHUP]
-    try:
-        for number in previous.keys() - {signal.SIGTERM}:
-            signal.signal(number, signal.SIG_IGN)  # inherited by the ranks, which a terminal would signal too
-        context = None
-        if places is None:
-            arguments = (function, argument, num_processes, store.port, device, gpus, deadlines)
-            context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
-            processes += context.processes
-        else:
-            arguments = (function, argument, num_processes, places.host, store.port, device, deadlines)
-            processes += places.start(_run_placed_rank, arguments, store.port)
-        for number in previous:
-            signal.signal(number, forward)
-        # The other ranks would wait for a failed one forever, so its end ends them all.
-        while alive := [process for process in processes if process.is_alive()]:
+    def wait(self) -> None:
+        """Wait until all ranks have ended. One that fails ends the others, which would wait for it forever."""
+        while alive := [process for process in self.processes if process.is_alive()]:
             # Checked before each wait: a process closes its sentinel a moment before it has an exit code.
-            if received or not any(process.exitcode for process in processes):
-                multiprocessing.connection.wait([process.sentinel for process in alive])
-                continue
-            hangs = isinstance(reported(store), DeadlineError)
-            for process in processes:
-                if hangs and process.is_alive():
-                    _signal(process, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
-            # A rank inside a collective call cannot run its signal handler, so it is killed.
-            for index, process in enumerate(processes):
-                process.join(1.0 if hangs else GRACE_S)
-                if process.exitcode is None:
-                    hung.add(index)
-                    process.kill()
-                    process.join()
-            break
-        for index, process in enumerate(processes):
-            if isinstance(process, RemoteRank) and process.fault:
-                faults.append(f"Rank {index} could not be run: {process.fault}")
-            elif isinstance(process, RemoteRank) and process.lost:
-                killed.append(f"Rank {index} was lost: {process.lost}")
-            elif process.exitcode < 0 and index not in hung:
-                killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
-        error = reported(store)
+            if not self.signals and any(process.exitcode for process in self.processes):
+                return self._end_others()
+            multiprocessing.connection.wait([process.sentinel for process in alive])
+
+    def _end_others(self) -> None:
+        hangs = isinstance(reported(self._store), DeadlineError)
+        for process in self.processes:
+            if hangs and process.is_alive():
+                _signal(process, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
+        for rank, process in enumerate(self.processes):
+            process.join(1.0 if hangs else GRACE_S)
+            if process.exitcode is None:
+                self.hung.add(rank)
+                process.kill()  # inside a collective call, a rank cannot run its handler of SIGTERM
+                process.join()
+
+    def raise_verdict(self) -> None:
+        """Raise why the ranks, which have ended, did not all succeed."""
+        error = reported(self._store)
         if isinstance(error, (RLinfError, DeadlineError)):
             raise error
-        if received:
-            if received[0] == signal.SIGINT and processes[0].exitcode == -signal.SIGTERM:
+        if self.signals:
+            if self.signals[0] == signal.SIGINT and self.processes[0].exitcode == -signal.SIGTERM:
                 raise KeyboardInterrupt  # the ranks had not installed their handlers yet
-            sys.exit(128 + received[0])
-        if faults:
+            sys.exit(128 + self.signals[0])
+        remote = [(rank, each) for rank, each in enumerate(self.processes) if isinstance(each, RemoteRank)]
+        if faults := [f"Rank {rank} could not be run: {each.fault}" for rank, each in remote if each.fault]:
             raise RankError("; ".join(faults))
-        if killed:  # the errors of the others (lost connections) are only its consequence
+        if killed := [text for rank, each in enumerate(self.processes) if (text := self._killed(rank, each))]:
+            # The errors of the others (lost connections) are only its consequence.
             raise RankKilledError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:
             raise error
-        for index, process in enumerate(processes):
-            if process.exitcode and context is None:
-                raise RankError(f"Rank {index} ended with status {process.exitcode}; the log says why")
-        while context is not None and not context.join():
+        for rank, each in remote:
+            if each.exitcode:
+                raise RankError(f"Rank {rank} ended with status {each.exitcode}; the log says why")
+        while self._spawned is not None and not self._spawned.join():  # raises the error of a rank that reported none
             pass
-    finally:
-        for number, handler in previous.items():
+
+    def _killed(self, rank: int, process: Any) -> str | None:
+        """Return in words by what a rank was killed from outside, or lost; None if it was not."""
+        if isinstance(process, RemoteRank) and process.lost:
+            return f"Rank {rank} was lost: {process.lost}"
+        if process.exitcode < 0 and rank not in self.hung:
+            return f"Rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for process in processes:
+        for process in self.processes:
             if process.is_alive():
                 process.terminate()
             process.join()
@@ -176,7 +203,7 @@ def launch(
 
 
 def _store(host: str) -> dist.TCPStore:
-    """Open a store at one address of this machine: by itself it listens on all, and what is in it is unpickled."""
+    """Open a store at one address of this machine. By default it would listen on all, and its values are unpickled."""
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -191,50 +218,48 @@ def _signal(process: Any, number: int) -> None:
         os.kill(process.pid, number)
 
 
-def run_with_ranks(place: Place, words: Sequence[str], command: Callable[[], int]) -> int:
-    """Run a command on rank 0 of the processes that a launcher has started; the others take part in what it launches.
+def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callable[[], int]) -> int:
+    """Run a command on rank 0 of the processes that a launcher has started; the others take part in its launches.
 
-    An error of the user, or of a rank, is printed by every rank. Return the exit status.
-
-    Args:
-        place: Of this process.
-        words: The command with its arguments, which must be the same on all ranks.
-        command: Called on rank 0 only.
+    Every rank prints an error of the user, or of a rank. ``words``, the command with its arguments, must be the same on
+    all ranks. Return the exit status.
     """
     faulthandler.enable()
+    address = ":".join(map(str, context.address))
     try:
         store = dist.TCPStore(
-            *place.address, is_master=place.serves, timeout=timedelta(seconds=START_S), multi_tenant=True
+            *context.address, is_master=context.serves, timeout=timedelta(seconds=START_S), multi_tenant=True
         )
     except dist.DistError as error:
-        print_error(RankError(f"Rank {place.rank} cannot reach rank 0 at {':'.join(map(str, place.address))}: {error}"))
+        print_error(RankError(f"Rank {context.rank} cannot reach rank 0 at {address}: {error}"))
         return EXIT_FAULT
     # torchrun --max-restarts starts the ranks again at the same store.
-    ranks = Ranks(place, dist.PrefixStore(f"rlinf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    ranks = LauncherRanks(context, dist.PrefixStore(f"rlinf/{restarts}", store))
     try:
         ranks.compare(words)
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
-        if place.local_rank < len(gpus):
-            isolate_rank(gpus, place.local_rank)  # before CUDA starts
-        if place.rank == 0:
+        if context.local_rank < len(gpus):
+            isolate_rank(gpus, context.local_rank)  # before CUDA starts
+        if context.rank == 0:
             return _lead(ranks, command)
-        while not isinstance(work := ranks.take(), int):
-            _run_with_launcher(ranks, *work)
-        return work
+        while not isinstance(received := ranks.take(), int):
+            _run_with_launcher(ranks, *received)
+        return received
     except (RLinfError, RankError) as error:
         print_error(error)
         return exit_status(error)
     except dist.DistError as error:
-        print_error(RankError(f"Rank {place.rank} has lost the other ranks: {error}"))
+        print_error(RankError(f"Rank {context.rank} has lost the other ranks: {error}"))
         return EXIT_FAULT
     finally:
         ranks.leave()
 
 
-def _lead(ranks: Ranks, command: Callable[[], int]) -> int:
-    """Run the command of rank 0 and tell the others how it has ended."""
-    global _of_launcher
-    _of_launcher, end = ranks, RankError("Rank 0 failed; its traceback is in the log")
+def _lead(ranks: LauncherRanks, command: Callable[[], int]) -> int:
+    """Run the command of rank 0, and tell the other ranks its exit status or error."""
+    global _launcher_ranks
+    _launcher_ranks, end = ranks, RankError("Rank 0 failed; its traceback is in the log")
     try:
         end = command()
         return end
@@ -245,71 +270,65 @@ def _lead(ranks: Ranks, command: Callable[[], int]) -> int:
         end = portable(error, 0)
         raise
     finally:
-        _of_launcher = None
+        _launcher_ranks = None
         ranks.end(end)
 
 
-def _run_with_launcher(
-    ranks: Ranks, function: Callable, argument: Any, device: str, deadlines: Mapping[str, float | None],
-    allocator: str | None,
-) -> None:  # fmt: skip
-    if allocator is not None:  # what rank 0 has set before CUDA starts
+def _run_with_launcher(ranks: LauncherRanks, work: Work, allocator: str | None) -> None:
+    """Run a piece of work as one of the launcher's ranks; ``allocator`` is rank 0's setting of ``ALLOCATOR``."""
+    if allocator is not None:
         os.environ.setdefault(ALLOCATOR, allocator)
-    if device == "cuda":
+    if work.device == "cuda":
         ranks.refuse_shared_gpus()
     store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)
-    _take_part(store, ranks.place.rank, ranks.place.size, function, argument, device, deadlines, ends_process=True)
+    _take_part(work, store, ranks.context.rank, ranks.context.size, ends_process=True)
 
 
-def _run_rank(
-    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, gpus: Sequence[str],
-    deadlines: Mapping[str, float | None],
-) -> None:  # fmt: skip
-    if gpus:
-        isolate_rank(gpus, rank)  # before CUDA starts
+def _dump_stacks_on_signals() -> None:
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
+
+
+def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequence[str]) -> None:
+    if gpus:
+        isolate_rank(gpus, rank)  # before CUDA starts
+    _dump_stacks_on_signals()
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadlines["start"]))
-    _take_part(store, rank, num_processes, function, argument, device, deadlines, ends_process=False)
+    _take_part(work, _connected_store("127.0.0.1", port, work), rank, num_processes, ends_process=False)
 
 
-def _run_placed_rank(
-    rank: int, function: Callable, argument: Any, num_processes: int, host: str, port: int, device: str,
-    deadlines: Mapping[str, float | None],
-) -> None:  # fmt: skip
-    """Be a rank that Ray has placed. An error is told to the command, which prints it."""
-    if device == "cuda":
+def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port: int) -> None:
+    """Be a rank that Ray has placed. The command prints the error that this rank reports."""
+    if work.device == "cuda":
         isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray shows it the GPU of its place
     else:
         hide_gpus()
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
+    _dump_stacks_on_signals()
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadlines["start"]))
+        store = _connected_store(host, port, work)
     except dist.DistError as error:
-        print_error(
-            RankError(f"Rank {rank} on {socket.gethostname()} cannot reach the command at {host}:{port}: {error}")
-        )
+        here = socket.gethostname()
+        print_error(RankError(f"Rank {rank} on {here} cannot reach the command at {host}:{port}: {error}"))
         sys.exit(EXIT_FAULT)
     try:
-        _take_part(store, rank, num_processes, function, argument, device, deadlines, ends_process=False)
+        _take_part(work, store, rank, num_processes, ends_process=False)
     except Exception as error:  # noqa: BLE001 - it is in the store
         sys.exit(exit_status(error))
 
 
-def _take_part(
-    store: dist.Store, rank: int, size: int, function: Callable, argument: Any, device: str,
-    deadlines: Mapping[str, float | None], ends_process: bool,
-) -> None:  # fmt: skip
-    """Run ``function(argument)`` as one rank of a process group; an error is raised as all ranks raise it."""
-    with Watchdog(store, rank, size, deadlines, ends_process):
+def _connected_store(host: str, port: int, work: Work) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=work.deadlines["start"]))
+
+
+def _take_part(work: Work, store: dist.Store, rank: int, size: int, ends_process: bool) -> None:
+    """Do a piece of work as one rank of a process group. Every rank raises the first error of any."""
+    with Watchdog(store, rank, size, work.deadlines, ends_process):
         try:
             with waiting("start"):
-                _join_group(device, store, rank, size)
-            function(argument)
+                _join_group(work.device, store, rank, size)
+            work.function(work.argument)
             with waiting("save"):
                 dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
         except Exception as error:

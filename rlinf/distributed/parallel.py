@@ -1,4 +1,4 @@
-"""How the ranks hold a trained model: each of them the whole (``Replicated``), or each a shard (``Sharded``, FSDP2)."""
+"""How ranks hold a trained model: as replicas (``Replicated``) or as shards (``Sharded``, FSDP2)."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ class Parallel(ABC):
 
 
 class Replicated(Parallel):
-    """Every rank holds the whole model, which therefore also plays: nothing is pushed, and no copy exists.
+    """Every rank holds the whole model, which also plays: no push, no copy.
 
-    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit for bit.
+    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit
+    for bit.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,17 +105,14 @@ class Sharded(Parallel):
     ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
     weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
 
-    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its rows of them.
+    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its
+    rows.
 
     Args:
         model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
         device: ``cuda`` or ``cpu``.
-        shard_size: Ranks that divide the weights among themselves; the groups of so many ranks hold replicas. None: all.
+        shard_size: Ranks that share the weights; the groups of so many ranks hold replicas. None: all ranks.
         cpu_offload: Keep shards, their gradients and the optimiser's moments in main memory.
-
-    Raises:
-        ConfigError: ``check_can_shard``, no declared class occurs in the model, or ``float32_modules`` names a parameter of a
-            16-bit model.
     """
 
     def __init__(
@@ -194,17 +192,16 @@ class Sharded(Parallel):
 
 
 def take_weights_of_rank_0(model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0 (a collective call); equal ones are neither sent nor written.
+    """Give every rank the parameters and buffers of rank 0 (a collective call); only differing ones are sent.
 
-    Ranks draw initial weights under one seed, which is not enough: code that only one rank has run may have drawn too.
-    Deferred weights are left out: every rank reads them from the same files.
+    Equal seeds are not enough: code that only one rank runs may have drawn numbers. Deferred weights come from the same
+    files.
     """
     if world_size() == 1:
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    own = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    first, *others = gather_objects(own)
+    first, *others = gather_objects({name: _checksum(tensor) for name, tensor in tensors.items()})
     for name in first:
         if any(other[name] != first[name] for other in others):
             sent = tensors[name].detach().cpu().contiguous()
@@ -219,7 +216,7 @@ def _checksum(tensor: Tensor) -> int:
 def make_parallel(
     model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
 ) -> Parallel:
-    """Hold a model on all ranks. A replica moves to ``device`` whole, shards one by one; deferred weights are read."""
+    """Hold a model on all ranks, with its deferred weights read. A replica moves to ``device`` whole."""
     if sharded:
         return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
     read_deferred(model, deferred_parameters(model), device)
@@ -230,19 +227,13 @@ def make_parallel(
 def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: str) -> None:
     """Put deferred parameters on ``device`` and read them, one after the other; of a sharded one, this rank's rows only.
 
-    Raise CheckpointError if a file cannot be read.
-
-    Args:
-        model: With its final parameters, sharded or not; those that are not deferred stay as they are.
-        sources: What ``deferred_parameters`` returned before the model was sharded.
-        device: Where the parameters, or this rank's shards of them, are to be.
+    ``sources`` is the result of ``deferred_parameters`` before the model was sharded.
     """
     if not sources:
         return
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # parameters stay the same objects, so tied ones stay tied
+    # Parameters stay the same objects, so tied ones stay tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
     finally:
@@ -255,10 +246,9 @@ def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: s
 
 
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
-    """Return a copy of a plain model on a device, whose parameters hold no numbers yet; buffers are copied.
+    """Return a copy of a plain model on a device, with empty parameters and copied buffers.
 
-    The copy keeps ``requires_grad``. No gradients are computed there, but torch chooses kernels by it, and different kernels round
-    differently.
+    The copy keeps ``requires_grad``: torch chooses kernels by it, and different kernels round differently.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -267,19 +257,15 @@ def empty_copy(model: nn.Module, device: str) -> nn.Module:
 
 
 def check_can_shard(model: nn.Module) -> None:
-    """Raise ConfigError if a model, which may be on the meta device, does not say what is sharded as a unit."""
-    name = type(model).__name__
+    """Raise ConfigError if a model, which may be on the meta device, declares no units to shard."""
     declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
     if not declared:
-        raise ConfigError(
-            f"{name} cannot be sharded: its fsdp_wrap_modules are empty; required: the classes of its layers.",
-            sharding="replicate",
-        )
-    if not _layers(model):
-        raise ConfigError(
-            f"{name} cannot be sharded: none of its fsdp_wrap_modules {sorted(declared)} occurs in it.",
-            sharding="replicate",
-        )
+        found = "its fsdp_wrap_modules are empty; required: the classes of its layers"
+    elif not _layers(model):
+        found = f"none of its fsdp_wrap_modules {sorted(declared)} occurs in it"
+    else:
+        return
+    raise ConfigError(f"{type(model).__name__} cannot be sharded: {found}.", sharding="replicate")
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -296,7 +282,7 @@ def _mesh(device: str, shard_size: int | None) -> DeviceMesh:
 
 
 def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """Yield what stays in float32 although the model computes in ``dtype``."""
+    """Yield the modules that stay in float32 although the model computes in ``dtype``."""
     for name in getattr(model, "float32_modules", ()):
         module = getattr(model, name, None)
         if isinstance(module, nn.Parameter):
@@ -313,19 +299,12 @@ def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of training one model on one rank.
+    """Bytes of training one model on one rank."""
 
-    Attributes:
-        weights: Of the trainer; trained shards are float32.
-        masters: Float32 copies of trained 16-bit weights; shards need none.
-        gradients: Of trained parameters, summed in float32.
-        moments: Two float32 numbers of AdamW for each trained parameter.
-    """
-
-    weights: int
-    masters: int
-    gradients: int
-    moments: int
+    weights: int  # trained shards are float32
+    masters: int  # float32 copies of trained 16-bit weights; shards need none
+    gradients: int  # of trained parameters, summed in float32
+    moments: int  # two float32 numbers of AdamW for each trained parameter
 
     @property
     def total(self) -> int:
@@ -355,25 +334,16 @@ class Choice(NamedTuple):
 
 
 def choose_sharding(
-    sharding: str,
-    model: nn.Module,
-    num_ranks: int,
-    memory_bytes: int,
-    *,
-    cpu_offload: bool = False,
+    sharding: str, model: nn.Module, num_ranks: int, memory_bytes: int, *, cpu_offload: bool = False,
     shard_size: int | None = None,
-) -> Choice:
-    """Choose how ranks hold a model.
-
-    Raise ConfigError for shards of a model without units, and for offloading or a shard size without shards.
+) -> Choice:  # fmt: skip
+    """Choose how ranks with ``memory_bytes`` each hold a model.
 
     Args:
         sharding: One of ``rlinf.distributed.config.SHARDINGS``.
         model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
-        num_ranks: Ranks of the run.
-        memory_bytes: Memory of one rank.
         cpu_offload: Asks for shards.
-        shard_size: Ranks that divide the weights, if they are divided; the reason says so where they are not.
+        shard_size: Ranks that divide the weights; the reason says so if it has no effect.
     """
     if sharding == "replicate" and cpu_offload:
         raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
@@ -416,7 +386,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return this rank's part of a tensor and its place in the whole; all of a tensor that is not sharded."""
+    """Return this rank's part of a tensor and its place in the whole: everything unless it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, (...,)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -424,7 +394,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
-    """Return the part of a whole tensor at a place that ``local_part`` names; only its rows are read of one in a file."""
+    """Return the part of a tensor at a place from ``local_part``; from a file, only its rows are read."""
     if isinstance(whole, Tensor):
         return whole[where]
     return whole.rows() if where[0] is ... else whole.rows(where[0].start, where[0].stop)

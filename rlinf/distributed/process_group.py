@@ -1,4 +1,4 @@
-"""The process group of a run: this process's rank and device, and what ranks ask each other about."""
+"""The process group of a run: this process's rank and device, and objects and sums that ranks exchange."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine; without a launcher's word, all of them are."""
+    """Return the number of ranks on this machine: ``LOCAL_WORLD_SIZE``, else all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if dist.is_initialized() else 1
 
 
 def given_num_threads(num_threads: int | None) -> int | None:
-    """Return ``num_threads``, which is ``cluster.num_threads``, or the number of ``OMP_NUM_THREADS``; None: neither is set."""
+    """Return ``num_threads`` (``cluster.num_threads``), else the number of ``OMP_NUM_THREADS``, else None."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return num_threads or (int(first) if first.isdigit() and int(first) else None)
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set the threads of torch: ``num_threads``, or those of ``OMP_NUM_THREADS``, or this rank's share of the machine's cores.
-
-    Args:
-        num_threads: ``cluster.num_threads``.
-        num_processes: Ranks on this machine.
-    """
+    """Set torch's threads: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else this rank's share of the cores."""
     torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 
@@ -63,7 +58,7 @@ def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: time
     """Create torch's gloo group with one worker thread instead of two.
 
     PyTorch 2.13 has a race: its two threads assign the name of the finished collective to one string without a lock. A
-    name of more than 15 letters, such as those of FSDP's gathers, lies on the heap and is sometimes freed twice.
+    name of more than 15 letters (FSDP's gathers have such names) lies on the heap and is sometimes freed twice.
     """
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = timeout, 1
@@ -77,7 +72,7 @@ dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
 def backend_of(device: str) -> str:
     """Return the collective backends of a device: gloo with one thread for CPU tensors, nccl for GPU tensors.
 
-    Numbers and objects of the loop then bypass the GPU, where they would wait for all queued work.
+    Numbers and objects of the loop bypass the GPU, where they would wait for all queued work.
     """
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 

@@ -22,16 +22,16 @@ MAX_POLLS = 10
 CHILDREN_S = 2.0
 """Seconds that all children together have to write their stacks."""
 REMOTE_S = CHILDREN_S + 1.5
-"""Seconds that processes elsewhere have to send their stacks and those of their own children."""
+"""Seconds that processes elsewhere, with their own children, have to send their stacks."""
 
 
 class RemoteProcesses(Protocol):
     """Simulators or other processes that are not children of this one."""
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Ask for their stacks; return what waits until a time of ``time.monotonic()`` at most.
+        """Ask for their stacks; return a function that waits for them until a time of ``time.monotonic()`` at most.
 
-        It then returns them, each below a line with the name of its process.
+        It returns them, each below a line with the name of its process.
         """
         ...
 
@@ -41,7 +41,7 @@ _children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref
 
 
 def dump_stacks(process: subprocess.Popen, log: IO) -> None:
-    """Make ``process`` write its stacks to ``log``; return once it has, it has ended, or ``MAX_POLLS`` have passed."""
+    """Make ``process`` write its stacks to ``log``; return once it has, it has ended, or after ``MAX_POLLS``."""
     size = before = os.fstat(log.fileno()).st_size
     process.send_signal(DUMP_SIGNAL)
     for _ in range(MAX_POLLS):
@@ -52,28 +52,25 @@ def dump_stacks(process: subprocess.Popen, log: IO) -> None:
 
 
 def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
-    """Remember a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
+    """Register a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
     _children[process] = (name, log)
 
 
 def own_remote(processes: RemoteProcesses) -> None:
-    """Remember processes elsewhere for ``stacks_of_children``."""
+    """Register processes elsewhere for ``stacks_of_children``."""
     _remote.add(processes)
 
 
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
-    """Return the remembered processes that still run."""
-    return {
-        process: about
-        for process, about in list(_children.items())
-        if process.returncode is None and not about[1].closed
-    }
+    """Return the registered processes that still run."""
+    children = list(_children.items())
+    return {process: about for process, about in children if process.returncode is None and not about[1].closed}
 
 
 def stacks_of_children() -> str:
-    """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them.
+    """Return the stacks of this process's simulators and engines, then of processes elsewhere, in ``REMOTE_S`` at most.
 
-    Those of processes elsewhere follow. All are asked at once, so it takes ``REMOTE_S`` at most.
+    Equal stacks appear once, with the names of all their processes.
     """
     remote_deadline = time.monotonic() + REMOTE_S
     waits = [processes.ask_stacks() for processes in list(_remote)]

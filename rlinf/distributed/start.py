@@ -1,7 +1,7 @@
-"""The ranks that torchrun or srun has started: this process's place among them, and how they begin alike.
+"""The ranks that torchrun or srun has started: how a process recognises them, compares them and takes work from rank 0.
 
-Rank 0 runs the command. The other ranks wait at a store for what it launches, so its configuration and its run folder are
-those of every rank, and rank 0 alone prints.
+Rank 0 runs the command. The other ranks wait at a store for its launches, so all share its configuration and its run
+folder, and rank 0 alone prints.
 """
 
 from __future__ import annotations
@@ -42,30 +42,19 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among those that a launcher has started.
+class LaunchContext:
+    """What torchrun or srun tells this process about itself."""
 
-    Attributes:
-        launcher: ``torchrun`` or ``srun``.
-        rank, size: Number of this process, and of processes, on all machines.
-        local_rank: Number of this process on its machine.
-        address: Host and port of the store.
-        serves: Whether this process opens the store; else it connects to it.
-    """
-
-    launcher: str
+    launcher: str  # torchrun or srun
     rank: int
     size: int
-    local_rank: int
-    address: tuple[str, int]
-    serves: bool
+    local_rank: int  # on its machine
+    address: tuple[str, int]  # of the store
+    serves: bool  # this process opens the store; else it connects to it
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process with this environment; None: it is the only one of its command.
-
-    Raise ConfigError if a variable is missing or not a number, or mpirun has started several processes.
-    """
+def launch_context(environment: Mapping[str, str]) -> LaunchContext | None:
+    """Return what a launcher tells a process with this environment; None: no launcher, or a single process."""
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", MPIRUN)):
         size = environment.get(names["size"], "").strip()
         if names["rank"] not in environment or size in ("", "1"):
@@ -90,7 +79,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
                 f"required: where rank 0 can be reached. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
             )
         serves = numbers["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return Place(launcher, **numbers, address=(host, int(port)), serves=serves)
+        return LaunchContext(launcher, **numbers, address=(host, int(port)), serves=serves)
     return None
 
 
@@ -108,16 +97,17 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
-def forget(environment: dict[str, str] | os._Environ) -> None:
-    """Remove what a launcher told this process, which goes on alone."""
+def clear_launch_context(environment: dict[str, str] | os._Environ) -> None:
+    """Remove the launcher's variables from the environment of a process that goes on alone."""
     for names in (TORCHRUN, SRUN, MPIRUN):
         for name in names.values():
             environment.pop(name, None)
 
 
 def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what all ranks must have in common: the words of the command, the code of rlinf, and all installed packages."""
-    versions = {one.metadata["Name"].lower(): one.version for one in distributions() if one.metadata["Name"]}
+    """Return the values that must agree on all ranks: the command's words, rlinf's code, all packages."""
+    metadata = (each.metadata for each in distributions())  # parses a file at each access
+    versions = {each["Name"].lower(): each["Version"] for each in metadata if each["Name"]}
     return {
         **{f"the word {word.partition('=')[0]}": word for word in arguments},
         "source of rlinf (sha256)": source_hash(),
@@ -127,7 +117,7 @@ def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """Return a SHA-256 of the names and contents of all Python and YAML files of the package."""
+    """Return the SHA-256 of the names and contents of the package's Python and YAML files."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
         content = path.read_bytes()
@@ -138,12 +128,9 @@ def source_hash() -> str:
 def describe_differences(
     found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20, noun: str = "rank"
 ) -> list[str]:
-    """Return a line for each value in which a rank differs from rank 0.
+    """Return a line for each value in which a rank differs from rank 0; at most ``limit``, and the number of others.
 
-    Args:
-        found: Host and values of each rank, in rank order.
-        limit: Lines; the rest is counted.
-        noun: What they are, if not ranks.
+    ``found`` has the host and the values of each rank, or of each ``noun``.
     """
     host, first = found[0]
     lines = []
@@ -156,7 +143,7 @@ def describe_differences(
 
 
 def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
-    """Raise ConfigError if ranks differ; arguments as for ``describe_differences``."""
+    """Raise ConfigError if ranks differ; see ``describe_differences``."""
     lines = describe_differences(found, noun=noun)
     if lines:
         cure = f"Start all {noun}s with the same words, in the same environment, from the same code"
@@ -164,7 +151,7 @@ def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str
 
 
 def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ConfigError unless each rank sees one GPU, which no other rank sees; ``found`` has host and ``gpus`` of each."""
+    """Raise ConfigError unless each rank sees one GPU of its own; ``found`` has the host and ``gpus`` of each rank."""
     owners: dict[str, str] = {}
     for rank, (host, values) in enumerate(found):
         gpus, who = values["gpus"], f"rank {rank} on {host}"
@@ -182,32 +169,24 @@ _connected = False
 
 
 def is_connected() -> bool:
-    """Return whether this process takes part in a command as one of the ranks that a launcher has started."""
+    """Return whether this process is one of the ranks of a launcher, and connected to the others."""
     return _connected
 
 
 def started_here(num_processes: int) -> int:
-    """Return how many of a run's processes this process is, or starts: one of those that a launcher has started, or all."""
+    """Return how many of a run's ranks this process is or starts: one of a launcher's ranks, else all."""
     return 1 if _connected else num_processes
 
 
-class Ranks:
-    """The ranks of a launcher, connected by a store. Rank 0 sends work; the others take it, one piece after the other.
+class LauncherRanks:
+    """The ranks of a launcher, connected by a store. Rank 0 sends work, which the others take in order."""
 
-    Attributes:
-        store: Shared by all ranks.
-        num_launches: Pieces of work so far.
-    """
-
-    def __init__(self, place: Place, store: Store) -> None:
-        self.place, self.store = place, store
-        self.num_launches = 0
+    def __init__(self, context: LaunchContext, store: Store) -> None:
+        self.context, self.store = context, store
+        self.num_launches = 0  # pieces of work so far
 
     def compare(self, arguments: Sequence[str]) -> None:
-        """Compare what ranks must have in common, and learn how many share this machine (``LOCAL_WORLD_SIZE``).
-
-        Raise ConfigError on all ranks if one differs.
-        """
+        """Refuse ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
         global _connected
         hosts = self._agree("machine", what_ranks_share(arguments), refuse_differences)
         os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(socket.gethostname()))
@@ -215,14 +194,13 @@ class Ranks:
 
     def refuse_shared_gpus(self) -> None:
         """Raise ConfigError on all ranks if one has no GPU of its own."""
-        own = gpu_uuids()
-        self._agree(f"gpu/{self.num_launches}", {"gpus": own}, refuse_shared_gpus)
+        self._agree(f"gpu/{self.num_launches}", {"gpus": gpu_uuids()}, refuse_shared_gpus)
 
     def _agree(self, key: str, values: dict[str, Any], check: Callable[[list], None]) -> list[str]:
         """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
-        self._set(f"{key}/{self.place.rank}", (socket.gethostname(), values))
-        if self.place.rank == 0:
-            found = [self._get(f"{key}/{rank}") for rank in range(self.place.size)]
+        self._set(f"{key}/{self.context.rank}", (socket.gethostname(), values))
+        if self.context.rank == 0:
+            found = [self._get(f"{key}/{rank}") for rank in range(self.context.size)]
             verdict: ConfigError | list[str] = [host for host, _ in found]
             try:
                 check(found)
@@ -240,10 +218,7 @@ class Ranks:
         self.num_launches += 1
 
     def take(self) -> tuple | int:
-        """Return the next work of rank 0, or the exit status with which its command has ended.
-
-        Raise the RLinfError with which it has ended.
-        """
+        """Return the next work of rank 0, or the exit status of its command; raise the error of its command."""
         key = f"work/{self.num_launches}"
         while not self.store.check([key]):
             if self.store.check(["end"]):
@@ -262,11 +237,11 @@ class Ranks:
         self._set("end", result)
 
     def leave(self) -> None:
-        """Wait until all ranks have told what they have to: a launcher ends the others with the first one."""
+        """Wait until all ranks are about to end: a launcher kills the others when the first one ends."""
         deadline = time.monotonic() + LEAVE_S
         with suppress(RuntimeError):  # rank 0, or the launcher that owned the store, is gone
             num_left = self.store.add("left", 1)
-            while num_left < self.place.size and time.monotonic() < deadline:
+            while num_left < self.context.size and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 num_left = self.store.add("left", 0)
 

@@ -1,7 +1,7 @@
-"""Sums, counts and maxima over ranks: with gradients and weights, all that ranks tell each other while they train.
+"""Sums, counts and maxima over ranks.
 
-A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns equally
-many neighbouring ones.
+A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns
+equally many neighbouring ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from rlinf.distributed.process_group import world_size
 
 
 def own_blocks(num_blocks: int, rank: int, num_ranks: int) -> range:
-    """Return the blocks of a rank: block ``b`` belongs to rank ``b * num_ranks // num_blocks``.
-
-    Raise ValueError if the ranks do not divide the blocks.
-    """
+    """Return the blocks of a rank: block ``b`` belongs to rank ``b * num_ranks // num_blocks``."""
     if num_blocks % num_ranks:
         raise ValueError(f"{num_blocks} blocks of envs on {num_ranks} ranks; required: a multiple of the ranks")
     share = num_blocks // num_ranks
@@ -25,7 +22,7 @@ def own_blocks(num_blocks: int, rank: int, num_ranks: int) -> range:
 
 
 def gather_blocks(own: Tensor) -> Tensor:
-    """Return the rows of all blocks, in their order, from those of this rank's blocks: ``[K_own, ...] -> [K, ...]``."""
+    """Gather the rows of each rank's blocks, in the order of the blocks: ``[K_own, ...] -> [K, ...]``."""
     if world_size() == 1:
         return own
     joined = own.new_empty((world_size(), *own.shape))
@@ -34,10 +31,7 @@ def gather_blocks(own: Tensor) -> Tensor:
 
 
 def sum_blocks(own: Tensor) -> Tensor:
-    """Add up what the blocks of all ranks contribute: float64 ``[K_own, n] -> [n]``.
-
-    They are added one after the other, in the order of the blocks, so the sum has the same bits on any number of ranks.
-    """
+    """Sum the rows of all blocks, with equal bits on any number of ranks: float64 ``[K_own, n] -> [n]``."""
     return gather_blocks(own).cumsum(0)[-1]
 
 
@@ -51,7 +45,7 @@ def sum_counts(*counts: int) -> tuple[int, ...]:
 
 
 def maximum(*values: float) -> tuple[float, ...]:
-    """Return the largest of each of the ranks' numbers, none of which may be NaN."""
+    """Return the maximum of each number over the ranks; none may be NaN."""
     if world_size() == 1:
         return values
     largest = torch.tensor(values, dtype=torch.float64)

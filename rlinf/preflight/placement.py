@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
-from rlinf.distributed.start import place_of
+from rlinf.distributed.start import launch_context
 from rlinf.distributed.sums import own_blocks
 from rlinf.preflight.refuse import refuse
 
@@ -219,7 +219,7 @@ class Placement:
 
 def check_placement(config: RunConfig) -> None:
     """Check what a placement needs that can be known before there is a cluster."""
-    cluster, place = config.cluster, place_of(os.environ)
+    cluster, place = config.cluster, launch_context(os.environ)
     if place is not None and (cluster.start == "ray" or cluster.placement == "split"):
         what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and players")
         found = f"{what} in a command that {place.launcher} has started {place.size} times"
@@ -263,7 +263,7 @@ def check_evaluation_players(config: RunConfig) -> None:
             refuse(found, "players that play the episodes", "cluster.num_players=2 cluster.num_processes=1")
         return
     players = f"cluster.num_players={cluster.num_players}"
-    place = place_of(os.environ)
+    place = launch_context(os.environ)
     if place is not None:
         found = f"{players} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"

@@ -18,7 +18,7 @@ from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, secti
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
-from rlinf.distributed.start import is_connected, place_of
+from rlinf.distributed.start import is_connected, launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError
@@ -212,7 +212,7 @@ def check_env_nodes(config: RunConfig) -> None:
 def check_devices(config: RunConfig, command: str) -> None:
     """Check that there are devices for the ranks of the command, and that a launcher has started as many."""
     cluster, has_ranks = config.cluster, command in WITH_RANKS
-    place = place_of(os.environ)
+    place = launch_context(os.environ)
     if place is not None and not is_connected():
         raise ConfigError(
             f"{place.launcher} has started {place.size} copies of this program, and each would do all of the work. Start the command "

@@ -259,11 +259,7 @@ CASES = {
     "oft in bf16": ("oft", ["model.precision=bf16"]),
     "pi0 with adapters": ("pi0", LORA),
 }
-TOKENS = {
-    "tied": {},
-    "bf16": {"torch_dtype": "bfloat16"},
-    "adapters": {"lora": {"rank": 2}},
-}
+TOKENS = {"tied": {}, "bf16": {"torch_dtype": "bfloat16"}, "adapters": {"lora": {"rank": 2}}}
 
 
 def hold(arguments):

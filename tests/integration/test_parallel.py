@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -85,49 +86,65 @@ def whole(tensors):
     return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
+CLIPPED = ["replicas on 2", "shards on 1", "shards on 2", "shards on 4", "2 groups of 2 shards"]
+CASES = [(name, None, False) for name in WAYS] + [(name, None, True) for name in CLIPPED]
+CASES += [("shards on 2", "average", False), ("replicas on 2", "own seed", False)]
+CASES += [("shards on 2", "large gradients", False), ("shards on 2", "norm of a shard", True)]
+"""Way, fault, and whether gradients are clipped."""
+
+
 def train_on_ranks(arguments):
-    folder, name, overrides, fault, max_grad_norm = arguments
-    _, sharded, how = WAYS[name]
+    """Train in all cases of so many ranks, which start once."""
+    file, limit = arguments
     torch.set_num_threads(1)
-    config = config_of(*overrides)
+    config, results = config_of(), {}
+    for case in CASES:
+        if WAYS[case[0]][0] == world_size():
+            with pytest.MonkeyPatch.context() as patch:
+                results[case] = trained(config, *case, limit, patch)
+    if rank() == 0:
+        torch.save(results, file)
+
+
+def trained(config, name, fault, clips, limit, patch):
+    _, sharded, how = WAYS[name]
     model = policy_of(config, seed=rank() if fault == "own seed" else 0)
     if fault == "large gradients":
-        parallel.LOCAL_SUMS = 0
+        patch.setattr(parallel, "LOCAL_SUMS", 0)
     held = make_parallel(model, "cpu", sharded, **how)
     if fault == "average":
         for unit in held.units():
             unit.set_gradient_divide_factor(float(world_size()))
-    worker = worker_of(held, config, max_grad_norm)
+    worker = worker_of(held, config, limit if clips else 1.0)
     if fault == "norm of a shard":
         worker.train_step.norm_of = norm_of_own_shards
-    reductions = [0]
-    reduce = _fsdp_param_group.foreach_reduce
-
-    def counted(*args, **kwargs):
-        reductions[0] += 1
-        return reduce(*args, **kwargs)
-
-    _fsdp_param_group.foreach_reduce = counted
+    reductions, reduce = [], _fsdp_param_group.foreach_reduce
+    patch.setattr(
+        _fsdp_param_group, "foreach_reduce", lambda *args, **more: reductions.append(1) or reduce(*args, **more)
+    )
     norms = train(worker, config)
-    _fsdp_param_group.foreach_reduce = reduce
     if sharded:
-        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-        assert len(shards) == len(list(model.parameters()))
-    state = whole(model.state_dict())
-    if rank() == 0:
-        units = len(list(held.units())) if sharded else 0
-        result = {"state": state, "norms": norms, "reductions": reductions[0], "units": units}
-        torch.save(result, Path(folder) / "result.pt")
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    units = len(list(held.units())) if sharded else 0
+    return {"state": whole(model.state_dict()), "norms": norms, "reductions": len(reductions), "units": units}
 
 
 def norm_of_own_shards(parameters):
     return torch.nn.utils.get_total_norm([p.grad.to_local() for p in parameters]) if parameters else torch.zeros(())
 
 
-def run(folder, name, overrides=(), fault=None, max_grad_norm=1.0):
-    arguments = (str(folder), name, list(overrides), fault, max_grad_norm)
-    launch(train_on_ranks, arguments, WAYS[name][0], "cpu", process_group=True)
-    return torch.load(folder / "result.pt")
+@pytest.fixture(scope="module")
+def result_of(clipped, tmp_path_factory):
+    """``result_of(*case)``; all cases of so many ranks run at once."""
+    found, file = {}, tmp_path_factory.mktemp("results") / "results.pt"
+
+    def result(*case):
+        if case not in found:
+            launch(train_on_ranks, (str(file), clipped[2]), WAYS[case[0]][0], "cpu", process_group=True)
+            found.update(torch.load(file))
+        return found[case]
+
+    return result
 
 
 def expected_of(*overrides):
@@ -149,21 +166,21 @@ def full():
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_ranks_take_the_steps_of_one_process(tmp_path, full, name):
+def test_ranks_take_the_steps_of_one_process(result_of, full, name):
     start, expected = full
     assert gap(start, expected) > 1e-3
-    result = run(tmp_path, name)
+    result = result_of(name, None, False)
     assert gap(result["state"], expected) < 1e-6
     assert result["reductions"] == STEPS * result["units"], "one for each unit and step, not for each micro-batch"
 
 
 @pytest.mark.parametrize(("name", "fault"), [("shards on 2", "average"), ("replicas on 2", "own seed")])
-def test_control_ranks_that_average_or_begin_apart_do_not(tmp_path, full, name, fault):
-    assert gap(run(tmp_path, name, fault=fault)["state"], full[1]) > 1e-4
+def test_control_ranks_that_average_or_begin_apart_do_not(result_of, full, name, fault):
+    assert gap(result_of(name, fault, False)["state"], full[1]) > 1e-4
 
 
-def test_gradients_too_large_to_be_held_whole_are_reduced_in_each_micro_batch(tmp_path, full):
-    result = run(tmp_path, "shards on 2", fault="large gradients")
+def test_gradients_too_large_to_be_held_whole_are_reduced_in_each_micro_batch(result_of, full):
+    result = result_of("shards on 2", "large gradients", False)
     assert gap(result["state"], full[1]) < 1e-6
     assert result["reductions"] > STEPS * result["units"]
 
@@ -197,23 +214,36 @@ def clipped():
     return model.state_dict(), norms, first / 30
 
 
-@pytest.mark.parametrize("name", ["replicas on 2", "shards on 1", "shards on 2", "shards on 4", "2 groups of 2 shards"])
-def test_gradients_are_cut_by_the_norm_of_all_shards(tmp_path, full, clipped, name):
-    expected, norms, limit = clipped
+@pytest.mark.parametrize("name", CLIPPED)
+def test_gradients_are_cut_by_the_norm_of_all_shards(result_of, full, clipped, name):
+    expected, norms, _ = clipped
     assert gap(expected, full[1]) > 1e-3, "the test needs gradients that are cut"
-    result = run(tmp_path, name, max_grad_norm=limit)
+    result = result_of(name, None, True)
     assert result["norms"] == pytest.approx(norms, rel=1e-4)
     assert gap(result["state"], expected) < 1e-6
 
 
-def test_control_ranks_that_cut_by_the_norm_of_their_own_shards_do_not(tmp_path, clipped):
-    expected, norms, limit = clipped
-    result = run(tmp_path, "shards on 2", fault="norm of a shard", max_grad_norm=limit)
+def test_control_ranks_that_cut_by_the_norm_of_their_own_shards_do_not(result_of, clipped):
+    expected, norms, _ = clipped
+    result = result_of("shards on 2", "norm of a shard", True)
     assert result["norms"] != pytest.approx(norms, rel=1e-2)
     assert gap(result["state"], expected) > 1e-5
 
 
 # -- LoRA: replicas --------------------------------------------------------------------------------------------------
+
+
+def adapter_gradients(worker, config):
+    """Take a step, and return the gradients that the optimiser sees."""
+    gradients, step = {}, worker.optimizer.step
+
+    def record():
+        gradients.update({name: m.grad.clone() for name, m in worker.named_masters.items() if m.grad is not None})
+        step()
+
+    worker.optimizer.step = record
+    train(worker, config, 1)
+    return gradients
 
 
 def lora_on_ranks(folder):
@@ -222,28 +252,16 @@ def lora_on_ranks(folder):
     config.cluster.device = "cpu"
     held, sync = _on_ranks(config, policy_of(config), "cpu", None)
     worker = worker_of(held, config)
-    gradients = {}
-    step = worker.optimizer.step
+    gradients, sent = adapter_gradients(worker, config), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "all_gather"):
 
-    def record():
-        gradients.update({name: m.grad.clone() for name, m in worker.named_masters.items() if m.grad is not None})
-        step()
+            def spy(*args, _function=getattr(dist, name), **kwargs):
+                sent.extend(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
+                return _function(*args, **kwargs)
 
-    worker.optimizer.step = record
-    train(worker, config, 1)
-    sent = []
-    collectives = ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "all_gather")
-    plain = {name: getattr(dist, name) for name in collectives}
-    for name, function in plain.items():
-
-        def spy(*args, _function=function, **kwargs):
-            sent.extend(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
-            return _function(*args, **kwargs)
-
-        setattr(dist, name, spy)
-    sync.push(1)
-    for name, function in plain.items():
-        setattr(dist, name, function)
+            patch.setattr(dist, name, spy)
+        sync.push(1)
     replica = sync.rollout_policy is not worker.model
     torch.save({"gradients": gradients, "sent": sent, "replica": replica}, f"{folder}/{rank()}.pt")
 
@@ -251,15 +269,7 @@ def lora_on_ranks(folder):
 def test_adapters_on_two_ranks_need_no_replica_and_no_push(tmp_path):
     launch(lora_on_ranks, str(tmp_path), 2, "cpu")
     config = config_of(*LORA)
-    worker = worker_of(Replicated(policy_of(config)), config)
-    expected, step = {}, worker.optimizer.step
-
-    def record():
-        expected.update({name: m.grad.clone() for name, m in worker.named_masters.items() if m.grad is not None})
-        step()
-
-    worker.optimizer.step = record
-    train(worker, config, 1)
+    expected = adapter_gradients(worker_of(Replicated(policy_of(config)), config), config)
     norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     for number in range(2):
         result = torch.load(tmp_path / f"{number}.pt")
@@ -298,11 +308,16 @@ def gradients_of_three_micro_batches(sums_locally):
     return gradient.dtype, gradient.unique().tolist()
 
 
-@pytest.mark.parametrize("sums_locally", [True, False])
-def test_shards_in_16_bits_add_micro_batches_in_float32(sums_locally):
+def test_shards_in_16_bits_add_micro_batches_in_float32():
     results = []
-    launch(lambda _: results.append(gradients_of_three_micro_batches(sums_locally)), None, 1, "cpu", process_group=True)
-    assert results == [(torch.float32, [1 + 2.0**-8])]
+    launch(
+        lambda _: results.extend(map(gradients_of_three_micro_batches, (True, False))),
+        None,
+        1,
+        "cpu",
+        process_group=True,
+    )
+    assert results == [(torch.float32, [1 + 2.0**-8])] * 2
 
 
 # -- trainer state ---------------------------------------------------------------------------------------------------
@@ -317,29 +332,28 @@ def state_of(worker):
     return whole(tensors)
 
 
-def exchange(arguments):
+def exchange(folder):
     """Train and save in one way, load in the other, and the other way round, then train both further."""
-    folder, overrides = arguments
     torch.set_num_threads(1)
-    config = config_of(*overrides)
-    for sharded in (False, True):
+    for precision, sharded in itertools.product(("fp32", "bf16"), (False, True)):
+        config = config_of(f"model.precision={precision}")
         worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
         train(worker, config)
-        write_tensors(f"{folder}/{sharded}", trainer_tensors(worker.model, worker.optimizer))
+        saved = f"{folder}/{precision} {sharded}"
+        write_tensors(saved, trainer_tensors(worker.model, worker.optimizer))
         other = worker_of(make_parallel(policy_of(config, seed=1), "cpu", not sharded), config)
         assert gap(whole(other.model.state_dict()), whole(worker.model.state_dict())) > 1e-3
-        load_trainer_state(f"{folder}/{sharded}", other.model, other.optimizer)
+        load_trainer_state(saved, other.model, other.optimizer)
         one, two = state_of(worker), state_of(other)
         assert one.keys() == two.keys() and len(one) > 3 * len(worker.named_masters)  # the value head has no moments
         assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
         train(worker, config, 1, first=STEPS)
         train(other, config, 1, first=STEPS)
-        assert gap(state_of(worker), state_of(other)) < (1e-6 if config.model.precision == "fp32" else 1e-3)
+        assert gap(state_of(worker), state_of(other)) < (1e-6 if precision == "fp32" else 1e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_state_goes_between_replicas_and_shards_bit_for_bit(tmp_path, precision):
-    launch(exchange, (str(tmp_path), [f"model.precision={precision}"]), 2, "cpu")
+def test_state_goes_between_replicas_and_shards_bit_for_bit(tmp_path):
+    launch(exchange, str(tmp_path), 2, "cpu")
 
 
 # -- the reference ---------------------------------------------------------------------------------------------------
@@ -353,8 +367,13 @@ def score(model, config):
 
 
 def keep_a_reference(arguments):
-    folder, sharded, forgetful = arguments
+    folder, ways, forgetful = arguments
     torch.set_num_threads(1)
+    for sharded in ways:
+        keep_one(folder, sharded, forgetful)
+
+
+def keep_one(folder, sharded, forgetful):
     config = config_of()
     worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
     reference = Reference(worker.model)
@@ -383,14 +402,11 @@ def keep_a_reference(arguments):
     assert all(torch.equal(kept[name], tensor) for name, tensor in present.items())
 
 
-@pytest.mark.parametrize(("sharded", "forgetful"), [(False, False), (True, False), (True, True)])
-def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(tmp_path, sharded, forgetful):
+def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(tmp_path):
     """Control: where gathered weights are not given up, whole weights meet shards."""
-    if forgetful:
-        with pytest.raises(RankError, match="size of tensor"):
-            launch(keep_a_reference, (str(tmp_path), sharded, forgetful), 2, "cpu")
-    else:
-        launch(keep_a_reference, (str(tmp_path), sharded, forgetful), 2, "cpu")
+    launch(keep_a_reference, (str(tmp_path), (False, True), False), 2, "cpu")
+    with pytest.raises(RankError, match="size of tensor"):
+        launch(keep_a_reference, (str(tmp_path), (True,), True), 2, "cpu")
 
 
 def test_a_reference_of_adapters_holds_adapters_only():

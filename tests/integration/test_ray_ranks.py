@@ -16,7 +16,7 @@ from processes import is_running
 from ray_clusters import two_machines
 from run_results import check_equal_runs, run_config
 
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.commands.train import train
 from rlinf.distributed.ray.ranks import RankPlaces
 from rlinf.errors import ConfigError, RankError, RankKilledError
@@ -148,7 +148,9 @@ def test_actors_of_a_start_that_fails_leave_their_places(one_on_each):
     try:
         assert group.wait(60)
         with pytest.raises(ConfigError, match="has no folder /nowhere"):
-            RankPlaces.of(group.id.hex(), "127.0.0.1", 60.0, partial(Machine.here([]).check_for_rank, ["/nowhere"]))
+            RankPlaces.of(
+                group.id.hex(), "127.0.0.1", 60.0, partial(CommandMachine.here([]).check_for_rank, ["/nowhere"])
+            )
         places = RankPlaces.of(group.id.hex(), "127.0.0.1", 60.0)  # nobody holds the places
         for agent in places.agents:
             ray.kill(agent)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from run_results import run_config, untimed_metrics
 
 from rlinf.commands.train import train
@@ -51,38 +50,36 @@ def ended(*processes: subprocess.Popen) -> list[tuple[int, str, str]]:
     return [(process.wait(), out, err) for process in processes for out, err in [process.communicate(timeout=240)]]
 
 
+def two_ranks(folder: Path, words: list[str], others: list[str] | None = None) -> list[tuple[int, str, str]]:
+    """Two ranks with the variables of torchrun, without its agent, which would import torch once more."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = enumerate((words, words if others is None else others))
+    starts = [begin(folder, [sys.executable], own, RANK=str(k), LOCAL_RANK=str(k), **shared) for k, own in both]
+    return ended(*starts)
+
+
 def test_torchrun_gives_the_numbers_of_ranks_that_the_command_starts(tmp_path):
-    words = ["train", *SMALL]
-    own, launched = ended(
-        begin(tmp_path, [sys.executable], [*words, "cluster.num_processes=2", "output_dir=own"]),
-        begin(tmp_path, ONE_MACHINE, words),
-    )
-    assert own[0] == launched[0] == 0, launched[2]
+    ((status, out, err),) = ended(begin(tmp_path, ONE_MACHINE, ["train", *SMALL]))
+    assert status == 0, err
     folders = [path for path in (tmp_path / "outputs" / "default").iterdir() if not path.is_symlink()]
     assert len(folders) == 1, "one dated folder, which is that of rank 0"
-    assert untimed_metrics(folders[0]) == untimed_metrics(tmp_path / "own")
     for line in ("each of 2 ranks", "after RL ", "report: "):
-        assert launched[1].count(line) == own[1].count(line) == 1, "rank 0 alone prints"
-    train(run_config(tmp_path / "other", *SMALL, "cluster.num_processes=2", "seed=5"))
-    assert untimed_metrics(tmp_path / "other") != untimed_metrics(folders[0]), "control"
-
-
-def two_machines(folder: Path, words: list[str], others: list[str]) -> list[tuple[int, str, str]]:
-    """Two agents of torchrun, as on two machines, each with one rank."""
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint, "--rdzv-id=test"]
-    first = begin(folder, torchrun(*options, "--node-rank=0"), words)
-    return ended(first, begin(folder, torchrun(*options, "--node-rank=1"), others))
+        assert out.count(line) == 1, "rank 0 alone prints"
+    for seed in (0, 5):
+        train(run_config(tmp_path / str(seed), *SMALL, "cluster.num_processes=2", f"seed={seed}"))
+    assert untimed_metrics(folders[0]) == untimed_metrics(tmp_path / "0") != untimed_metrics(tmp_path / "5")
 
 
 def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path):
     words = ["train", *SMALL, "trainer.max_steps=1", "output_dir=run"]
-    ends = two_machines(tmp_path, words, words)
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint, "--rdzv-id=test"]
+    ends = ended(*(begin(tmp_path, torchrun(*options, f"--node-rank={node}"), words) for node in (0, 1)))
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert sum("after RL " in out for _, out, _ in ends) == 1
     assert (tmp_path / "run" / "summary.json").is_file()
     words = ["train", *SMALL, "output_dir=refused"]
-    ends = two_machines(tmp_path, words, [*words, "seed=4"])
+    ends = two_ranks(tmp_path, words, [*words, "seed=4"])
     found = {tuple(re.findall(r"ConfigError: .*\n.*", err)) for _, _, err in ends}
     assert len(found) == 1 and len(next(iter(found))) == 1, "the same error once on both"
     assert re.search(r"the word seed: rank \d on .* has .*rank 0 on ", str(found))
@@ -92,34 +89,25 @@ def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path
 def test_srun_starts_ranks_too(tmp_path):
     words = ["train", *SMALL, "trainer.max_steps=1", "output_dir=run"]
     shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    ends = ended(
-        *(
-            begin(tmp_path, [sys.executable], words, SLURM_PROCID=rank, SLURM_LOCALID=rank, **shared)
-            for rank in ("0", "1")
-        )
-    )
+    each = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1"))
+    ends = ended(*(begin(tmp_path, [sys.executable], words, **shared, **own) for own in each))
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert "report: " in ends[0][1] and ends[1][1] == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["train", *SMALL, "cluster.num_processes=3"], "cluster.num_processes=3, and torchrun has started 2"),
-        (["train", *SMALL, "rollout.num_envs=7"], "rollout.num_envs=7"),
-    ],
-)
-def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp_path, words, error):
-    ((status, out, err),) = ended(begin(tmp_path, ONE_MACHINE, words))
-    assert status != 0 and out == "" and not list(tmp_path.iterdir())
-    assert len(re.findall(f"^ConfigError: .*{re.escape(error)}", err, re.MULTILINE)) == 2
+def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp_path):
+    """Other refusals: tests/unit/test_start.py."""
+    for status, out, err in two_ranks(tmp_path, ["train", *SMALL, "cluster.num_processes=3"]):
+        assert status != 0 and out == "" and not list(tmp_path.iterdir())
+        errors = re.findall("^ConfigError: .*", err, re.MULTILINE)
+        assert len(errors) == 1 and "cluster.num_processes=3, and torchrun has started 2" in errors[0]
 
 
 def test_a_command_without_ranks_runs_once(tmp_path):
-    ((status, out, err),) = ended(begin(tmp_path, ONE_MACHINE, ["models"]))
-    assert status == 0 and out.count("openvla_tiny") >= 1
+    ends = two_ranks(tmp_path, ["models"])
     ((_, alone, _),) = ended(begin(tmp_path, [sys.executable], ["models"]))
-    assert out == alone and "runs in one process" in err
+    assert [status for status, _, _ in ends] == [0, 0] and "openvla_tiny" in alone
+    assert [out for _, out, _ in ends] == [alone, ""] and "runs in one process" in "".join(err for _, _, err in ends)
 
 
 TELL = """
@@ -128,7 +116,7 @@ from pathlib import Path
 import torch
 from rlinf.distributed import launch, process_group
 from rlinf.distributed.devices import visible_gpus
-from rlinf.distributed.start import place_of
+from rlinf.distributed.start import launch_context
 from rlinf.engines.vllm_engine import engine_environment
 
 sys.path.insert(0, {fixtures!r})
@@ -148,8 +136,8 @@ def tell(folder):
 
 if __name__ == "__main__":
     torch.cuda.device_count = lambda: 8
-    place = place_of(os.environ)
-    sys.exit(launch.run_with_ranks(place, ["train"], lambda: launch.launch(tell, os.environ["FOLDER"], 2, "cpu") or 0))
+    context = launch_context(os.environ)
+    sys.exit(launch.run_with_ranks(context, ["train"], lambda: launch.launch(tell, os.environ["FOLDER"], 2, "cpu") or 0))
 """
 
 

@@ -37,6 +37,16 @@ def built(folder: Path, *overrides: str):
     return build(run_config(folder, *SMALL, f"cluster.num_processes={world_size()}", *overrides))
 
 
+def close(run) -> None:
+    run.rl.collector.close()
+    run.session.close()
+
+
+def on_two_ranks(function, argument) -> None:
+    deadlines = asdict(DeadlinesConfig(update=60, rollout=60))
+    launch(function, argument, 2, "cpu", deadlines=deadlines)
+
+
 def weights(run) -> dict[str, torch.Tensor]:
     return {name: full_tensor(p.detach()).clone() for name, p in run.session.worker.model.named_parameters()}
 
@@ -76,8 +86,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     refused = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
     with waiting("update"), refused:
         loss = run.rl.iteration(0)["train/loss"]
-    run.rl.collector.close()
-    run.session.close()
+    close(run)
     if not factor:
         return
     found = {"rows": rows, "loss": loss, "before": before, "after": weights(run)}
@@ -87,9 +96,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp2"])
 def test_a_rank_without_a_row_of_any_minibatch_takes_the_steps_of_one_process(tmp_path, sharding):
     train_with_equal_last_groups((tmp_path, "replicate", 1.0))
-    launch(
-        train_with_equal_last_groups, (tmp_path, sharding, 1.0), 2, "cpu", deadlines=asdict(DeadlinesConfig(update=60))
-    )
+    on_two_ranks(train_with_equal_last_groups, (tmp_path, sharding, 1.0))
     one = torch.load(tmp_path / "replicate 0 of 1")
     ranks = [torch.load(tmp_path / f"{sharding} {r} of 2") for r in (0, 1)]
     assert ranks[0]["rows"] == one["rows"] and one["rows"][0] > 0 and ranks[1]["rows"] == [0]
@@ -101,11 +108,7 @@ def test_a_rank_without_a_row_of_any_minibatch_takes_the_steps_of_one_process(tm
 
 
 def test_a_loss_without_a_gradient_is_refused_by_a_rank_that_has_no_row_too(tmp_path):
-    deadlines = asdict(DeadlinesConfig(update=60))
-    launch(train_with_equal_last_groups, (tmp_path, "replicate", 0.0), 2, "cpu", deadlines=deadlines)
-
-
-# -- groups that are played again ------------------------------------------------------------------------------------
+    on_two_ranks(train_with_equal_last_groups, (tmp_path, "replicate", 0.0))
 
 
 def play_the_last_group_again(folder: Path) -> None:
@@ -115,23 +118,19 @@ def play_the_last_group_again(folder: Path) -> None:
     run.rl.sync.push(0)
     with waiting("rollout"):
         metrics = run.rl.iteration(0)
-    run.rl.collector.close()
-    run.session.close()
+    close(run)
     (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))
 
 
 def test_a_group_of_one_rank_is_played_again_and_counted_on_all(tmp_path):
     """Ten episodes of six steps: two in each of four groups, and the last group again."""
     play_the_last_group_again(tmp_path)
-    launch(play_the_last_group_again, tmp_path, 2, "cpu", deadlines=asdict(DeadlinesConfig(rollout=60)))
+    on_two_ranks(play_the_last_group_again, tmp_path)
     one, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("0 of 1", "0 of 2", "1 of 2"))
     assert one["rollout/num_episodes"] == 10 and one["rollout/env_steps_total"] == 60
     names = [name for name in one if name.split("/")[0] in ("rollout", "train")]
     for found in ranks:
         assert {name: found[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=1e-5)
-
-
-# -- weights to begin with -------------------------------------------------------------------------------------------
 
 
 def begin_apart(folder: Path) -> None:
@@ -156,14 +155,13 @@ def begin_apart(folder: Path) -> None:
                 train_module.take_weights_of_rank_0 = lambda model: None  # in a process of this launch only
             run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
             found[case] = weights(run)
-            run.rl.collector.close()
-            run.session.close()
+            close(run)
     torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
     begin_apart(tmp_path)
-    launch(begin_apart, tmp_path, 2, "cpu")
+    on_two_ranks(begin_apart, tmp_path)
     expected = torch.load(tmp_path / "begun 0 of 1")[0]["one"]
     (first, its_states), (second, other_states) = (torch.load(tmp_path / f"begun {r} of 2") for r in (0, 1))
     assert all(torch.equal(*states) for states in zip(its_states, other_states, strict=True))
@@ -171,9 +169,6 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
         for found in (first[case], second[case]):
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case
     assert any(not torch.equal(second["control"][name], tensor) for name, tensor in expected.items())
-
-
-# -- a time limit ----------------------------------------------------------------------------------------------------
 
 
 def clone_until_the_limit(folder: Path) -> None:
@@ -188,20 +183,16 @@ def clone_until_the_limit(folder: Path) -> None:
 
     run.session.worker.sft_update = timed
     run.sft.fit()
-    run.rl.collector.close()
-    run.session.close()
+    close(run)
     (folder / f"steps {rank()} of {world_size()}").write_text(str(state.sft_step))
 
 
 def test_ranks_clone_until_the_time_of_all_is_over(tmp_path):
     """Rank 0 is beyond 1000 s after two steps, rank 1 after three: both take three, and a single process two."""
     clone_until_the_limit(tmp_path)
-    launch(clone_until_the_limit, tmp_path, 2, "cpu", deadlines=asdict(DeadlinesConfig(update=60)))
+    on_two_ranks(clone_until_the_limit, tmp_path)
     steps = {path.name: path.read_text() for path in tmp_path.glob("steps *")}
     assert steps == {"steps 0 of 1": "2", "steps 0 of 2": "3", "steps 1 of 2": "3"}
-
-
-# -- the report of numbers that are not finite -----------------------------------------------------------------------
 
 
 def spoil_rank_1(folder: Path) -> None:
@@ -222,7 +213,7 @@ def spoil_rank_1(folder: Path) -> None:
 
 def test_the_batch_of_the_rank_that_holds_nan_is_kept(tmp_path):
     with pytest.raises(NonFiniteError, match=r"The batch itself is not finite \(advantages\)") as caught:
-        launch(spoil_rank_1, tmp_path, 2, "cpu")
+        on_two_ranks(spoil_rank_1, tmp_path)
     assert "Report of the batch" in str(caught.value)
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
     assert report["rank"] == 1 and report["tensors"]["advantages"]["num_not_finite"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Sharded, empty_copy, full_tensor
@@ -38,22 +40,18 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(3))
         self.to(dtype)
 
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
 
 class Spy:
     """Counts collective calls, and the FSDP units that are whole at the same time."""
 
     def __init__(self, patch):
         self.calls, self.whole, self.most_whole = [], set(), 0
-        for name in (
-            "all_gather_into_tensor",
-            "all_gather_single",
-            "all_reduce",
-            "all_gather",
-            "all_gather_object",
-            "broadcast",
-        ):
-            if hasattr(dist, name):
-                patch.setattr(dist, name, self._counted(name, getattr(dist, name)))
+        names = "all_gather_into_tensor all_gather_single all_reduce all_gather all_gather_object broadcast"
+        for name in filter(partial(hasattr, dist), names.split()):
+            patch.setattr(dist, name, self._counted(name, getattr(dist, name)))
         unshard, reshard = FSDPModule.unshard, FSDPModule.reshard
 
         def open_unit(module, *args, **kwargs):
@@ -82,10 +80,10 @@ class Spy:
 
 
 @torch.no_grad()
-def step(model):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.add_(0.25)
+def step(shards):
+    for shard in shards:
+        if shard.requires_grad:
+            shard.to_local().add_(0.25)
 
 
 def equal(trained, played):
@@ -102,7 +100,7 @@ def push_on_two_ranks(folder):
         for block in plain.blocks[:2]:
             block.requires_grad_(False)
         replica, trained = empty_copy(plain, "cpu"), Sharded(plain, "cpu").model
-        sync = WeightPush(trained, replica)
+        sync, shards = WeightPush(trained, replica), list(trained.parameters())
         with pytest.MonkeyPatch.context() as patch:
             spy = Spy(patch)
             numbers, equals = [], []
@@ -110,15 +108,17 @@ def push_on_two_ranks(folder):
                 spy.number()
                 sync.push(version)
                 numbers.append(spy.number())
+                assert all(isinstance(parameter, DTensor) for parameter in trained.parameters()), "sharded again"
                 equals.append(equal(trained, replica))
-                step(trained) if version == 0 else None
-            found[str(dtype)] = {
-                "numbers": numbers,
-                "equals": equals,
-                "most_whole": spy.most_whole,
-                "whole": len(spy.whole),
-            }
-    step(trained)
+                if version == 0:
+                    with torch.no_grad():
+                        trained(
+                            torch.zeros(1, dtype=torch.long)
+                        )  # leaves the root whole, with the weights before the step
+                    step(shards)
+            counts = {"most_whole": spy.most_whole, "whole": len(spy.whole)}
+            found[str(dtype)] = {"numbers": numbers, "equals": equals, **counts}
+    step(shards)
     with torch.no_grad():
         if rank() == 1:
             trained.blocks[3].down.bias.to_local().fill_(float("nan"))

@@ -9,7 +9,7 @@ import pytest
 from run_results import run_config
 
 from rlinf.cluster import reservation
-from rlinf.cluster.machine import Machine
+from rlinf.cluster.machine import CommandMachine
 from rlinf.errors import ConfigError
 from rlinf.preflight.placement import check_placement
 
@@ -25,17 +25,19 @@ def test_a_player_with_other_software_than_the_ranks_is_refused_before_it_reads_
     """Also one that takes the place of another, on a machine that has joined the cluster since."""
     from rlinf.cluster.actor import PlayerActor
 
-    failure = PlayerActor().build(other(Machine.here([])), b"not a pickle")
+    failure = PlayerActor().build(other(CommandMachine.here([])), b"not a pickle")
     assert failure.error == "ConfigError" and "version of torch: machine 1 on" in failure.message
     assert "machine 0 on elsewhere has 1.0" in failure.message
-    failure = PlayerActor().build(Machine.here([]), b"not a pickle")  # control: read, because the machine is alike
+    failure = PlayerActor().build(
+        CommandMachine.here([]), b"not a pickle"
+    )  # control: read, because the machine is alike
     assert failure.error is None and "Unpickling" in failure.message
 
 
 def test_a_plugin_is_part_of_the_software(tmp_path):
     plugin = tmp_path / "a_plugin_of_players.py"
     plugin.write_text("VALUE = 1\n")
-    machine = Machine.here([str(plugin)])
+    machine = CommandMachine.here([str(plugin)])
     machine.check()
     plugin.write_text("VALUE = 2\n")
     with pytest.raises(ConfigError, match=r"plugin .*a_plugin_of_players.py \(sha256\)"):

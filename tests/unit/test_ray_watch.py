@@ -124,7 +124,7 @@ def head(token: str | None):
     [
         ("secret", None, None, "asks for a token, and RAY_AUTH_MODE is ''.*RAY_AUTH_MODE=token RAY_ADDRESS=127"),
         ("secret", "token", "other", "does not accept the token of this machine. Copy ~/.ray/auth_token"),
-        ("secret", "token", None, "there is no token in .*auth_token. Copy that file .* or unset RAY_AUTH_MODE"),
+        ("secret", "token", None, "but .*auth_token does not exist. Copy that file .* or unset RAY_AUTH_MODE"),
         ("secret", "token", "secret", None),
         ("secret", "token", "file", None),
         (None, None, None, None),

@@ -17,7 +17,7 @@ from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import launch, process_group, start
-from rlinf.distributed.start import Place, first_host, place_of, refuse_differences, refuse_shared_gpus
+from rlinf.distributed.start import LaunchContext, first_host, launch_context, refuse_differences, refuse_shared_gpus
 from rlinf.errors import ConfigError
 from rlinf.options import to_mapping
 from rlinf.preflight.validation import check_devices
@@ -33,19 +33,19 @@ SRUN = {
 
 
 def test_torchrun_says_which_rank_a_process_is():
-    assert place_of(TORCHRUN) == Place("torchrun", 5, 8, 1, ("node-a", 29500), serves=False)
+    assert launch_context(TORCHRUN) == LaunchContext("torchrun", 5, 8, 1, ("node-a", 29500), serves=False)
     first = {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert place_of(first).serves and not place_of({**first, "RANK": "1"}).serves
+    assert launch_context(first).serves and not launch_context({**first, "RANK": "1"}).serves
 
 
 def test_srun_says_it_too_and_the_first_node_has_the_store():
-    place = place_of(SRUN)
+    place = launch_context(SRUN)
     assert (place.launcher, place.rank, place.size, place.local_rank) == ("srun", 0, 4, 0)
     assert place.address[0] == "gpu-007" and place.serves
-    assert place_of({**SRUN, "SLURM_PROCID": "3"}).address == place.address
-    assert place_of({**SRUN, "SLURM_STEP_ID": "3"}).address != place.address, "two steps on one node"
-    assert place_of({**SRUN, "MASTER_ADDR": "x", "MASTER_PORT": "7"}).address == ("x", 7)
-    assert place_of({**SRUN, **TORCHRUN}).launcher == "torchrun", "srun has started torchrun"
+    assert launch_context({**SRUN, "SLURM_PROCID": "3"}).address == place.address
+    assert launch_context({**SRUN, "SLURM_STEP_ID": "3"}).address != place.address, "two steps on one node"
+    assert launch_context({**SRUN, "MASTER_ADDR": "x", "MASTER_PORT": "7"}).address == ("x", 7)
+    assert launch_context({**SRUN, **TORCHRUN}).launcher == "torchrun", "srun has started torchrun"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_first_host_of_a_list_of_slurm(nodes, host):
     ids=["a shell", "one process of torchrun", "a batch script, which srun has not multiplied", "a variable left over"],
 )
 def test_one_process_is_alone(environment):
-    assert place_of(environment) is None
+    assert launch_context(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_one_process_is_alone(environment):
 )
 def test_a_launcher_that_says_half_of_it_is_refused(environment, words):
     with pytest.raises(ConfigError, match=words):
-        place_of(environment)
+        launch_context(environment)
 
 
 def configured(monkeypatch, *overrides: str, connected: bool = True):
@@ -245,10 +245,12 @@ def test_memory_that_one_rank_could_not_share_with_its_engine_is_refused_on_all(
 def test_ranks_of_a_launcher_take_the_allocator_of_rank_0_unless_they_have_their_own(monkeypatch, own):
     """torch reads the variable when CUDA starts, and only rank 0 runs the command that sets it."""
     sent, seen = [], []
-    ranks = SimpleNamespace(send=sent.append, num_launches=1, place=Place("torchrun", 1, 2, 1, ("a", 1), False))
+    ranks = SimpleNamespace(
+        send=sent.append, num_launches=1, context=LaunchContext("torchrun", 1, 2, 1, ("a", 1), False)
+    )
     ranks.store = dist.HashStore()
     monkeypatch.setattr(launch, "_take_part", lambda *_, **__: seen.append(os.environ.get(launch.ALLOCATOR)))
-    monkeypatch.setattr(launch, "_of_launcher", ranks)
+    monkeypatch.setattr(launch, "_launcher_ranks", ranks)
     monkeypatch.setenv(launch.ALLOCATOR, "expandable_segments:True")
     launch.launch(print, None, 2, "cpu")
     monkeypatch.delenv(launch.ALLOCATOR)

@@ -15,6 +15,15 @@ from rlinf.preflight.placement import StoreRoom
 GIB = 2**30
 
 
+def node(name: str, size: int) -> dict:
+    return {"NodeID": name, "NodeManagerHostname": name, "Resources": {"object_store_memory": size}}
+
+
+def ray_of(own: str, nodes: list[dict]) -> SimpleNamespace:
+    context = SimpleNamespace(get_node_id=lambda: own)
+    return SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context)
+
+
 def size_of(num_bytes: int) -> int:
     return reservation._store_size(StoreRoom(num_bytes, "smaller=true"))
 
@@ -33,9 +42,7 @@ def test_a_store_is_as_large_as_the_run_needs_or_the_run_is_refused(monkeypatch,
 
 
 def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
-    node = {"NodeID": "one", "NodeManagerHostname": "host", "Resources": {"object_store_memory": GIB}}
-    context = SimpleNamespace(get_node_id=lambda: "one")
-    ray = SimpleNamespace(nodes=lambda: [node], get_runtime_context=lambda: context)
+    ray = ray_of("one", [node("one", GIB)])
     table = SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "one"}})
     monkeypatch.setitem(sys.modules, "ray.util", table)
     for room in (None, StoreRoom(GIB, "smaller=true")):
@@ -50,20 +57,8 @@ def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(m
     monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
 
     def check(groups, small):
-        nodes = [
-            {
-                "NodeID": name,
-                "NodeManagerHostname": name,
-                "Resources": {"object_store_memory": GIB // (1 + (name == small))},
-            }
-            for name in ("a", "b", "c", "command", "unused")
-        ]
-        context = SimpleNamespace(get_node_id=lambda: "command")
-        reservation._check_stores(
-            SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context),
-            groups,
-            StoreRoom(GIB, "smaller=true"),
-        )
+        nodes = [node(name, GIB // (1 + (name == small))) for name in ("a", "b", "c", "command", "unused")]
+        reservation._check_stores(ray_of("command", nodes), groups, StoreRoom(GIB, "smaller=true"))
 
     for groups, refused, allowed in (
         (["players"], ["a", "b", "command"], ["c", "unused"]),  # the ranks are on the machine of the command

@@ -7,11 +7,8 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from rlinf.distributed.launch import launch
-from rlinf.distributed.parallel import Sharded, empty_copy, full_tensor
+from rlinf.distributed.parallel import empty_copy
 from rlinf.engines.weight_transfer import ModuleReceiver
 from rlinf.errors import RLinfError
 from rlinf.rollout import weight_push
@@ -145,68 +142,6 @@ def count_copies():
             ModuleReceiver, "_copy", lambda self, name, tensor: (names.append(name), copy(self, name, tensor))
         )
         yield names
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-class Blocks(nn.Module):
-    """Two units, a weight of its own, and a tensor that is not sharded."""
-
-    fsdp_wrap_modules = ("Block",)
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = Block(), Block(), nn.Linear(3, 3)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        return self.last(self.second(self.first(x)))
-
-
-def push_shards(found):
-    model = Blocks()
-    played = empty_copy(model, "cpu")
-    trained = Sharded(model, "cpu").model
-    sync, stepped = WeightPush(trained, played), list(trained.parameters())
-    for version in range(3):
-        with torch.no_grad():
-            trained(torch.ones(1, 3))  # leaves the root whole, with the weights before the step
-            for shard in stepped:
-                shard.to_local().add_(0.5)
-        with unsharded_units() as units:
-            sync.push(version)
-        assert len(units) == 3 and set(units) == {trained.first, trained.second, trained}
-        assert all(isinstance(parameter, DTensor) for parameter in trained.parameters()), "sharded again"
-        state = {name: full_tensor(tensor) for name, tensor in trained.state_dict().items()}
-        found.append(all(torch.equal(state[name], tensor) for name, tensor in played.state_dict().items()))
-
-
-@contextlib.contextmanager
-def unsharded_units():
-    """Units that are gathered meanwhile, in their order; at most one is whole at a time."""
-    units, unshard = [], FSDPModule.unshard
-
-    def noted(unit):
-        assert all(isinstance(parameter, DTensor) for each in units for parameter in each.parameters())
-        units.append(unit)
-        return unshard(unit)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "unshard", noted)
-        yield units
-
-
-def test_shards_are_gathered_unit_by_unit_and_put_away_again():
-    found = []
-    launch(push_shards, found, 1, "cpu", process_group=True)
-    assert found == [True] * 3
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])

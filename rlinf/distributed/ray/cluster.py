@@ -1,4 +1,4 @@
-"""The connection of a process to a Ray cluster: that of ``RAY_ADDRESS``, or one that it starts on this machine."""
+"""Connect a process to the Ray cluster at ``RAY_ADDRESS``, or start one on this machine."""
 
 from __future__ import annotations
 
@@ -69,45 +69,38 @@ def _check_token(address: str) -> None:
                 return  # Ray tells what it is
         else:
             return
+    who = f"The Ray cluster at RAY_ADDRESS={address}"
     if token is not None:
-        raise ConfigError(
-            f"The Ray cluster at RAY_ADDRESS={address} does not accept the token of this machine. Copy ~/.ray/auth_token of the machine "
-            "of `ray start --head`, or set RAY_AUTH_TOKEN to what is in it"
-        )
+        cure = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
+        raise ConfigError(f"{who} does not accept the token of this machine. {cure}")
     raise ConfigError(
-        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and RAY_AUTH_MODE is "
-        f"'{os.environ.get('RAY_AUTH_MODE', '')}' here. Have the ~/.ray/auth_token of its head on this machine, then type: "
-        f"RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
+        f"{who} asks for a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
+        f"head to this machine, then type: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
     )
 
 
 def _token() -> str:
-    """Return the token of this machine, which Ray finds in the same places; raise ConfigError if there is none."""
+    """Return the token of this machine, found where Ray looks for it; raise ConfigError without one."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not path.is_file():
         raise ConfigError(
-            f"RAY_AUTH_MODE is 'token', and there is no token in {path}. Copy that file from the machine of `ray start --head`, set "
-            "RAY_AUTH_TOKEN to what is in it, or unset RAY_AUTH_MODE for a cluster without tokens"
+            f"RAY_AUTH_MODE is 'token', but {path} does not exist. Copy that file from the machine of `ray start --head`, set "
+            "RAY_AUTH_TOKEN to its content, or unset RAY_AUTH_MODE for a cluster without tokens"
         )
     return path.read_text(encoding="utf-8").strip()
 
 
 def connect(needed_by: str) -> ModuleType:
-    """Connect to the Ray cluster of ``RAY_ADDRESS``, or start one on this machine; a collective call.
+    """Connect all ranks (a collective call) to the Ray cluster that rank 0 has found at ``RAY_ADDRESS``, or started.
 
-    All ranks use the cluster that rank 0 has found or started. Raise MissingDependencyError if Ray is not installed; ConfigError if the
-    cluster cannot be reached. Return the module ``ray``.
-
-    Args:
-        needed_by: The setting that needs it, such as ``cluster.env_nodes=2``, for errors.
+    Errors name the setting ``needed_by``, such as ``cluster.env_nodes=2``. Return the module ``ray``.
     """
     ray = import_ray(needed_by)
-    address = None
-    if rank() == 0:
-        address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
-        address = address or initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
+    address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    if rank() == 0 and address is None:
+        address = initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
     address = gather_objects(address)[0]
     if not ray.is_initialized():
         initialise(ray, address)
@@ -115,17 +108,11 @@ def connect(needed_by: str) -> ModuleType:
 
 
 def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
-    """Connect to a cluster, and return its address. Raise ConfigError if Ray cannot connect or start.
+    """Connect to a cluster, or start one by the arguments ``of_new`` of ``ray.init``; return its address.
 
-    Args:
-        ray: The module.
-        address: Of the cluster; None: start one on this machine.
-        log_to_driver: Whether what actors print appears here.
-        of_new: Arguments of ``ray.init`` for a cluster that is started.
+    ``log_to_driver`` shows the output of actors here.
     """
-    how: dict[str, Any] = {"address": address}
-    if address is None:
-        how = {"address": "local", "include_dashboard": False, **of_new}
+    how = {"address": "local", "include_dashboard": False, **of_new} if address is None else {"address": address}
     handler, numbers = signal.getsignal(signal.SIGTERM), random.getstate()
     # Ray draws the name of a connection from these. With one name, two ranks would receive each other's messages and poll without a pause.
     random.seed()
@@ -133,9 +120,9 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     try:
         ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
+        what = "start on this machine" if address is None else f"connect to {address}"
         raise ConfigError(
-            f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
-            "the same versions of Python and Ray"
+            f"Ray cannot {what}: {error}. All machines need the same versions of Python and Ray"
         ) from error
     finally:
         random.setstate(numbers)

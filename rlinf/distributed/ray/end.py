@@ -15,11 +15,10 @@ _watchers: list[subprocess.Popen] = []
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started and that still run; none where the system does not tell."""
+    """Return the running children of a process; an empty list where the system does not tell."""
     with suppress(OSError):
-        return [
-            int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
-        ]
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
     return []
 
 
@@ -38,9 +37,7 @@ def watch(parent: int, daemons: list[int]) -> None:
         if os.getppid() != parent:
             break
         daemons = [pid for pid in daemons if pid in running]
-        tree = list(
-            daemons
-        )  # as it is now: the daemons die with the parent, and what they have started loses its place
+        tree = list(daemons)  # as it is now: the daemons die with the parent, and their children get another parent
         for pid in tree:  # grows
             tree += children(pid)
         time.sleep(POLL_S)

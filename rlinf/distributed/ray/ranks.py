@@ -1,6 +1,6 @@
 """Ranks that Ray places: each is a process below an actor, which passes on its output, signals and its exit status.
 
-Ray starts the actors; what a rank runs, and how ranks find each other and end together, is that of ``rlinf.distributed.launch``.
+``rlinf.distributed.launch`` decides what a rank runs, how ranks find each other and how they end together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.distributed.child_process import Failure, exit_with_parent, failure_of
+from rlinf.distributed.child_process import Failure, exit_with_parent, failure_in
 from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
 from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
 
@@ -39,7 +39,7 @@ FORWARDED = (
     "TRANSFORMERS_",
     "WANDB_",
 )
-"""Beginnings of the variables that a rank has from the command. All others are those of Ray's daemon on its machine."""
+"""Prefixes of variables copied from the command; all others come from Ray's daemon on the rank's machine."""
 _START = """
 import os, sys
 # A rank runs the code of the command: what the command imports comes before what this machine would find.
@@ -65,11 +65,7 @@ class RankAgent:
 
     def check(self, check: Callable[[], None]) -> Failure | None:
         """Check something about this machine; return why it is refused."""
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - the command raises it
-            return failure_of(error)
-        return None
+        return failure_in(check)
 
     def run(
         self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
@@ -77,10 +73,10 @@ class RankAgent:
         """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
 
         Args:
-            work: What ``run_rank`` reads.
+            work: Function and arguments for ``run_rank``, pickled.
             path: Where the rank looks for modules first.
-            environment: Laid over that of this process.
-            folder: In which the rank starts.
+            environment: Variables to add to this process's own.
+            folder: Its working folder.
         """
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
         self._process = process = subprocess.Popen(
@@ -130,20 +126,13 @@ def run_rank() -> None:
 
 
 class RemoteRank:
-    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses.
-
-    Attributes:
-        sentinel: A file that becomes readable when the rank has ended.
-        exitcode: None: it runs.
-        lost: Why nothing is known of its end; None: it is known, or the rank runs.
-        fault: Error of its actor, for which the rank could not run or its end not be known; None: there is none.
-    """
+    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses."""
 
     def __init__(self, agent: Any, output: Any) -> None:
         self._agent, self._output = agent, output
         self.exitcode: int | None = None
-        self.lost: str | None = None
-        self.fault: str | None = None
+        self.lost: str | None = None  # why its exit status is unknown
+        self.fault: str | None = None  # error of its actor that kept it from running, or its end from being known
         self._killed_at: float | None = None
         self._ending = threading.Lock()
         self.sentinel, self._writer = os.pipe()
@@ -159,10 +148,12 @@ class RemoteRank:
                 told = ray.get(reference)
                 if isinstance(told, int):
                     self._end(told)
-                else:
-                    # Where nobody reads it, or the disk is full, the rank must be followed all the same.
-                    with suppress(OSError):
-                        _write(*told)
+                    continue
+                stream, data = told
+                # Where nobody reads it, or the disk is full, the rank must be followed all the same.
+                with suppress(OSError):
+                    while data:
+                        data = data[os.write(stream, data) :]
             self._end(-signal.SIGKILL, "its actor has ended without a word")
         except ray.exceptions.RayTaskError as error:
             self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
@@ -172,7 +163,7 @@ class RemoteRank:
             self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
 
     def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
-        """Note the end of the rank, unless it is known: the thread that follows it and ``join`` may both come here."""
+        """Note the end of the rank once: the thread that follows it and ``join`` may both call this."""
         with self._ending:
             if self.exitcode is None:
                 self.lost, self.fault = lost, fault
@@ -205,39 +196,26 @@ class RemoteRank:
             self._end(-signal.SIGKILL, "its machine does not answer")
 
     def end_agent(self) -> None:
-        """End the actor, and with it what is left of the rank."""
+        """End the actor, and with it the rest of the rank."""
         import ray
 
         ray.kill(self._agent)
 
 
-def _write(stream: int, data: bytes) -> None:
-    """Write to a stream of this process, as a child process would."""
-    while data:
-        data = data[os.write(stream, data) :]
-
-
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where ranks can start: an actor on its machine for each of them.
+    """Where ranks can start: an actor for each, in rank order; a machine's ranks are neighbours."""
 
-    Attributes:
-        host: Address of this machine at which the ranks reach it.
-        agents: Actors in the order of the ranks. Those on one machine are neighbours.
-        nodes: Id of the machine of each.
-    """
-
-    host: str
+    host: str  # address of this machine at which the ranks reach it
     agents: Sequence[Any]
-    nodes: Sequence[str]
+    nodes: Sequence[str]  # the id of each actor's machine
 
     @classmethod
     def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
         """Start an actor in each place of a group of Ray, and let each check its machine.
 
-        Raises:
-            ConfigError: That of a check; or no machine has had room for an actor for ``start_s`` seconds.
-            RankKilledError: An actor or its machine is lost.
+        Raise ConfigError if a check does, or no machine has room within ``start_s``; RankKilledError if an actor is
+        lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -266,18 +244,15 @@ class RankPlaces:
         path = [os.path.abspath(entry) for entry in sys.path]
         ranks = []
         for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(self.nodes[:rank].count(node)),
-                "LOCAL_WORLD_SIZE": str(self.nodes.count(node)),
-            }
+            local_rank, local_size = self.nodes[:rank].count(node), self.nodes.count(node)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
             work = pickle.dumps((function, (rank, *arguments)))
             ranks.append(RemoteRank(agent, agent.run.remote(work, path, shared | own, os.getcwd())))
         return ranks
 
 
 def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
-    """Return the ids of the machines of actors, each of which has checked its own."""
+    """Return the ids of the actors' machines, after each has checked its own."""
     import ray
 
     try:
@@ -297,10 +272,14 @@ def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] |
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    for failure in failures:
-        if failure is not None:
-            raise ConfigError(failure.message)
+    raise_failure(failures)
     return nodes
+
+
+def raise_failure(failures: Sequence[Failure | None]) -> None:
+    """Raise the first refusal of a machine, if any machine refuses, as ConfigError."""
+    for failure in filter(None, failures):
+        raise ConfigError(failure.message)
 
 
 def placement_group(number: str) -> Any:
@@ -312,5 +291,5 @@ def placement_group(number: str) -> Any:
 
 
 def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
-    """Return the order in which places with the same machine are neighbours, those on the machine ``first`` before all others."""
+    """Return an order of places in which each machine's are neighbours, and the machine ``first`` leads."""
     return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

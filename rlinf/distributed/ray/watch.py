@@ -1,4 +1,4 @@
-"""Notice that the Ray cluster of a run is lost: its head, or Ray's daemon on this machine. Nothing of a run can go on without them."""
+"""Notice that a run has lost its Ray cluster: the head, or Ray's daemon on this machine. Without them it must end."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ClusterWatch:
         """Return the error to raise if the head or the daemon refuses connections."""
         if not _listens(self.daemon):
             return RankError(
-                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to all players and ranks of "
-                f"other machines. Look for the cause in the logs of Ray; often a machine was out of memory. {WAY_ON}"
+                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, often because memory ran out. Look for the cause in "
+                f"Ray's logs. {WAY_ON}"
             )
         return None if _listens(self.head) else self._head_is_lost("has ended")
 

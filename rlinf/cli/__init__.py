@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
-    "why": ("rlinf.cli.report:why", "what the metrics of a run say: what is wrong, and the key to change"),
+    "why": ("rlinf.cli.report:why", "what the metrics of a run say: the fault, and the key to change"),
     "collect": (
         "rlinf.cli.run:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
@@ -113,18 +113,16 @@ def help_of(command: str) -> str:
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
     indented = {"width": 130, "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
-    return f"{text}\n\nchoices, as name=choice (`rlinf models` shows those of other packages, too):\n" + "\n".join(
+    return f"{text}\n\nchoices, as name=choice (`rlinf models` shows choices of other packages, too):\n" + "\n".join(
         lines
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; ``arguments`` are the words after ``rlinf`` (None: those of the process).
+    """Run a command; ``arguments`` are the words after ``rlinf`` (None: ``sys.argv``), and return the exit status.
 
-    Returns:
-        Exit status: 0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an
-        error that the user can fix; 130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are
-        bugs and keep their traceback.
+    0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an error that the user can fix;
+    130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -87,9 +87,8 @@ def launch(arguments: Sequence[str]) -> int:
         )
     if asks_for_gpus(config) and not given.dry_run:
         with suppress(RLinfError):  # who loads the model reports it
-            load_config(
-                config.policy.model_name_or_path
-            )  # into the hub's cache: whether it reads images changes the plan
+            # Into the hub's cache: whether it reads images changes the plan.
+            load_config(config.policy.model_name_or_path)
     plan = make_plan(config, None if place is None else place.size)
     device = _device(config, plan, given.dry_run)
     check_engines(config, plan, device)
@@ -137,7 +136,7 @@ def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterat
 
 @contextmanager
 def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPlaces | None]:
-    """Reserve a place for each player; None where there are none."""
+    """Reserve a place for each player; None without players."""
     if not plan.players:
         yield None
         return
@@ -153,7 +152,7 @@ def _refuse_flags(words: Sequence[str]) -> None:
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the rows to train on, without those of validation; or None, and why they are unknown. Raise ConfigError for unreadable data."""
+    """Return the rows to train on, without validation rows; or None, and why they are unknown. Raise ConfigError for unreadable data."""
     dataset = config.train.train_policy.dataset
     if script is not None:
         return None, f"{script.name} may read other rows"
@@ -208,9 +207,8 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | Non
     if device == "cpu":
         hide_gpus()
     else:
-        isolate_rank(
-            visible_gpus(os.environ, torch.cuda.device_count()), 0
-        )  # else one rank would take those of players, too
+        # Else one rank would take the players' GPUs, too.
+        isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())
     train(config, script, places)

@@ -33,8 +33,9 @@ class PlayConfig:
 def play(arguments: Sequence[str]) -> int:
     """Play one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
 
-    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
-    `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
+    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of
+    `rlinf evaluate`, and the episode ends as it does there. `rlinf evaluate` has the other keys, too: evaluation.split=train,
+    evaluation.greedy=false, evaluation.video_size=448.
     """
     arguments = with_checkpoint(arguments)
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}

@@ -40,7 +40,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def sft(arguments: Sequence[str]) -> int:
-    """Run only the behaviour cloning of a configuration. Keys and flags are those of `rlinf train`."""
+    """Run only the behaviour cloning of a configuration, with the keys and flags of `rlinf train`."""
     return _trained(arguments, "sft")
 
 
@@ -82,7 +82,7 @@ def _carried_out(arguments: Sequence[str], command: str) -> int:
 
 
 def _questions(arguments: Sequence[str]) -> int:
-    """Evaluate on a file of questions, whose keys are not those of a run."""
+    """Evaluate on a file of questions, which has keys of its own."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
@@ -116,15 +116,14 @@ def _compare(words: list[str]) -> int:
 def audit(arguments: Sequence[str]) -> int:
     """Ask whether a policy reads its instruction, looks, reacts, or remembers: the same episodes, with one thing changed at a time.
 
-    Keys are those of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
+    It has the keys of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
     is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
     """
     arguments = with_checkpoint(arguments)
     args = parse(arguments)
     if not names_policy(arguments):
-        raise ConfigError(
-            "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
-        )
+        usage = "rlinf audit checkpoint=outputs/quickstart/latest"
+        raise ConfigError(f"`rlinf audit` needs a checkpoint or run folder. Run {usage}")
     _check_checkpoint(arguments)
     from rlinf.commands import audit as command
 

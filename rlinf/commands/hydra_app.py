@@ -52,7 +52,7 @@ AUTO = "auto"
 """As ``resume``: the newest whole checkpoint, or a new run."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
-"""A command that sets any of these keys says which policy acts."""
+"""A command that sets any of these keys names its policy."""
 
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -102,8 +102,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
     a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
 
-    Returns:
-        The folders of the runs that ended in this process; none if the arguments only ask for information.
+    Return the folders of the runs that ended in this process; none if the arguments only ask for information.
     """
     args = parse(arguments)
     if args.multirun and is_connected():
@@ -112,16 +111,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             "launch. Leave -m out and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
         )
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
-    resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
-    if resumed == AUTO:
-        resumed, searched = newest_run(args)
-        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
-        args.overrides = [*others, f"resume={'null' if resumed is None else override_text(resumed)}"]
-        print(
-            f"resume=auto: {resumed or 'there is no whole checkpoint, so a new run begins'} (searched: {searched})",
-            flush=True,
-        )
-    if resumed is not None:
+    if not (only_tells or args.multirun) and (resumed := _resumed(args)) is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
         if args.cfg:
@@ -143,7 +133,37 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             of_the_task = (each.input_line for each in parse_overrides(overrides) if not each.is_hydra_override())
             checked[tuple(of_the_task)] = config = build(composed, command)  # as hydra.overrides.task names them
             check(config, command)
+    folders, failures = _run_under_hydra(args, command, checked)
+    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
+    if args.multirun and len(finished) > 1:
+        from rlinf.report.runs import sweep_table
 
+        print(sweep_table(finished), flush=True)
+    if failures:
+        raise failures[0]
+    return folders
+
+
+def _resumed(args: Namespace) -> str | None:
+    """Return the run to resume, or None; ``resume=auto`` in the overrides becomes the newest checkpoint."""
+    resumed = given_value(args.overrides, "resume")
+    if resumed == AUTO:
+        resumed, searched = newest_run(args)
+        named = "null" if resumed is None else override_text(resumed)
+        args.overrides = [*_without_resume(args.overrides), f"resume={named}"]
+        found = resumed or "there is no whole checkpoint, so a new run begins"
+        print(f"resume=auto: {found} (searched: {searched})", flush=True)
+    return resumed
+
+
+def _without_resume(overrides: Sequence[str]) -> list[str]:
+    return [item.input_line for item in parse_overrides(overrides) if item.key_or_group != "resume"]
+
+
+def _run_under_hydra(
+    args: Namespace, command: str, checked: dict[tuple[str, ...], RunConfig]
+) -> tuple[list[Path], list[RLinfError | RankError]]:
+    """Let Hydra make the folders and run each job; return the folders of the runs that ended, and the errors of the others."""
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
     process = os.getpid()
@@ -169,14 +189,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             hydra.main(version_base="1.3", config_path=search.PACKAGE, config_name=ROOT)(execute)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, args.overrides, args.config_name) from error
-    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
-    if args.multirun and len(finished) > 1:
-        from rlinf.report.runs import sweep_table
-
-        print(sweep_table(finished), flush=True)
-    if failures:
-        raise failures[0]
-    return folders
+    return folders, failures
 
 
 def mark_as_latest(folder: Path) -> None:
@@ -259,8 +272,7 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
         folder = Path(output_dir).expanduser()
         runs = [folder]
     else:
-        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
-        experiment = compose_config(others, args.config_dir, args.config_name).experiment_name
+        experiment = compose_config(_without_resume(args.overrides), args.config_dir, args.config_name).experiment_name
         folder = Path("outputs", experiment)
         runs = sorted((path for path in folder.glob("*") if path.name != LATEST), reverse=True)
     for run in runs:
@@ -285,7 +297,7 @@ def names_policy(arguments: Sequence[str]) -> bool:
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return what the last override of ``key`` says, or None; raise ConfigError if it lists several values."""
+    """Return the value of the last override of ``key``, or None; raise ConfigError if it lists several values."""
     given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
     if not given or given[-1].value() is None:
         return None
@@ -297,13 +309,14 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
-    """Compose and check the configuration of a command that runs once, on top of that of ``checkpoint=`` if it is given.
+    """Compose and check the configuration of a command that runs once, laid over the checkpoint's if ``checkpoint=`` is given.
 
     Return None if ``--cfg`` asks to print the configuration only.
     """
     if args.multirun:
-        sweeps = "sweeps (-m) are for `rlinf train` and `rlinf sft`"
-        raise ConfigError(f"`rlinf {command}` runs once; {sweeps}. Leave -m out")
+        raise ConfigError(
+            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
+        )
     checkpoint = given_value(args.overrides, "checkpoint")
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)

@@ -1,4 +1,4 @@
-"""What every rank of a command does first."""
+"""First steps of every rank of a command."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from rlinf.options import to_mapping
 
 @waiting("start")
 def prepare_rank(config: RunConfig) -> None:
-    """Import the plugins on this rank, and compare them and the configuration with those of the other ranks.
+    """Import the plugins on this rank, and compare them and the configuration between ranks.
 
-    Raises:
-        ConfigError: On all ranks, if one differs.
+    Raise ConfigError on all ranks if one differs.
     """
     plugins = load_plugins(config.plugins)
     hide_progress_bars()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -110,7 +110,7 @@ class TokenRun:
 
 
 def is_token_folder(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is that of a recipe's run, or of an evaluation on questions."""
+    """Return whether a folder belongs to a recipe's run, or to an evaluation on questions."""
     folder = Path(folder)
     if (folder / RESULT_FILE).is_file():
         return holds_answers(folder / RESULT_FILE)
@@ -151,12 +151,9 @@ def _step_of(path: Path) -> int:
 
 
 def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines with ``steps``; a line of a validation has those of the update before it, and 0 before the first."""
-
-    def found() -> Iterator[dict[str, Any]]:
-        steps = 0
-        for line in lines:
-            steps = line["step"] + 1 if "time/update_s" in line else steps
-            yield {**line, "steps": steps}
-
-    return list(found())
+    """Return lines with ``steps``; a line of a validation takes them from the update before it, and has 0 before the first."""
+    found, steps = [], 0
+    for line in lines:
+        steps = line["step"] + 1 if "time/update_s" in line else steps
+        found.append({**line, "steps": steps})
+    return found

@@ -121,7 +121,7 @@ class RunData:
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; once RL has begun, only that of RL."""
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics: once RL has begun, only ``after_rl``."""
     return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
 

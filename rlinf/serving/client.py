@@ -144,7 +144,7 @@ class PolicyClient:
         return None
 
     def _connect(self, deadline: float) -> None:
-        """Connect before a moment of the monotonic clock, and compare the server with that of before."""
+        """Connect before a moment of the monotonic clock, and compare the server with the one before."""
         wait = FIRST_WAIT_S
         while True:
             try:
@@ -152,7 +152,7 @@ class PolicyClient:
                 break
             except InvalidURI as error:
                 raise ConfigError(
-                    f"model.url='{self.url}' is no address. Set e.g. model.url=ws://127.0.0.1:8000"
+                    f"model.url='{self.url}' is not an address. Set e.g. model.url=ws://127.0.0.1:8000"
                 ) from error
             except InvalidStatus as error:
                 status = error.response.status_code
@@ -177,7 +177,7 @@ class PolicyClient:
             if before == now:
                 now += f" with another {_differing(self.metadata, metadata)}"
             raise PolicyServerError(
-                f"{self.url} serves another policy than before: {now} instead of {before}; half of the episodes with each is no "
+                f"{self.url} serves another policy than before: {now} instead of {before}; episodes of both do not make one "
                 "result. Serve the first one again, or evaluate anew with output_dir=<another folder>"
             )
         self.metadata, self.digest = metadata, digest
@@ -211,11 +211,11 @@ class PolicyClient:
             raise
 
     def _wait(self, deadline: float, seconds: float, error: Exception) -> None:
-        """Sleep, or say that there is no server."""
+        """Sleep, or raise PolicyServerError after the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise PolicyServerError(
-                f"There is no policy at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
+                f"No policy answers at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
                 "rlinf serve checkpoint=<folder>, or set model.url=<its address>"
             ) from error
         time.sleep(min(seconds, left))

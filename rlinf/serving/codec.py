@@ -153,7 +153,7 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
     try:
         return dtype.type(number)
     except (OverflowError, ValueError) as error:
-        raise MessageError(f"{number} is no {dtype}") from error
+        raise MessageError(f"{number} is not a {dtype}") from error
 
 
 def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:

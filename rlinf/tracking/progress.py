@@ -49,7 +49,7 @@ class Progress:
         """Show a new state.
 
         Args:
-            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
+            phase: ``"sft"``, ``"rl"``, ``"eval"``, ..., whose time left is shown.
             step: Steps done; the first call of a resumed run passes the step at which it resumes.
             num_steps: Steps of the phase.
             success_rate: Latest success rate in [0, 1].

@@ -19,8 +19,8 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
 from rlinf.models import build_policy
 from rlinf.report.compare_folders import compare_folders
-from rlinf.report.player import parting_step
-from rlinf.report.run import write_report
+from rlinf.report.episode_player import parting_step
+from rlinf.report.run_page import write_report
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,7 +19,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, RLinfError
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import EvaluationPlan, RankGroup, episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.result import EvaluationResult
@@ -55,15 +55,15 @@ def evaluate_a_share(folder: str) -> None:
     torch.manual_seed(0)
     model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
     stop_signal = StopSignal(announce=False)
-    shared = {"rank": rank(), "num_ranks": world_size(), "together": stop_signal.together}
+    ranks = RankGroup(rank(), world_size(), stop_signal.together)
     specs = episode_list(env, "eval", 9)
-    videos = Path(folder) / "videos"
-    result = evaluate_policy(model, env, specs, greedy=False, video_folder=videos, video_size=64, **shared)
+    plan = EvaluationPlan(Path(folder) / "videos", video_size=64, ranks=ranks)
+    result = evaluate_policy(model, env, specs, greedy=False, plan=plan)
     if rank() == 0:
         result.to_json(Path(folder) / "result.json")
     stop_signal.number = signal.SIGTERM if rank() == world_size() - 1 else None
     with pytest.raises(StopRequested):
-        evaluate_policy(model, env, specs, **shared)
+        evaluate_policy(model, env, specs, plan=EvaluationPlan(ranks=ranks))
     env.close()
 
 

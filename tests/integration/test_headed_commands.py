@@ -201,9 +201,9 @@ def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
     built = build(config)
     session = built.session
 
-    def interrupted(*_args, together, **_options):
+    def interrupted(*_args, plan, **_options):
         session.stop_signal.number = signal.SIGTERM
-        return together(lambda: None)
+        return plan.ranks.gather(lambda: None)
 
     monkeypatch.setattr("rlinf.offpolicy.controls.evaluate_noise", interrupted)
     monkeypatch.setattr(session, "evaluate", lambda tag, step: None)

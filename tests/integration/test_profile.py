@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlinf.commands.train import train
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from tests.run_results import run_config, untimed_metrics, weights_of
 
 SMALL = [

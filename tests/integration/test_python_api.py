@@ -475,7 +475,7 @@ def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monke
     from rlinf.commands import train as run
 
     monkeypatch.setattr(run, "train", lambda config: sys.exit(130))
-    with pytest.raises(KeyboardInterrupt, match="what was trained is saved"):
+    with pytest.raises(KeyboardInterrupt, match="its checkpoint is saved"):
         rlinf.train([*TINY, "output_dir=stopped"])
 
 

@@ -18,7 +18,7 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.video import write_video
 from rlinf.number_formats import format_number
 from rlinf.report.charts import Series, difference_bar, line_chart, log_ticks, nice_ticks
-from rlinf.report.run import _evaluated, write_report
+from rlinf.report.run_page import _evaluated, write_report
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec
 

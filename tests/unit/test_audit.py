@@ -14,12 +14,12 @@ from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.env import MOVED_M, TabletopVectorEnv
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
-from rlinf.evaluation.audit import Audit, Auditor, brighten, check_episodes, paraphrased, shift, swapped
+from rlinf.evaluation.auditor import Audit, Auditor, brighten, check_episodes, paraphrased, shift, swapped
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, Push, fixed, push_of, pushed
+from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, fixed, push_of, pushed
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import Success
-from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, Effect, Row, verdicts
+from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, ConditionRow, Effect, verdicts
 from tests.fixtures.audited_policies import (
     Blind,
     Deaf,
@@ -126,11 +126,18 @@ def test_the_headline_tells_what_is_done_in_part_only():
     """And each yes its share, by hand-made rows: another sentence costs half of the success, another picture all of it."""
     clean, nothing = Success(96, 100), Success(0, 100)
     half, all_of_it = Pairs(48, 48, 0, 4), Pairs(0, 96, 0, 4)
-    none = Row("", "", note="not possible")
+    none = ConditionRow("", "", note="not possible")
     keys = "frozen other_state black seen other_actions pushed_replay".split()
-    rows = {"clean": Row("clean", "", clean), "idle": Row("idle", "", nothing), "random": Row("random", "", nothing)}
+    rows = {
+        "clean": ConditionRow("clean", "", clean),
+        "idle": ConditionRow("idle", "", nothing),
+        "random": ConditionRow("random", "", nothing),
+    }
     rows |= dict.fromkeys(keys, none)
-    rows |= {"swapped": Row("", "", Success(48, 100), half), "other_pictures": Row("", "", nothing, all_of_it)}
+    rows |= {
+        "swapped": ConditionRow("", "", Success(48, 100), half),
+        "other_pictures": ConditionRow("", "", nothing, all_of_it),
+    }
     found = verdicts(rows, 0, {"baseline": Pairs(0, 0, 96, 4)})
     reads, looks = found[2], found[3]
     assert (reads.shown, reads.is_partial) == ("yes (50%)", True) and (looks.shown, looks.is_partial) == (
@@ -194,7 +201,7 @@ def test_replayed_actions_give_the_same_episodes_and_pushes_are_where_they_are_s
     for num_actions in (1, 3, 16):
         again = DisturbedEnv(full_state, motion=fixed(actions))
         assert evaluate_policy(NoPolicy(2, num_actions), again, specs).results == played
-    pushes = {spec: Push(2, 4, np.array([1.0, -1.0])) for spec in specs}
+    pushes = {spec: TimedPush(2, 4, np.array([1.0, -1.0])) for spec in specs}
     after: dict = {}
     disturbed = DisturbedEnv(full_state, motion=pushed(pushes, fixed(actions)), records=after)
     evaluate_policy(NoPolicy(2, 3), disturbed, specs)
@@ -222,20 +229,22 @@ def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
 
 def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     """And what was not possible is told, by hand-made rows."""
-    rate, none = Success(15, 20), Row("", "", note="the env shows no pictures")
+    rate, none = Success(15, 20), ConditionRow("", "", note="the env shows no pictures")
     pairs = Pairs(15, 0, 0, 5)
     rows = {
-        key: Row(key, key, rate, pairs)
+        key: ConditionRow(key, key, rate, pairs)
         for key in ("clean", "idle", "random", "swapped", "frozen", "pushed_replay", "other_actions")
     }
     rows |= {key: none for key in ("other_pictures", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
     assert [one.answer for one in found] == [NO, YES, *[UNTOLD] * 6]
     assert [one.is_fault for one in found] == [True, True, *[False] * 6]
-    better = rows | {"idle": Row("", "", Success(0, 20)), "random": Row("", "", Success(0, 20))}
+    better = rows | {"idle": ConditionRow("", "", Success(0, 20)), "random": ConditionRow("", "", Success(0, 20))}
     found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})
     assert found[3].reason == "the env shows no pictures" and not found[3].is_fault
-    brighter = better | {"brighter_front": Row("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))}
+    brighter = better | {
+        "brighter_front": ConditionRow("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))
+    }
     broken = verdicts(brighter, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
     assert (
         broken.answer == YES and "camera front brighter: +75.0 points of 75.0" in broken.reason and not broken.is_fault

@@ -16,7 +16,7 @@ from PIL import Image
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.offpolicy.corrections import NUM_LARGEST, Corrections
 from rlinf.report.offpolicy import warmup_success
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
@@ -131,7 +131,7 @@ def test_the_report_says_when_rates_were_reached_and_what_was_changed_where(tmp_
     words = words_of(page)
     assert "50% 1,024 1,104 55.0% (55/100" in words and "80% 2,048 2,208 81.0% (81/100" in words
     assert "90% not within 2,048" in words
-    assert "what the critics expected" in words and "Critics against returns" in words
+    assert "expected by the critics" in words and "Critics against returns" in words
     assert "An episode that a time limit cut counts with what it had reached until then" in words
     assert (
         "push it push 2 0.200 +0.00, +0.20 50%" in words

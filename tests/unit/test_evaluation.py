@@ -1,16 +1,15 @@
 """Evaluation: intervals by hand, and results that depend on the policy and the list of episodes only."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import on_threads
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.evaluator import NUM_ROWS, evaluate_policy
+from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
@@ -187,32 +186,20 @@ def test_no_episode_is_started_twice_to_fill_rows(tmp_path):
     env = NumberLineEnv(8)
     evaluate_policy(BinPolicy(), env, specs_of(11))
     assert env.num_episodes == 11
-    result = evaluate_policy(BinPolicy(), env, specs_of(3), video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(BinPolicy(), env, specs_of(3), plan=EvaluationPlan(tmp_path, video_size=32))
     assert result.videos and env.num_episodes == 11 + 3 + len(result.videos)
 
 
 def test_ranks_together_return_what_one_process_returns(tmp_path):
     """Three threads in the place of ranks, with different numbers of envs; the videos are shared out, too."""
-    specs, policy, num_ranks = specs_of(31), BinPolicy().eval(), 3
-    options = {"greedy": False, "seed": 3, "num_videos_per_task": 3, "video_size": 32}
-    alone = evaluate_policy(policy, NumberLineEnv(8), specs, video_folder=tmp_path / "videos", **options)
-    barrier, made = threading.Barrier(num_ranks), [None] * num_ranks
-    envs = [NumberLineEnv(num_envs) for num_envs in (2, 5, 16)]
+    policy, envs = BinPolicy().eval(), [NumberLineEnv(num_envs) for num_envs in (2, 5, 16)]
 
-    def evaluate(rank):
-        def together(part):
-            made[rank] = part()
-            barrier.wait()
-            everything = list(made)
-            barrier.wait()
-            return everything
+    def evaluate(env, folder, ranks=RankGroup()):
+        plan = EvaluationPlan(folder / "videos", num_videos_per_task=3, video_size=32, ranks=ranks)
+        return evaluate_policy(policy, env, specs_of(31), greedy=False, seed=3, plan=plan)
 
-        folder = tmp_path / "ranks" / "videos"
-        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
-        return evaluate_policy(policy, envs[rank], specs, video_folder=folder, **options, **shared)
-
-    with ThreadPoolExecutor(num_ranks) as ranks:
-        results = list(ranks.map(evaluate, range(num_ranks)))
+    alone = evaluate(NumberLineEnv(8), tmp_path)
+    results = on_threads(3, lambda ranks: evaluate(envs[ranks.rank], tmp_path / "ranks", ranks))
     assert len(alone.videos) == 6
     assert [env.num_episodes for env in envs] == [10 + 2, 10 + 2, 11 + 2], "31 episodes and 6 videos, dealt to 3 ranks"
     for result in results:
@@ -251,7 +238,7 @@ def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
     for env in (NumberLineEnv(8), LosingEnv(8, {chunk: [chunk % 3] for chunk in range(4, 60, 3)})):
-        evaluate_policy(BinPolicy(), env, specs_of(30), greedy=False, video_folder=tmp_path, video_size=16)
+        evaluate_policy(BinPolicy(), env, specs_of(30), greedy=False, plan=EvaluationPlan(tmp_path, video_size=16))
     expected, found = recorded[: len(recorded) // 2], recorded[len(recorded) // 2 :]
     assert env.num_lost > 5 and len(expected) == 4
     for one, other in zip(expected, found, strict=True):
@@ -372,7 +359,9 @@ def test_json_round_trip(tmp_path):
 
 def test_videos_show_the_first_success_and_failure_of_each_task(tmp_path):
     specs = specs_of(30)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs, video_folder=tmp_path / "videos", video_size=64)
+    result = evaluate_policy(
+        BinPolicy(), NumberLineEnv(8), specs, plan=EvaluationPlan(tmp_path / "videos", video_size=64)
+    )
     expected = {(r.task, r.success) for r in result.results}
     assert {(v["task"], v["success"]) for v in result.videos} == expected
     assert all((tmp_path / v["path"]).stat().st_size > 500 for v in result.videos)
@@ -388,7 +377,7 @@ def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_
         return path
 
     monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30), greedy=False, video_folder=tmp_path)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30), greedy=False, plan=EvaluationPlan(tmp_path))
     for video, (_, num_frames, instruction, success) in zip(result.videos, recorded, strict=True):
         first = next(r for r in result.results if (r.task, r.success) == (video["task"], video["success"]))
         assert (num_frames, instruction, success) == (first.num_env_steps + 1, first.task, first.success)
@@ -404,7 +393,7 @@ class ForgetfulEnv(NumberLineEnv):
 
 @pytest.mark.parametrize(("env", "warned"), [(ForgetfulEnv, True), (NumberLineEnv, False)])
 def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, warned):
-    result = evaluate_policy(BinPolicy(), env(8), specs_of(30), video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(BinPolicy(), env(8), specs_of(30), plan=EvaluationPlan(tmp_path, video_size=32))
     found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended differently" in text]
     assert result.warnings == found and bool(found) == warned
     assert result.results == evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30)).results, "counts stay"
@@ -414,7 +403,7 @@ def test_a_task_of_any_name_gets_a_video(tmp_path, monkeypatch):
     names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
     monkeypatch.setitem(globals(), "TASKS", names)
     monkeypatch.setattr(NumberLineEnv, "task_names", names)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(8), video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(8), plan=EvaluationPlan(tmp_path, video_size=32))
     assert {video["task"] for video in result.videos} == set(names)
     assert all((tmp_path.parent / video["path"]).is_file() for video in result.videos)
 
@@ -423,14 +412,14 @@ def test_no_failure_no_failure_video(tmp_path):
     specs = [spec for spec in specs_of(60)]
     policy = BinPolicy()
     good = [r.spec for r in evaluate_policy(policy, NumberLineEnv(30), specs).results if r.success]
-    result = evaluate_policy(policy, NumberLineEnv(30), good, video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(policy, NumberLineEnv(30), good, plan=EvaluationPlan(tmp_path, video_size=32))
     assert result.videos and all(video["success"] for video in result.videos)
 
 
 @pytest.mark.parametrize(("num_episodes", "warned"), [(1, True), (2, False), (5, False)])
 def test_tasks_without_an_episode_are_warned_of(num_episodes, warned):
     result = evaluate_policy(BinPolicy(), NumberLineEnv(2), specs_of(num_episodes))
-    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total is that of the other tasks"
+    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total leaves them out"
     assert result.warnings == [expected] * warned
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from run_results import run_config
+from thread_ranks import on_threads
 
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
@@ -20,7 +19,7 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import JudgedPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
-from rlinf.report.player import copy_baseline, executed_actions, parting_step, short_names
+from rlinf.report.episode_player import copy_baseline, executed_actions, parting_step, short_names
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
@@ -110,7 +109,7 @@ def test_recording_changes_nothing_of_the_evaluation_and_replaces_what_is_old(tm
         record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
     assert kept(), "old recordings stay until the new ones are written"
     (tmp_path / "episodes" / "notes.js").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds 'notes.js', which is no recorded episode"):
+    with pytest.raises(CheckpointError, match="holds 'notes.js', which is not a recorded episode"):
         record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
     (tmp_path / "episodes" / "notes.js").unlink()
     assert kept(), "files of others are not deleted"
@@ -123,20 +122,8 @@ def test_two_ranks_write_the_recordings_of_one(tmp_path):
     model, env = policy_and_env(tmp_path, MLP)
     result = evaluate_policy(model, env, env.episode_specs("eval")[:10])
     record_episodes(model, env, result, tmp_path / "one", 3, 48)
-    all_are_there = threading.Barrier(2)
-
-    def together(part):
-        made = part()
-        all_are_there.wait(60)
-        return [made]
-
-    def play(rank):
-        policy, own_env = pairs[rank]
-        record_episodes(policy, own_env, result, tmp_path / "two", 3, 48, rank=rank, num_ranks=2, together=together)
-
     pairs = [policy_and_env(tmp_path, MLP) for _ in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(play, range(2)))
+    on_threads(2, lambda ranks: record_episodes(*pairs[ranks.rank], result, tmp_path / "two", 3, 48, ranks))
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two and len(one) == 6
 

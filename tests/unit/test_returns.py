@@ -13,7 +13,7 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.compare import SequentialPairs, compare
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.training.outcome import closing_table, summary_of
 from rlinf.training.state import LoopState
 from rlinf.types import EpisodeResult, EpisodeSpec

@@ -3,17 +3,16 @@
 import itertools
 import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from thread_ranks import on_threads
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation import sequential
 from rlinf.evaluation.compare import compare, mcnemar_exact
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import EvaluationPlan, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.stopping import UntilDecided, UntilNarrow, episode_of
 from rlinf.report.page import pages
@@ -145,7 +144,8 @@ def test_confidence_sequences_miss_seldom_at_any_moment():
 
 
 def played(num_envs: int, stop, policy=None, **options) -> EvaluationResult:
-    return evaluate_policy(policy or BinPolicy(), NumberLineEnv(num_envs), specs_of(40), stop=stop, **options)
+    plan = EvaluationPlan(stop=stop, **options)
+    return evaluate_policy(policy or BinPolicy(), NumberLineEnv(num_envs), specs_of(40), plan=plan)
 
 
 @pytest.fixture(scope="module")
@@ -180,34 +180,17 @@ def test_no_task_is_left_out_by_an_end():
 
     specs = sorted(specs_of(20), key=lambda spec: spec.task_id)
     for num_envs in (1, 4, 16):
-        found = evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs, stop=AtOnce())
+        found = evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs, plan=EvaluationPlan(stop=AtOnce()))
         assert [one.spec for one in found.results] == specs[:11] and found.warnings == []
     assert len(played(1, AtOnce()).results) == 2, "tasks that take turns"
 
 
 def test_an_end_does_not_depend_on_the_ranks(whole):
-    stop, num_ranks = rule_that_ends(whole, 30), 3
-    barrier, made = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
-    policies = [BinPolicy() for _ in range(num_ranks)]  # not by the threads, which share torch's generator
-
-    def evaluate(rank):
-        def together(part):
-            made[rank] = part()
-            barrier.wait()
-            everything = list(made)
-            barrier.wait()
-            return everything
-
-        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
-        try:
-            return played(1 + rank, stop, policies[rank], look_every=6, **shared).results
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(num_ranks) as ranks:
-        for results in ranks.map(evaluate, range(num_ranks)):
-            assert results == whole.results[: stop.stop_at(whole.results)]
+    stop = rule_that_ends(whole, 30)
+    policies = [BinPolicy() for _ in range(3)]  # not by the threads, which share torch's generator
+    expected = whole.results[: stop.stop_at(whole.results)]
+    found = on_threads(3, lambda ranks: played(1 + ranks.rank, stop, policies[ranks.rank], look_every=6, ranks=ranks))
+    assert [one.results for one in found] == [expected] * 3
 
 
 def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that_may_be_read_at_any_moment(tmp_path):

@@ -15,7 +15,7 @@ from rlinf.errors import CheckpointError
 from rlinf.recipes.loop import write_samples
 from rlinf.recipes.packers import preview
 from rlinf.report.recipe_data import is_token_folder, read_token_run
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BEFORE, AFTER = [1, 0, 0, 0], [1, 1, 1, 0]

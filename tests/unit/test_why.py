@@ -17,7 +17,7 @@ from rlinf.config.schema import field_types
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success
 from rlinf.recipes.config import RecipeConfig
-from rlinf.report.why.findings import NotMeasured, Record, Series, diagnose
+from rlinf.report.why.findings import MetricSeries, NotMeasured, Record, diagnose
 from rlinf.report.why.outcome import change_interval, outcome_of_counts, outcome_of_values
 from rlinf.report.why.rules import RULES, USUAL, rate_of
 from rlinf.training.collapse import has_collapsed, is_collapsed
@@ -189,7 +189,7 @@ def test_one_bad_step_is_not_a_finding():
 
 
 def test_windows_are_thirds():
-    series = Series(list(range(12)), [float(value) for value in range(12)])
+    series = MetricSeries(list(range(12)), [float(value) for value in range(12)])
     assert series.early == [0, 1, 2, 3] and series.late == [8, 9, 10, 11] and series.late_steps == (8, 11)
 
 

@@ -70,25 +70,14 @@ class NumberLineEnv:
             ended |= done
         success = self.position >= 3
         rows = np.flatnonzero(ended)
+        tasks = [None if spec is None else TASKS[spec.task_id] for spec in self.specs]
         episodes = [
-            EpisodeResult(
-                self.specs[i], TASKS[self.specs[i].task_id], bool(success[i]), self.returns[i], int(self.steps[i])
-            )
-            for i in rows
+            EpisodeResult(self.specs[i], tasks[i], bool(success[i]), self.returns[i], int(self.steps[i])) for i in rows
         ]
         observation = self._observe()
-        rewards = np.where(executed, -0.1, 0).astype(np.float32)
-        return ChunkStep(
-            observation,
-            rewards,
-            executed,
-            ended & success,
-            ended & ~success,
-            success,
-            rows,
-            observation.select(rows) if len(rows) else None,
-            episodes,
-        )
+        final = observation.select(rows) if len(rows) else None
+        rewards, ends = np.where(executed, -0.1, 0).astype(np.float32), (ended & success, ended & ~success)
+        return ChunkStep(observation, rewards, executed, *ends, success, rows, final, episodes)
 
     def render_frames(self, ids, size):
         return np.stack([np.full((size, size, 3), 20 * self.steps[i], np.uint8) for i in ids])
@@ -221,12 +210,9 @@ def test_lost_episodes_begin_again_and_each_counts_once():
     assert sorted(result.spec for result in seen) == sorted(specs)
     silent = evaluate_policy(policy, LosingEnv(7, LOSSES, forget=True), specs, greedy=False, seed=3).results
     assert silent != expected, "a control: a stream that goes on gives other actions"
-
-
-def test_more_losses_than_the_horizon_has_steps_are_no_endless_episode():
-    specs, policy = specs_of(3), BinPolicy()
-    expected = evaluate_policy(policy, NumberLineEnv(3), specs).results
-    assert evaluate_policy(policy, LosingEnv(3, {chunk: [1] for chunk in range(20)}), specs).results == expected
+    few = evaluate_policy(policy, NumberLineEnv(3), specs[:3]).results
+    often = LosingEnv(3, {chunk: [1] for chunk in range(20)})
+    assert evaluate_policy(policy, often, specs[:3]).results == few, "more losses than the horizon has steps"
 
 
 def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
@@ -246,21 +232,18 @@ def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
         np.testing.assert_array_equal(one[1], other[1])
 
 
-def test_sampling_depends_on_seed_and_temperature_and_greedy_does_not():
+def test_sampling_depends_on_seed_and_temperature_and_not_on_other_episodes_and_greedy_on_neither():
     specs, policy = specs_of(40), BinPolicy()
-    sampled = evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
-    assert sampled == evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
-    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=1).results
-    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0, temperature=0.1).results
-    greedy = evaluate_policy(policy, NumberLineEnv(16), specs, seed=0).results
-    assert greedy == evaluate_policy(policy, NumberLineEnv(16), specs, seed=1).results
 
+    def results(specs=specs, **options):
+        return evaluate_policy(policy, NumberLineEnv(16), specs, **options).results
 
-def test_sampled_episode_does_not_depend_on_the_other_episodes():
-    specs, policy = specs_of(20), BinPolicy()
-    every = evaluate_policy(policy, NumberLineEnv(20), specs, greedy=False).results
-    alone = evaluate_policy(policy, NumberLineEnv(3), specs[5:6], greedy=False).results
-    assert alone == every[5:6]
+    sampled = results(greedy=False, seed=0)
+    assert sampled == results(greedy=False, seed=0)
+    assert sampled != results(greedy=False, seed=1)
+    assert sampled != results(greedy=False, seed=0, temperature=0.1)
+    assert results(seed=0) == results(seed=1)
+    assert results(specs[5:6], greedy=False) == sampled[5:6]
 
 
 def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
@@ -271,19 +254,11 @@ def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
     second = [result for result in every if result.task == TASKS[1]]
     monkeypatch.setitem(globals(), "TASKS", TASKS[1:])
     monkeypatch.setattr(NumberLineEnv, "task_names", TASKS)
-    alone = evaluate_policy(
-        policy, NumberLineEnv(20), [replace(one.spec, task_id=0) for one in second], greedy=False
-    ).results
+    renamed = [replace(one.spec, task_id=0) for one in second]
+    alone = evaluate_policy(policy, NumberLineEnv(20), renamed, greedy=False).results
     assert [replace(one, spec=two.spec) for one, two in zip(alone, second, strict=True)] == second
     other = evaluate_policy(policy, NumberLineEnv(20), [one.spec for one in alone], greedy=False, seed=1).results
     assert other != alone, "a control"
-
-
-def test_every_policy_call_has_the_same_number_of_rows():
-    policy = BinPolicy()
-    for num_envs in (1, NUM_ROWS + 1, 40):
-        evaluate_policy(policy, NumberLineEnv(num_envs), specs_of(45))
-    assert set(policy.row_counts) == {NUM_ROWS}
 
 
 class PromptPolicy(BinPolicy):
@@ -292,8 +267,10 @@ class PromptPolicy(BinPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.widths: list[int] = []
+        self.preprocessed: list[int] = []
 
     def preprocess(self, observation):
+        self.preprocessed.append(len(observation))
         lengths = [len(text) for text in observation.instruction]
         prompts = torch.tensor([[1] * length + [0] * (max(lengths) - length) for length in lengths])
         return {**super().preprocess(observation), "prompts": prompts}
@@ -306,24 +283,15 @@ class PromptPolicy(BinPolicy):
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_prompts_of_different_lengths_are_never_in_one_call(greedy):
-    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers."""
+    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers.
+
+    Each call preprocesses its rows at once, because images are decoded and resized there.
+    """
     policy, specs = PromptPolicy(), specs_of(45)
     results = [evaluate_policy(policy, NumberLineEnv(n), specs, greedy=greedy).results for n in (1, 7, 45)]
     assert results[0] == results[1] == results[2]
     assert set(policy.widths) == {len(task) for task in TASKS} and set(policy.row_counts) == {NUM_ROWS}
-
-
-def test_a_call_of_the_policy_preprocesses_once_and_as_many_rows():
-    """Not row by row, which costs more than the policy itself where images are decoded and resized."""
-
-    class Watched(PromptPolicy):
-        def preprocess(self, observation):
-            preprocessed.append(len(observation))
-            return super().preprocess(observation)
-
-    policy, preprocessed = Watched(), []
-    evaluate_policy(policy, NumberLineEnv(40), specs_of(45))
-    assert preprocessed == policy.row_counts and len(preprocessed) > 10
+    assert policy.preprocessed == policy.row_counts and len(policy.preprocessed) > 10
 
 
 @pytest.mark.parametrize("was_training", [True, False])
@@ -357,16 +325,22 @@ def test_json_round_trip(tmp_path):
         EvaluationResult.from_json(path)
 
 
-def test_videos_show_the_first_success_and_failure_of_each_task(tmp_path):
-    specs = specs_of(30)
-    result = evaluate_policy(
-        BinPolicy(), NumberLineEnv(8), specs, plan=EvaluationPlan(tmp_path / "videos", video_size=64)
-    )
-    expected = {(r.task, r.success) for r in result.results}
-    assert {(v["task"], v["success"]) for v in result.videos} == expected
-    assert all((tmp_path / v["path"]).stat().st_size > 500 for v in result.videos)
-    plain = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs)
+def test_videos_show_the_first_success_and_failure_of_each_task_of_any_name(tmp_path, monkeypatch):
+    names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
+    monkeypatch.setitem(globals(), "TASKS", names)
+    monkeypatch.setattr(NumberLineEnv, "task_names", names)
+
+    def evaluate(specs, **plan):
+        return evaluate_policy(BinPolicy(), NumberLineEnv(8), specs, plan=EvaluationPlan(**plan))
+
+    filmed = {"video_folder": tmp_path / "videos", "video_size": 64}
+    result, plain = evaluate(specs_of(30), **filmed), evaluate(specs_of(30))
     assert plain.results == result.results and plain.videos == []
+    expected = {(one.task, one.success) for one in result.results}
+    assert {(video["task"], video["success"]) for video in result.videos} == expected and len(expected) == 4
+    assert all((tmp_path / video["path"]).stat().st_size > 500 for video in result.videos)
+    good = evaluate([one.spec for one in result.results if one.success], **filmed)
+    assert good.videos and all(video["success"] for video in good.videos), "no failure, no video of one"
 
 
 def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_path, monkeypatch):
@@ -397,23 +371,6 @@ def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, wa
     found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended differently" in text]
     assert result.warnings == found and bool(found) == warned
     assert result.results == evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30)).results, "counts stay"
-
-
-def test_a_task_of_any_name_gets_a_video(tmp_path, monkeypatch):
-    names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
-    monkeypatch.setitem(globals(), "TASKS", names)
-    monkeypatch.setattr(NumberLineEnv, "task_names", names)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(8), plan=EvaluationPlan(tmp_path, video_size=32))
-    assert {video["task"] for video in result.videos} == set(names)
-    assert all((tmp_path.parent / video["path"]).is_file() for video in result.videos)
-
-
-def test_no_failure_no_failure_video(tmp_path):
-    specs = [spec for spec in specs_of(60)]
-    policy = BinPolicy()
-    good = [r.spec for r in evaluate_policy(policy, NumberLineEnv(30), specs).results if r.success]
-    result = evaluate_policy(policy, NumberLineEnv(30), good, plan=EvaluationPlan(tmp_path, video_size=32))
-    assert result.videos and all(video["success"] for video in result.videos)
 
 
 @pytest.mark.parametrize(("num_episodes", "warned"), [(1, True), (2, False), (5, False)])

@@ -156,9 +156,8 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
         assert np.array_equal(found.images["front/left"], expected.images["front/left"])
         assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
-    with pytest.raises(
-        ConfigError, match="2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
-    ):
+    said = "2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
+    with pytest.raises(ConfigError, match=said):
         KeptAudit(tmp_path, "two", {"weights": {"a": 2}})
     with pytest.raises(CheckpointError, match="holds other episodes"):
         again.result("clean", specs[::-1])

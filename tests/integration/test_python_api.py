@@ -401,7 +401,7 @@ def test_an_object_may_have_an_attribute_that_modules_have():
 
 @pytest.mark.parametrize(
     ("policy", "env", "said"),
-    [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", "required: finite numbers"),
+    [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", r"\d of whose numbers are not finite .the first: nan.; required: finite numbers"),
      (Constant([[[0.0, 0.0]]]), "tabletop", "required: finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
      (object(), "tabletop", "evaluate got a object; required"), (Constant, "tabletop", "evaluate got a type; required"),
      (lambda observation: [[0.0, 0.0, 0.0]], "tabletop", "<lambda> returned actions")],

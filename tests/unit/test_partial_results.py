@@ -20,15 +20,12 @@ from rlinf.preflight.conditions import build_manifest
 
 def test_what_a_result_depends_on_is_told_apart(tmp_path):
     """Each of these changes a condition under which kept results may be continued."""
-    config = build_config(
-        compose_config(["model=mlp", "env=tabletop", "env.tasks=[reach]", "output_dir=unused", "seed=1"])
-    )
+    words = "model=mlp env=tabletop env.tasks=[reach] output_dir=unused seed=1"
+    config = build_config(compose_config(words.split()))
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     env = make_env(config.env, 1, auto_reset=False)
-    specs, model = (
-        episode_list(env, "eval", 9),
-        build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}}),
-    )
+    specs = episode_list(env, "eval", 9)
+    model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
     env.close()
 
     def found(changed: RunConfig, number: int = 9) -> dict:

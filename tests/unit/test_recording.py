@@ -65,9 +65,8 @@ def test_recorded_numbers_are_those_of_the_policy_on_what_it_saw(tmp_path, overr
     differences = []
     for recording in recorded:
         spec = EpisodeSpec(**recording["spec"])
-        assert recording["as_counted"] and sum(recording["rewards"]) == pytest.approx(
-            counted[spec].episode_return, abs=1e-5
-        )
+        assert recording["as_counted"]
+        assert sum(recording["rewards"]) == pytest.approx(counted[spec].episode_return, abs=1e-5)
         assert len(recording["frames"]) == len(recording["rewards"]) + 1 == counted[spec].num_env_steps + 1
         observation, _ = alone.reset(options={"episodes": [spec]})
         stream = JudgedPolicy(model, env.task_names, greedy, 1.0, 5).stream(spec)
@@ -217,9 +216,9 @@ def test_two_policies_part_where_an_executed_action_differs():
 
 def test_copies_of_the_baseline_are_replaced_as_a_whole(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
-    for folder, name in ((a, "reach_000.js"), (b, "reach_000.js")):
+    for folder in (a, b):
         (folder / RECORDINGS_FOLDER).mkdir(parents=True)
-        (folder / RECORDINGS_FOLDER / name).write_text(folder.name)
+        (folder / RECORDINGS_FOLDER / "reach_000.js").write_text(folder.name)
     for name in ("reach_000.js", "push_001.js"):
         (a / RECORDINGS_FOLDER / name).write_text("new")
         copy_baseline(a, b)
@@ -229,7 +228,9 @@ def test_copies_of_the_baseline_are_replaced_as_a_whole(tmp_path):
     assert not (b / BASELINE_FOLDER).exists(), "copies of another baseline would be shown under its name"
 
 
-@pytest.mark.parametrize("text", ["", "rlinfEpisode({", "rlinfEpisode(no json);\n", "alert(1);\n"])
+@pytest.mark.parametrize(
+    "text", ["", "rlinfEpisode({", "rlinfEpisode(no json);\n", "alert(1);\n", "rlinfEpisode([1]);\n"]
+)
 def test_a_file_that_is_no_recording_is_named(tmp_path, text):
     (tmp_path / "reach_000.js").write_text(text)
     with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
@@ -266,11 +267,6 @@ def test_json_of_another_shape_is_no_recording(tmp_path, change):
     write_recording(path, whole_recording() | change)
     with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
         read_recording(path)
-
-
-def test_json_that_is_no_object_is_no_recording(tmp_path):
-    with pytest.raises(CheckpointError, match=r"reach_000\.js is not a recorded episode"):
-        read_recording(write_recording(tmp_path / "reach_000.js", [1]))
 
 
 def test_captions_are_as_short_as_they_can_be():

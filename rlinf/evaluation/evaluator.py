@@ -94,7 +94,10 @@ def predictions_for_rows(
     num_rows: int = NUM_ROWS,
 ) -> Iterator[tuple[list[int], dict[str, Any], ActionPrediction]]:
     """Make the calls of ``act_for_rows``; yield of each its rows, which come first, and its inputs and prediction of all rows."""
-    for rows in _calls(model.prompt_lengths(observation), num_rows):
+    groups: dict[Hashable, list[int]] = {}  # rows with prompts of one length
+    for row, length in enumerate(model.prompt_lengths(observation)):
+        groups.setdefault(length, []).append(row)
+    for rows in (group[at : at + num_rows] for group in groups.values() for at in range(0, len(group), num_rows)):
         padded = rows + [rows[-1]] * (num_rows - len(rows) if getattr(model, "fills_calls", True) else 0)
         inputs = model.preprocess(observation.select(padded))
         prediction = model.predict_action_batch(
@@ -176,20 +179,12 @@ class LocalEpisodes:
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         """See ``Episodes.play``."""
         size = self.env.num_envs
-        batches = [specs[first : first + size] for first in range(0, len(specs), size)]
+        batches = (specs[first : first + size] for first in range(0, len(specs), size))
         return [result for batch in batches for result in _run(self.policy, self.env, batch, on_result)]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
         """See ``Episodes.record``."""
         return _record(self.policy, self.env, numbered, folder, size)
-
-
-def _calls(lengths: Sequence[Hashable], num_rows: int) -> list[list[int]]:
-    """Split rows into calls of at most ``num_rows`` with prompts of one length."""
-    groups: dict[Hashable, list[int]] = {}
-    for row, length in enumerate(lengths):
-        groups.setdefault(length, []).append(row)
-    return [group[first : first + num_rows] for group in groups.values() for first in range(0, len(group), num_rows)]
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:

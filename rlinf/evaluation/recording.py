@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -163,10 +164,10 @@ class Recorder:
 
 def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
     """Return the first results of each task with their numbers in the list."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     chosen = []
     for number, result in enumerate(results):
-        seen[result.task] = seen.get(result.task, 0) + 1
+        seen[result.task] += 1
         if seen[result.task] <= num_per_task:
             chosen.append((number, result))
     return chosen

@@ -101,7 +101,11 @@ def line_chart(
         size: Width and height in units of the picture, in which text has a fixed size.
     """
     log = log and any(y for one in series for _, y in one.points)
-    series = [_finite(one, log) for one in series]
+
+    def is_drawn(y: float | None) -> bool:
+        return y is not None and math.isfinite(y) and (y > 0 or not log)
+
+    series = [replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points]) for one in series]
     series = [one for one in series if any(y is not None for _, y in one.points)]
     if not series:
         return ""
@@ -153,13 +157,6 @@ def legend(series: Sequence[Series]) -> str:
         return ""
     items = "".join(f'<span><i class="c{one.colour}"></i>{escape(one.label)}</span>' for one in drawn)
     return f'<div class="legend">{items}</div>'
-
-
-def _finite(one: Series, log: bool) -> Series:
-    def is_drawn(y: float | None) -> bool:
-        return y is not None and math.isfinite(y) and (y > 0 or not log)
-
-    return replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points])
 
 
 def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:

@@ -154,5 +154,5 @@ def _completions(run: TokenRun) -> dict[str, Any]:
 
 def _stored(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the images of a prompt in base64, to be in the page itself."""
-    files = [folder / name for name in names]
+    files = (folder / name for name in names)
     return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]

@@ -39,10 +39,13 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     newest = data.after or next(reversed(data.evaluations), None)
+    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
+    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
+    solved = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=findings_of(record_of(data)), success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=_success_by_step(data), head=head_section(data), max_sentences=MAX_SENTENCES,
+        tasks=_tasks(data), success_by_step=solved, head=head_section(data), max_sentences=MAX_SENTENCES,
         curves=_training_curves(data), profile_steps=_get(data.settings, "trainer", "profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -121,13 +124,6 @@ def _success_curves(data: RunData) -> list[Markup]:
             title = f"{y} against {x_label.partition(' (')[0]}"
             cards.append(card(title, series, x_label, y.lower(), percent=y == "Success rate"))
     return cards
-
-
-def _success_by_step(data: RunData) -> Markup:
-    """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
-    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
-    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
-    return card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
 
 
 RL_CURVES: Curves = (

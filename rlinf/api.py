@@ -114,7 +114,6 @@ def make_env(
 
     Args:
         env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
-        num_envs: ``B``.
         auto_reset: Start the next episode when one ends; False: its row stays idle until ``reset``.
         **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
     """

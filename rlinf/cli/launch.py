@@ -64,17 +64,18 @@ def launch(arguments: Sequence[str]) -> int:
     parser.add_argument("--config")
     parser.add_argument("--dry-run", action="store_true")
     given, words = parser.parse_known_args(list(arguments))
-    _refuse_flags(words)
+    for word in words:
+        if word.startswith("-"):
+            found = f"'{word}' is not a flag of `rlinf launch`"
+            raise ConfigError(f"{found}.{did_you_mean(word.partition('=')[0], FLAGS)}")
     if given.config is None:
-        raise ConfigError(
-            f"`rlinf launch` needs --config <recipe>: a TOML or YAML file, or one of {', '.join(recipe_names())}"
-        )
+        known = f"a TOML or YAML file, or one of {', '.join(recipe_names())}"
+        raise ConfigError(f"`rlinf launch` needs --config <recipe>: {known}")
     overrides = [word for word in words if "=" in word]
     scripts = [word for word in words if "=" not in word]
     if len(scripts) > 1:
-        raise ConfigError(
-            f"{' and '.join(scripts)} are several dataset scripts; required: one, and overrides as key=value."
-        )
+        required = "required: one, and overrides as key=value."
+        raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")
     config, notices = load_recipe(given.config, overrides)
     script = find_script(scripts[0]) if scripts else None
     for line in notices:
@@ -143,12 +144,6 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPla
     placement_of = partial(place_players, config, plan, device)
     with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
         yield PlayerPlaces(placement_of(), reservation)
-
-
-def _refuse_flags(words: Sequence[str]) -> None:
-    for word in words:
-        if word.startswith("-"):
-            raise ConfigError(f"'{word}' is not a flag of `rlinf launch`.{did_you_mean(word.partition('=')[0], FLAGS)}")
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:

@@ -34,12 +34,7 @@ DEFAULT_FPS = 10
 
 
 class PolicyDemonstrator:
-    """A policy; a chunk of its actions is executed before it is asked again.
-
-    Args:
-        policy: Acts for single rows.
-        specs: The episode of each env that has one: these are the first ones.
-    """
+    """A policy; a chunk of its actions is executed before it is asked again. The first envs play ``specs``."""
 
     def __init__(self, policy: RowPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)

@@ -117,12 +117,9 @@ class _Opened:
     """What an evaluation has before its first episode.
 
     Attributes:
-        specs: The episodes.
         model: The policy, on the CPU.
         manifest: Of the present conditions.
         conditions: All that a result depends on.
-        baseline: The result to compare with, or None.
-        warnings: What a reader of the result should know.
         untold: It cannot be told whether earlier processes played the same policy.
     """
 

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -41,9 +42,11 @@ from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.files import mark_latest
 from rlinf.memory import num_cores
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import override_text
+from rlinf.options import from_mapping, override_text, public_fields
 from rlinf.preflight.folders import check_new_folder
 from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
+
+T = TypeVar("T")
 
 MOST_ENVS_PER_CORE = 1024
 """More are warned of: they are more likely a slip of the keyboard than meant."""
@@ -291,9 +294,18 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
     return [f"checkpoint={first}", *arguments[1:]] if is_folder and first[0] != "-" else list(arguments)
 
 
-def names_policy(arguments: Sequence[str]) -> bool:
-    """Return whether the words of a command say which policy acts: a checkpoint, a model, or an address."""
-    return any(word.partition("=")[0] in POLICY_KEYS for word in arguments)
+def require_policy(arguments: Sequence[str], command: str, keys: Sequence[str] = POLICY_KEYS, more: str = "") -> None:
+    """Raise ConfigError unless the words of a command name its policy by one of ``keys``; ``more`` ends the usage."""
+    if not any(word.partition("=")[0] in keys for word in arguments):
+        usage = f"rlinf {command} checkpoint=outputs/quickstart/latest{more}"
+        raise ConfigError(f"`rlinf {command}` needs a checkpoint or run folder. Run {usage}")
+
+
+def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]:
+    """Parse a command's words, of which the fields of ``kind`` are its own settings and the others Hydra's."""
+    own = [word for word in arguments if word.partition("=")[0] in public_fields(kind)]
+    args = parse([word for word in arguments if word not in own])
+    return args, from_mapping(kind, {item.key_or_group: item.value() for item in parse_overrides(own)})
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:

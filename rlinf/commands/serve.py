@@ -84,9 +84,7 @@ class RequestRow:
 class PolicyRows:
     """Reads requests for a policy, and acts for several at once.
 
-    Args:
-        policy: The policy.
-        settings: How clients name the parts of an observation, and the rows of a call.
+    ``settings`` say how clients name the parts of an observation, and the rows of a call.
     """
 
     def __init__(self, policy: Policy, settings: ServeConfig) -> None:

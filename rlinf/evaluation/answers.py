@@ -48,9 +48,7 @@ class AnswerResult:
     Attributes:
         answer_type: How an answer was found.
         temperature: Of the sampling; 0: the most likely tokens.
-        seed: Of the sampling.
         wall_s: Duration in seconds, without loading the model.
-        warnings: What a reader of the numbers should know.
     """
 
     answers: list[Answer]

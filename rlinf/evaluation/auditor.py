@@ -55,8 +55,6 @@ class Audit:
     Attributes:
         rows: Success in each condition, ``clean`` first.
         verdicts: Answers, in the order of the page.
-        num_episodes: Episodes of each condition.
-        warnings: Caveats.
         actions_clipped_fraction, actions_max_abs: See ``EvaluationResult``; of the clean episodes.
     """
 
@@ -133,7 +131,6 @@ class Auditor:
 
     Args:
         model: Whatever ``evaluate_policy`` plays.
-        env: Without auto-reset.
         specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
         on_row: Called with each row as soon as it is known.
         kept: Keeps each finished condition, and knows the conditions of an interrupted audit; None: nothing is kept.

@@ -81,7 +81,6 @@ class SequentialPairs(Pairs):
 
     Attributes:
         signs: For each episode, in the order of the list, 1 if only the second policy succeeded, -1 if only the first, else 0.
-        num_planned: Episodes of the list.
     """
 
     signs: tuple[int, ...]

@@ -49,7 +49,6 @@ class DisturbedEnv:
     """Wraps a ``VectorEnv`` without auto-reset for ``evaluate_policy``.
 
     Args:
-        env: The env.
         sight: Changes the observations before the policy sees them.
         motion: Replaces the policy's actions before the env executes them.
         records: Filled with each episode's observation before ``sight`` and its actions after ``motion``.

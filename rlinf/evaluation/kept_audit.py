@@ -38,7 +38,6 @@ class KeptAudit:
     Raise ConfigError if it holds conditions of another policy or of other settings, and CheckpointError if it is damaged.
 
     Args:
-        folder: Of the audit.
         policy: Name of the policy in messages.
         conditions: All that results depend on, as JSON values.
 

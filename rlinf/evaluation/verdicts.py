@@ -32,7 +32,6 @@ class ConditionRow:
     """Success in one condition.
 
     Attributes:
-        key: Name of the condition.
         title: The change, in words.
         success: None: the condition was not possible.
         pairs: The same episodes as evaluated (a) and in the condition (b); None: other episodes, or the evaluation itself.

@@ -26,7 +26,6 @@ class Series:
         points: ``(x, y)``; a ``y`` of None leaves a gap.
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
         bands: Interval per point, drawn as bars; may be empty.
-        markers: Draw a dot at every point.
         filled: Draw the intervals as an area instead, clipped to the y axis, which only the points determine.
     """
 
@@ -97,7 +96,6 @@ def line_chart(
         x_label, y_label: Axis labels with units.
         percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        zero: Start the y axis at 0.
         size: Width and height in units of the picture, in which text has a fixed size.
     """
     log = log and any(y for one in series for _, y in one.points)

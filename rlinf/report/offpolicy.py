@@ -34,12 +34,7 @@ def head_section(data: RunData) -> dict[str, Any] | None:
 
 
 def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -> Success | None:
-    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any.
-
-    Args:
-        lines: Of ``metrics.jsonl``.
-        algorithm: That section of the configuration.
-    """
+    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any."""
     head, warmup = algorithm.get("head") or {}, algorithm.get("warmup_env_steps", 0)
     if head.get("name") not in SHAKEN_HEADS:
         return None

@@ -68,7 +68,6 @@ class RunData(FolderData):
 
     Attributes:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
-        summary: From ``summary.json``.
         corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
     """
 

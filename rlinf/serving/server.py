@@ -59,7 +59,6 @@ class PolicyServer:
         act: Rows -> float32 ``[C, D]`` for each, or the exception that refuses it. Runs in a thread of its own, so that a long call
             delays nothing but actions.
         metadata: What a client is told first: plain values.
-        limits: See there.
         chunks: How ``/vla-eval`` reads requests, and what it is told first.
         api_key: What clients must send as ``Authorization: Api-Key <key>``; None: nothing.
     """

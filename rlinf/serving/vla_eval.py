@@ -27,7 +27,6 @@ class Hello:
 
     Attributes:
         name: Of the policy; results of vla-eval keep it.
-        action_dim: ``D``.
         reads_state: Benchmarks are asked to send a state.
         num_cameras: Benchmarks with a wrist camera are asked to send it where there are two or more.
         execute: Actions of a chunk until the policy is asked again.

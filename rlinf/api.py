@@ -315,7 +315,10 @@ def run_config(
         saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
         if env is not None and not is_named:
             saved["env"] = to_mapping(env)
-        composed = plain_container(compose_on_saved(saved, [*_loaded_code(saved, chosen), *chosen], config_dir))
+        # The code that a loaded configuration names stays: the user allowed it at loading.
+        replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
+        code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
+        composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
     if settings:
         _check_settings(settings, composed)
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
@@ -324,12 +327,6 @@ def run_config(
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides as a mapping of keys to values."""
     return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
-
-
-def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return overrides that keep the code named by a loaded configuration; the user allowed it at loading."""
-    replaced = [key for key, value in _typed_values(overrides).items() if isinstance(value, str)]
-    return [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
 
 
 def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:

@@ -113,9 +113,8 @@ def help_of(command: str) -> str:
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
     indented = {"width": 130, "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
-    return f"{text}\n\nchoices, as name=choice (`rlinf models` shows choices of other packages, too):\n" + "\n".join(
-        lines
-    )
+    head = "choices, as name=choice (`rlinf models` shows choices of other packages, too):"
+    return "\n".join([f"{text}\n\n{head}", *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,23 +142,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _on_ranks(words, import_string(COMMANDS[words[0]][0]))
         sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
-    except RLinfError as error:
+    except (RLinfError, RankError) as error:
         print_error(error)
-        return EXIT_USER_ERROR
-    except RankError as error:
-        print_error(error)
-        return EXIT_FAULT
+        return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is flushed at the exit
         return EXIT_PIPE
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            name = error.filename or "A path"
-            print(f"{name!r} is longer than a path may be on this system. Use a shorter one", file=sys.stderr)
-            return EXIT_USER_ERROR
-        if error.errno != errno.ENOSPC:
+        told = {
+            errno.ENAMETOOLONG: f"{error.filename or 'A path'!r} is longer than a path may be on this system. Use a shorter one",
+            errno.ENOSPC: f"The disk is full: {error}. Free some space, or choose a folder on another disk",
+        }
+        if error.errno not in told:
             raise
-        print(f"The disk is full: {error}. Free some space, or choose a folder on another disk", file=sys.stderr)
+        print(told[error.errno], file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

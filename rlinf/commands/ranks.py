@@ -36,8 +36,7 @@ def prepare_rank(config: RunConfig) -> None:
 @waiting("start")
 def refuse_expandable_segments() -> None:
     """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
-    own = expandable_segments()
-    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), own))):
+    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
         if found:
             raise ConfigError(
                 f"{found} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "

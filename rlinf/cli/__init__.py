@@ -174,5 +174,5 @@ def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
     if place.rank:
         return 0
     print(f"`rlinf {words[0]}` runs in one process: rank 0 runs it, the others have ended", file=sys.stderr)
-    forget(os.environ)
+    forget(os.environ)  # else the command would wait for the other ranks
     return command(words[1:])

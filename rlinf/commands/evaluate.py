@@ -101,7 +101,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
                 before, kept = kept, num_kept(output)
-                if kept <= max(before, 0):
+                if kept <= max(before, 0):  # nothing was played since the last start
                     raise
                 logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
     except BaseException as error:

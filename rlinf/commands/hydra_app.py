@@ -371,7 +371,7 @@ def _arguments(args: Namespace) -> Iterator[None]:
         if name != "overrides" and value not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [flag, value]
-    GlobalHydra.instance().clear()
+    GlobalHydra.instance().clear()  # of an earlier run in this process
     previous, sys.argv = sys.argv, words
     try:
         with env_override({"HYDRA_FULL_ERROR": "1"}):

@@ -64,7 +64,7 @@ class RowPolicy:
         if self.greedy:
             return None
         found = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
-        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)
+        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)  # the logarithm of 0 is infinite
 
 
 def act_for_rows(

@@ -55,7 +55,7 @@ def crossing_probability(log_level: float, num_episodes: int) -> float:
         halves[:-1] += running / 2
         halves[1:] += running / 2
         values = gammas[: differing + 1] + gammas[: differing + 1][::-1]
-        values += log_e_value(0, differing) - values[0]
+        values += log_e_value(0, differing) - values[0]  # the terms that do not depend on the wins
         beyond = values >= log_level - 1e-12
         reached += halves[beyond].sum()
         running = np.where(beyond, 0.0, halves)

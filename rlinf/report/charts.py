@@ -112,7 +112,7 @@ def line_chart(
     ys += [end for one in series if not one.filled for band in one.bands if band for end in band]
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
-    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]
+    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]  # 0, unless that wastes half of the width
     x_ticks = nice_ticks(first, xs[-1], 6)
     if percent:
         y_ticks = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]

@@ -60,7 +60,7 @@ def compare_folders(
     comparison.a, comparison.b = (str(path) for path in folders)
     comparison.mismatches = mismatches + comparison.mismatches
     write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
-    copy_baseline(*folders)
+    copy_baseline(*folders)  # the page shows both side by side, and may be moved
     write_report(folders[1])
     return comparison
 

@@ -118,7 +118,7 @@ class PolicyServer:
         if path not in ("/", vla_eval.PATH):
             places = f"/ (openpi), {vla_eval.PATH}, {HEALTH[0]}"
             return connection.respond(http.HTTPStatus.NOT_FOUND, f"{path} is unknown; there are {places}\n")
-        if "Origin" in request.headers:
+        if "Origin" in request.headers:  # which only browsers send
             return connection.respond(http.HTTPStatus.FORBIDDEN, "pages of a browser may not ask\n")
         if self.api_key is not None:
             given = request.headers.get("Authorization", "")

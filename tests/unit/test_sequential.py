@@ -78,11 +78,8 @@ def test_the_p_value_never_grows_and_is_at_the_level_where_the_test_decides():
     values = [sequential.sequential_p_value(signs[:count], 100) for count in range(0, 101, 4)]
     assert values[0] == 1.0 and values == sorted(values, reverse=True)
     assert 10 < decided < 100
-    assert (
-        sequential.sequential_p_value(signs[:decided], 100)
-        <= 0.05
-        < sequential.sequential_p_value(signs[: decided - 1], 100)
-    )
+    before, after = (sequential.sequential_p_value(signs[:count], 100) for count in (decided - 1, decided))
+    assert after <= 0.05 < before
     assert sequential.decided_at([-sign for sign in signs], 100) == decided, "two-sided"
     assert sequential.decided_at(signs[: decided - 1], 100) is None
 
@@ -92,9 +89,7 @@ def test_the_forecast_is_where_a_steady_difference_decides():
     decided = sequential.decided_at(pattern * 30, 150)
     for played in (10, 20):
         assert decided - 7 <= played + sequential.episodes_to_decide(pattern * (played // 5), 150) <= decided + 7
-    assert (
-        sequential.episodes_to_decide([1, -1] * 20, 150) is None and sequential.episodes_to_decide([0] * 9, 150) is None
-    )
+    assert [sequential.episodes_to_decide(signs, 150) for signs in ([1, -1] * 20, [0] * 9)] == [None, None]
 
 
 def test_a_forecast_beyond_the_list_is_that_of_a_longer_list_planned_from_the_start():
@@ -113,11 +108,8 @@ def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
     """The definition, on a grid of shares instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):
         grid = np.linspace(1e-4, 1 - 1e-4, 20_001)
-        average = (
-            np.exp(successes * np.log(grid) + (episodes - successes) * np.log(1 - grid))
-            / np.sqrt(grid * (1 - grid))
-            / np.pi
-        )
+        likelihood = np.exp(successes * np.log(grid) + (episodes - successes) * np.log(1 - grid))
+        average = likelihood / np.sqrt(grid * (1 - grid)) / np.pi
         mixture = average.sum() * (grid[1] - grid[0])
         inside = grid[mixture < 20 * grid**successes * (1 - grid) ** (episodes - successes)]
         found = sequential.rate_confidence_sequence(successes, episodes)
@@ -129,9 +121,8 @@ def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
         likely = only_a * np.log(a) + only_b * np.log(b) + same * np.log(rest) >= least
         found = sequential.difference_confidence_sequence(only_a, only_b, same)
         assert found == pytest.approx(((b - a)[likely].min(), (b - a)[likely].max()), abs=5e-3)
-    assert sequential.rate_confidence_sequence(0, 0) == (0, 1) and sequential.difference_confidence_sequence(
-        0, 0, 0
-    ) == (-1, 1)
+    assert sequential.rate_confidence_sequence(0, 0) == (0, 1)
+    assert sequential.difference_confidence_sequence(0, 0, 0) == (-1, 1)
 
 
 def test_confidence_sequences_miss_seldom_at_any_moment():
@@ -202,9 +193,8 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     assert found.total.p_value == sequential.crossing_probability(sequential.log_e_value(11, 11), 20)
     assert found.total.p_value > mcnemar_exact(0, 11) and found.total.interval[0] < 1
     text = found.table()
-    assert (
-        "Decided after 11 of 20 episodes: b is better." in text and "p (sequential)" in text and "McNemar" not in text
-    )
+    assert "Decided after 11 of 20 episodes: b is better." in text
+    assert "p (sequential)" in text and "McNemar" not in text
     data = json.loads(json.dumps(found.as_dict()))
     assert data["total"]["p_value"] == found.total.p_value
     shown = pages().get_template("parts.html").module.comparison(data)

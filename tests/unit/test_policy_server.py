@@ -254,11 +254,14 @@ def test_a_message_that_is_too_large_is_closed_with_1009_and_others_are_served()
         assert np.array_equal(ask(port, {"prompt": "go"})["actions"], CHUNK)
 
 
-def test_more_clients_than_allowed_are_refused():
-    with serving(max_clients=1) as (port, _, _), greeted(port):
-        with pytest.raises(InvalidStatus) as refused:
-            open_client(port)
-        assert refused.value.response.status_code == 503 and b"max_clients" in refused.value.response.body
+def test_more_clients_than_allowed_are_refused_and_a_silent_one_of_vla_eval_keeps_its_place(monkeypatch):
+    """It counts an episode whose connection is closed as failed."""
+    for path in ("/", PATH):
+        with serving(max_clients=1) as (port, _, _), open_client(port, path):
+            with pytest.raises(InvalidStatus) as refused:
+                open_client(port)
+            assert refused.value.response.status_code == 503 and b"max_clients" in refused.value.response.body
+        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
 
 
 def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeypatch):
@@ -271,14 +274,6 @@ def test_a_client_that_has_asked_nothing_for_long_makes_room_for_another(monkeyp
             SLOW.set()
             check_acts(third)
         check_acts(asking)  # one that waits keeps its place
-
-
-def test_a_silent_client_of_vla_eval_keeps_its_place(monkeypatch):
-    """It counts an episode whose connection is closed as failed."""
-    with serving(max_clients=1) as (port, _, _), connect(f"ws://127.0.0.1:{port}{PATH}"):
-        monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
-        with pytest.raises(InvalidStatus, match="503"):
-            open_client(port)
 
 
 def test_a_client_that_has_made_room_is_not_served_again(monkeypatch):
@@ -342,14 +337,6 @@ def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy(
         assert [one.result(30) for one in waiting] == [[1.0, 2.0], [2.0, 3.0]]
 
 
-def test_rows_that_the_policy_works_on_count_as_waiting():
-    with serving(max_batch=1, batch_wait_s=0) as (port, policy, _), greeted(port, 2) as (many, one):
-        tell(many, {BATCH: [{"prompt": "wait"}] * 16})
-        until(lambda: policy.batches)  # 15 wait
-        tell(one, {"prompt": "go"})
-        assert "busy: 16 observations" in hear(one)
-
-
 def test_the_key_is_asked_for_before_anything_else():
     with serving(api_key="secret") as (port, _, _):
         for headers in ({}, {"Authorization": "Api-Key secre"}, {"Authorization": "secret"}):
@@ -362,12 +349,10 @@ def test_the_key_is_asked_for_before_anything_else():
 
 
 def test_pages_of_browsers_and_unknown_paths_are_refused(shared):
-    with pytest.raises(InvalidStatus) as refused:
-        open_client(shared[0], origin="http://example.org")
-    assert refused.value.response.status_code == 403
-    with pytest.raises(InvalidStatus) as refused:
-        open_client(shared[0], path="/other")
-    assert refused.value.response.status_code == 404
+    for given, status in (({"origin": "http://example.org"}, 403), ({"path": "/other"}, 404)):
+        with pytest.raises(InvalidStatus) as refused:
+            open_client(shared[0], **given)
+        assert refused.value.response.status_code == status
     with pytest.raises(urllib.error.HTTPError, match="404"):
         health(shared[0], "/config")
 

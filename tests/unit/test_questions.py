@@ -107,11 +107,8 @@ def test_options_and_request_are_those_of_the_dataset_script(tmp_path, monkeypat
     assert questions[0].messages == packer.messages(CHOICES[0])
     assert questions[1].messages[1]["content"].endswith(f"(A) red\n(B) blue\n{REASONING_REQUEST}")
     assert [(one.id, one.category, one.expected) for one in questions] == [("a", "sky", "A"), ("b", "sea", "B")]
-
-
-def test_options_may_be_a_list_and_the_answer_a_number(tmp_path):
-    row = {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2}
-    (question,) = asked(rows_file(tmp_path / "q.jsonl", [row]), answer_type="letter")
+    listed = {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2}
+    (question,) = asked(rows_file(tmp_path / "q.jsonl", [listed]), answer_type="letter")
     assert question.expected == "C" and question.prompt.startswith("Which?\n(A) x\n(B) y\n(C) z\nAnswer")
 
 

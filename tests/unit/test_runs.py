@@ -128,9 +128,8 @@ def test_interval_of_a_mean_covers_it_in_about_95_percent_of_all_samples():
 def sweep(tmp_path):
     """Two learning rates with three seeds each, one of them stopped."""
     place = tmp_path / "multirun" / "mine" / "2026"
-    for number, (rate, seed, value) in enumerate(
-        [(1e-3, 0, 0.9), (1e-3, 1, 0.7), (1e-3, 2, 0.8), (1e-2, 0, 0.3), (1e-2, 1, 0.3), (1e-2, 2, None)]
-    ):
+    runs = [(1e-3, 0, 0.9), (1e-3, 1, 0.7), (1e-3, 2, 0.8), (1e-2, 0, 0.3), (1e-2, 1, 0.3), (1e-2, 2, None)]
+    for number, (rate, seed, value) in enumerate(runs):
         run_folder(place / str(number), seed, value, num_steps=2 if value is None else 3, learning_rate=rate)
     return place
 
@@ -162,10 +161,8 @@ def test_runs_from_other_weights_are_other_configurations(tmp_path):
     (before / "config.yaml").write_text(text)
     (resumed / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | {"init_from": None, "resume": "4_B"}))
     groups = group_runs(read_runs([tmp_path / f"{seed}_{weights}" for seed, weights in places]))
-    assert [(group.label, group.success_rates) for group in groups] == [
-        ("mine init_from=A", [0.5, 0.5]),
-        ("mine init_from=B", [0.9, 0.9]),
-    ]
+    found = [(group.label, group.success_rates) for group in groups]
+    assert found == [("mine init_from=A", [0.5, 0.5]), ("mine init_from=B", [0.9, 0.9])]
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):

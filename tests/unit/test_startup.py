@@ -52,14 +52,11 @@ def test_a_command_loads_only_what_it_needs(commands, loaded, tmp_path, monkeypa
         assert bool(said) == (status == 2 or each == SMALL_RUN), said
 
 
-@pytest.mark.parametrize("registry", [ENVS, ALGORITHMS], ids=lambda registry: registry.kind)
-def test_a_configuration_that_loads_alone_is_the_one_of_its_class(registry):
-    assert registry._configs
-    for name in registry._configs:
-        assert registry.config_class(name) is registry.get(name).config_class
-
-
-def test_a_class_that_replaces_a_built_in_one_brings_its_own_configuration():
+def test_a_configuration_that_loads_alone_is_the_one_of_its_class_also_of_one_that_replaces_a_built_in_one():
+    for registry in (ENVS, ALGORITHMS):
+        assert registry._configs
+        for name in registry._configs:
+            assert registry.config_class(name) is registry.get(name).config_class
     mine = SimpleNamespace(config_class=dict)
     before = ALGORITHMS.entries()["ppo"]
     ALGORITHMS.register("ppo", mine)

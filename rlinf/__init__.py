@@ -15,17 +15,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "load_policy": "rlinf.api",
-    "make_env": "rlinf.api",
-    "train": "rlinf.api",
-    "evaluate": "rlinf.api",
-    "audit": "rlinf.api",
-    "compare": "rlinf.api",
-    "Policy": "rlinf.policy",
-    "Observation": "rlinf.types",
-    "EpisodeSpec": "rlinf.types",
-}
+_LAZY = dict.fromkeys(("load_policy", "make_env", "train", "evaluate", "audit", "compare"), "rlinf.api")
+_LAZY |= {"Policy": "rlinf.policy", "Observation": "rlinf.types", "EpisodeSpec": "rlinf.types"}
 """Public name to the module that defines it."""
 
 __all__ = ["EpisodeSpec", "Observation", "Policy", "audit", "compare", "evaluate", "load_policy", "make_env", "train"]

@@ -1,6 +1,6 @@
 """The public functions: load a policy, make an env, train, evaluate, compare. The commands run the same code.
 
-``overrides`` are those of the command line (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register
+``overrides`` are written as on the command line (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register
 models, envs and algorithms; no other code from outside the package is run, unless ``trust_remote_code`` is set.
 """
 
@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -31,7 +32,7 @@ from rlinf.envs import make_env as make_vector_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import CheckpointError, ConfigError, closest
-from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out
+from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
@@ -51,15 +52,10 @@ if (other := other_project()) is not None:
     warnings.warn(other, stacklevel=2)
 
 IN_MEMORY_KEYS = (
-    "seed",
-    "plugins",
-    "rollout.temperature",
-    "evaluation.greedy",
-    "evaluation.split",
-    "evaluation.num_episodes",
+    "seed", "plugins", "rollout.temperature", "evaluation.greedy", "evaluation.split", "evaluation.num_episodes",
     "evaluation.num_envs",
-)
-"""Keys, besides those of the env, that an in-memory evaluation reads."""
+)  # fmt: skip
+"""Keys, besides ``env.*``, that an in-memory evaluation reads."""
 
 
 def load_policy(
@@ -78,17 +74,13 @@ def load_policy(
             ``model_type``, its id on the Hugging Face hub.
         model_type: Type of a public model whose config.json names another one or none (``openvla_oft``), or is not
             downloaded yet. A run, checkpoint or export must be of this type.
-        device: ``cpu`` or ``cuda``; None: that of the configuration, by default the GPU if there is one.
+        device: ``cpu`` or ``cuda``; None: the configuration's, by default the GPU if there is one.
         overrides: Changes to the configuration of the checkpoint or model type: ``["model.precision=fp32"]``,
             ``["model.unnorm_key=bridge_orig"]``.
-        plugins: Those that a checkpoint names are not imported unless they are given here.
+        plugins: A checkpoint's plugins are not imported unless they are given here.
         trust_remote_code: Run Python code stored in the model's folder.
 
     With ``torch.distributed`` initialised, all ranks call it: the first one reads and verifies the files for all.
-
-    Raises:
-        CheckpointError: The folder is none of these, or is damaged.
-        ConfigError: An override does not fit.
     """
     _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -122,13 +114,8 @@ def make_env(
 
     Args:
         env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
-        num_envs: ``B``.
         auto_reset: Start the next episode when one ends; False: its row stays idle until ``reset``.
         **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
-
-    Raises:
-        ConfigError: There is no such env or key, or a value is refused.
-        MissingDependencyError: The simulator is not installed.
     """
     _check_overrides(overrides, "make_env")
     config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
@@ -159,7 +146,7 @@ def train(
     try:
         (folder,) = run_training([*own, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
     except SystemExit as stop:  # a notebook goes on
-        raise KeyboardInterrupt("training was stopped by a signal; what was trained is saved") from stop
+        raise KeyboardInterrupt("training was stopped by a signal; its checkpoint is saved") from stop
     return folder
 
 
@@ -174,8 +161,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Measure the success rate of a policy on held-out episodes, each run once.
 
-    A folder is evaluated like ``rlinf evaluate checkpoint=<folder>``: conditions are compared with those of the
-    checkpoint, and result, videos and report are written. An object is evaluated in memory, and nothing is written.
+    A folder is evaluated like ``rlinf evaluate checkpoint=<folder>``: conditions are compared with the checkpoint's, and result,
+    videos and report are written. An object is evaluated in memory, and nothing is written.
 
     Args:
         policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act(observation)``, or a
@@ -183,36 +170,21 @@ def evaluate(
             at once and must remember nothing, unless it has ``reset()``: then episodes run one by one, and it is called before each.
         env: Name or configuration of the env; None: the one that the policy was trained in.
         episodes: Number of episodes; None: ``evaluation.num_episodes``.
-        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. An object takes only those of the
-            env, the seed, the temperature and the list of episodes.
+        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. An object takes only keys of the env, the
+            seed, the temperature and the list of episodes.
 
     Returns:
         ``success_rate``, ``interval`` (95 %), ``per_task``, ``results`` (one per episode); ``print(result.table())``.
-
-    Raises:
-        ManifestMismatchError: The checkpoint was made under other conditions.
-        ConfigError: There are fewer episodes, the object's actions do not fit the env, or an override has no effect.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
     if episodes is not None:
         overrides.append(f"evaluation.num_episodes={episodes}")
     if isinstance(policy, (str, os.PathLike)):
-        if env is not None and not isinstance(env, str):
-            required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
-            raise ConfigError(f"evaluate got a folder and an env configuration; required: {required}")
-        chosen = [] if env is None else [f"env={env}"]
-        return evaluation.evaluate(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
+        return evaluation.evaluate(configure(_of_folder(policy, env, overrides, "evaluate"), "evaluate"))
     with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
-        settings = config.evaluation
-        return evaluate_policy(
-            model,
-            made,
-            episode_list(made, settings.split, settings.num_episodes),
-            greedy=settings.greedy,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-        )
+        specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
+        return evaluate_policy(model, made, specs, **evaluation.sampling_of(config))
 
 
 def audit(
@@ -235,31 +207,23 @@ def audit(
 
     Returns:
         ``rows``, ``verdicts``, ``faults``; ``print(audit.table())``.
-
-    Raises:
-        ConfigError: As of ``evaluate``, or fewer than two episodes.
     """
     _check_overrides(overrides, "audit")
     overrides = [*overrides, *_code(plugins, trust_remote_code), f"evaluation.num_episodes={episodes}"]
     if isinstance(policy, (str, os.PathLike)):
-        if env is not None and not isinstance(env, str):
-            required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
-            raise ConfigError(f"audit got a folder and an env configuration; required: {required}")
-        chosen = [] if env is None else [f"env={env}"]
-        return auditing.audit(auditing.configured(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides])))
+        return auditing.audit(auditing.configured(_of_folder(policy, env, overrides, "audit")))
     with _opened_object(policy, env, overrides, "audit") as (model, made, config):
         settings = config.evaluation
         check_held_out(settings.split)
         specs = episode_list(made, settings.split, settings.num_episodes)
         check_episodes(specs)
-        options = {"greedy": settings.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
 
         def moved(what: str) -> VectorEnv | None:
             elsewhere = made.moved(config.env, what)
             return None if elsewhere is None else make_vector_env(elsewhere, made.num_envs, auto_reset=False)
 
         seen = made.episode_specs("train")[: len(specs)]
-        return Auditor(model, made, specs, **options).run(seen, auditing.NOT_KNOWN, moved)
+        return Auditor(model, made, specs, **evaluation.sampling_of(config)).run(seen, auditing.NOT_KNOWN, moved)
 
 
 def compare(
@@ -277,10 +241,6 @@ def compare(
 
     Returns:
         ``total.difference`` (b - a), ``total.interval``, ``total.p_value``; ``print(comparison.table())``.
-
-    Raises:
-        ConfigError: The episodes differ.
-        ManifestMismatchError: The conditions differ.
     """
     are_folders = [isinstance(one, (str, os.PathLike)) for one in (a, b)]
     if all(are_folders):
@@ -288,6 +248,17 @@ def compare(
     if any(are_folders):
         raise ConfigError("compare got a folder and a result; required: two folders, or two results")
     return compare_results(a, b, allow_mismatch)
+
+
+def _of_folder(
+    folder: str | os.PathLike, env: str | EnvConfig | None, overrides: Sequence[str], function: str
+) -> Namespace:
+    """Return the arguments of the command that does with a folder what ``function`` does."""
+    if env is not None and not isinstance(env, str):
+        required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
+        raise ConfigError(f"{function} got a folder and an env configuration; required: {required}")
+    chosen = [] if env is None else [f"env={env}"]
+    return parse([f"checkpoint={_quoted(folder)}", *chosen, *overrides])
 
 
 @contextmanager
@@ -344,7 +315,10 @@ def run_config(
         saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
         if env is not None and not is_named:
             saved["env"] = to_mapping(env)
-        composed = plain_container(compose_on_saved(saved, [*_loaded_code(saved, chosen), *chosen], config_dir))
+        # The code that a loaded configuration names stays: the user allowed it at loading.
+        replaced = [key for key, value in _typed_values(chosen).items() if isinstance(value, str)]
+        code = [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
+        composed = plain_container(compose_on_saved(saved, [*code, *chosen], config_dir))
     if settings:
         _check_settings(settings, composed)
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
@@ -353,12 +327,6 @@ def run_config(
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides as a mapping of keys to values."""
     return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
-
-
-def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return overrides that keep the code named by a loaded configuration; the user allowed it at loading."""
-    replaced = [key for key, value in _typed_values(overrides).items() if isinstance(value, str)]
-    return [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
 
 
 def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:

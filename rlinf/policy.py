@@ -80,7 +80,7 @@ class Policy:
         if not greedy:
             generator = self._generator if seed is None else np.random.default_rng(seed)
             draws = generator.random((len(rows), model.num_uniforms), dtype=np.float32)
-            uniforms = torch.from_numpy(np.maximum(draws, np.finfo(np.float32).tiny))
+            uniforms = torch.from_numpy(np.maximum(draws, np.finfo(np.float32).tiny))  # the logarithm of 0 is infinite
         with evaluation_mode(model), autocast(model, self.config.model.precision):
             prediction = model.predict_action_batch(
                 do_sample=not greedy,

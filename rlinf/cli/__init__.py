@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
-    "why": ("rlinf.cli.report:why", "what the metrics of a run say: what is wrong, and the key to change"),
+    "why": ("rlinf.cli.report:why", "what the metrics of a run say: the fault, and the key to change"),
     "collect": (
         "rlinf.cli.run:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
@@ -113,18 +113,15 @@ def help_of(command: str) -> str:
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
     indented = {"width": 130, "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
-    return f"{text}\n\nchoices, as name=choice (`rlinf models` shows those of other packages, too):\n" + "\n".join(
-        lines
-    )
+    head = "choices, as name=choice (`rlinf models` shows choices of other packages, too):"
+    return "\n".join([f"{text}\n\n{head}", *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; ``arguments`` are the words after ``rlinf`` (None: those of the process).
+    """Run a command; ``arguments`` are the words after ``rlinf`` (None: ``sys.argv``), and return the exit status.
 
-    Returns:
-        Exit status: 0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an
-        error that the user can fix; 130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are
-        bugs and keep their traceback.
+    0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an error that the user can fix;
+    130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -145,23 +142,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _on_ranks(words, import_string(COMMANDS[words[0]][0]))
         sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
-    except RLinfError as error:
+    except (RLinfError, RankError) as error:
         print_error(error)
-        return EXIT_USER_ERROR
-    except RankError as error:
-        print_error(error)
-        return EXIT_FAULT
+        return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is flushed at the exit
         return EXIT_PIPE
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            name = error.filename or "A path"
-            print(f"{name!r} is longer than a path may be on this system. Use a shorter one", file=sys.stderr)
-            return EXIT_USER_ERROR
-        if error.errno != errno.ENOSPC:
+        told = {
+            errno.ENAMETOOLONG: f"{error.filename or 'A path'!r} is longer than a path may be on this system. Use a shorter one",
+            errno.ENOSPC: f"The disk is full: {error}. Free some space, or choose a folder on another disk",
+        }
+        if error.errno not in told:
             raise
-        print(f"The disk is full: {error}. Free some space, or choose a folder on another disk", file=sys.stderr)
+        print(told[error.errno], file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -180,5 +174,5 @@ def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
     if place.rank:
         return 0
     print(f"`rlinf {words[0]}` runs in one process: rank 0 runs it, the others have ended", file=sys.stderr)
-    clear_launch_context(os.environ)
+    clear_launch_context(os.environ)  # else the command would wait for the other ranks
     return command(words[1:])

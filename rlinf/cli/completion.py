@@ -21,7 +21,7 @@ from rlinf.options import override_text, public_fields
 INSTALL, COMPLETE = "--install-completion", "--complete"
 
 OTHER_KEYS = ("launch", "report", "why", "convert", "export", "models")
-"""Commands whose words are not those of a run; the shell offers files for them."""
+"""Commands without the keys of a run; the shell offers files for them."""
 
 SHELLS = ("bash", "zsh", "fish")
 """Each has its script beside this file, ``completion.<shell>``."""
@@ -86,7 +86,7 @@ def overrides(given: list[str], current: str) -> list[str]:
     try:
         owner = reduce(getattr, section.split(".") if dot else [], _config_of(given, groups))
         fields, hints = public_fields(type(owner)), typing.get_type_hints(type(owner))
-    except (AttributeError, TypeError):  # there is no such section
+    except (AttributeError, TypeError):  # an unknown section
         return []
     if equals:
         field = fields.get(name)
@@ -111,6 +111,6 @@ def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:
         file = groups[section] / f"{chosen.get(section)}.yaml"
         name = (yaml.safe_load(file.read_text()) or {}).get("name") if file.is_file() else chosen.get(section)
         if name:
-            with suppress(RLinfError):  # what is not registered is told when the command runs
+            with suppress(RLinfError):  # an unregistered name is refused when the command runs
                 setattr(config, section, section_class(section, name)())
     return config

@@ -64,17 +64,18 @@ def launch(arguments: Sequence[str]) -> int:
     parser.add_argument("--config")
     parser.add_argument("--dry-run", action="store_true")
     given, words = parser.parse_known_args(list(arguments))
-    _refuse_flags(words)
+    for word in words:
+        if word.startswith("-"):
+            found = f"'{word}' is not a flag of `rlinf launch`"
+            raise ConfigError(f"{found}.{did_you_mean(word.partition('=')[0], FLAGS)}")
     if given.config is None:
-        raise ConfigError(
-            f"`rlinf launch` needs --config <recipe>: a TOML or YAML file, or one of {', '.join(recipe_names())}"
-        )
+        known = f"a TOML or YAML file, or one of {', '.join(recipe_names())}"
+        raise ConfigError(f"`rlinf launch` needs --config <recipe>: {known}")
     overrides = [word for word in words if "=" in word]
     scripts = [word for word in words if "=" not in word]
     if len(scripts) > 1:
-        raise ConfigError(
-            f"{' and '.join(scripts)} are several dataset scripts; required: one, and overrides as key=value."
-        )
+        required = "required: one, and overrides as key=value."
+        raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")
     config, notices = load_recipe(given.config, overrides)
     script = find_script(scripts[0]) if scripts else None
     for line in notices:
@@ -87,9 +88,8 @@ def launch(arguments: Sequence[str]) -> int:
         )
     if asks_for_gpus(config) and not given.dry_run:
         with suppress(RLinfError):  # who loads the model reports it
-            load_config(
-                config.policy.model_name_or_path
-            )  # into the hub's cache: whether it reads images changes the plan
+            # Into the hub's cache: whether it reads images changes the plan.
+            load_config(config.policy.model_name_or_path)
     plan = make_plan(config, None if place is None else place.size)
     device = _device(config, plan, given.dry_run)
     check_engines(config, plan, device)
@@ -137,7 +137,7 @@ def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterat
 
 @contextmanager
 def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPlaces | None]:
-    """Reserve a place for each player; None where there are none."""
+    """Reserve a place for each player; None without players."""
     if not plan.players:
         yield None
         return
@@ -146,14 +146,8 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPla
         yield PlayerPlaces(placement_of(), reservation)
 
 
-def _refuse_flags(words: Sequence[str]) -> None:
-    for word in words:
-        if word.startswith("-"):
-            raise ConfigError(f"'{word}' is not a flag of `rlinf launch`.{did_you_mean(word.partition('=')[0], FLAGS)}")
-
-
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the rows to train on, without those of validation; or None, and why they are unknown. Raise ConfigError for unreadable data."""
+    """Return the rows to train on, without validation rows; or None, and why they are unknown. Raise ConfigError for unreadable data."""
     dataset = config.train.train_policy.dataset
     if script is not None:
         return None, f"{script.name} may read other rows"
@@ -208,9 +202,8 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | Non
     if device == "cpu":
         hide_gpus()
     else:
-        isolate_rank(
-            visible_gpus(os.environ, torch.cuda.device_count()), 0
-        )  # else one rank would take those of players, too
+        # Else one rank would take the players' GPUs, too.
+        isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())
     train(config, script, places)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlinf.commands.hydra_app import configure, names_policy, parse, with_checkpoint
-from rlinf.config.compose import parse_overrides
+from rlinf.commands.hydra_app import configure, own_settings, require_policy, with_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.evaluation.video import write_video
-from rlinf.options import from_mapping, option, public_fields
+from rlinf.options import option
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
 
@@ -33,16 +32,13 @@ class PlayConfig:
 def play(arguments: Sequence[str]) -> int:
     """Play one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
 
-    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
-    `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
+    A policy elsewhere plays as in `rlinf evaluate`: model=remote model.url=ws://... env=<name>. The number counts the episodes of
+    `rlinf evaluate`, and the episode ends as it does there. `rlinf evaluate` has the other keys, too: evaluation.split=train,
+    evaluation.greedy=false, evaluation.video_size=448.
     """
     arguments = with_checkpoint(arguments)
-    own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
-    args = parse([word for word in arguments if word not in own])
-    settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
-    if not names_policy(arguments):
-        usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
-        raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Run {usage}")
+    args, settings = own_settings(arguments, PlayConfig)
+    require_policy(arguments, "play", more=" episode=3")
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None and output.exists() and output.suffix != ".mp4":
         refuse(f"output='{output}', which exists and is not an .mp4 file", "a new file or an .mp4", "output=play.mp4")

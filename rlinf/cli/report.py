@@ -9,7 +9,7 @@ from pathlib import Path
 from rlinf.errors import ConfigError
 from rlinf.preflight.refuse import refuse
 from rlinf.report.recipe_data import is_token_folder
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders
 from rlinf.report.runs_page import write_runs_report
 from rlinf.report.why.rules import explain
@@ -52,7 +52,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def why(arguments: Sequence[str]) -> int:
-    """Print what the metrics of a run say: what was measured, what it should be, and what to type; the worst first.
+    """Print what the metrics of a run say: a measured value, its usual range, and the override to type; the worst first.
 
     The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still go on. Rules that its metrics do not allow are
     listed with the reason. With --json, one JSON object. docs/why.md has all rules.

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import TOKEN_KEYS
-from rlinf.commands.hydra_app import configure, given_value, names_policy, parse, run_training, with_checkpoint
+from rlinf.commands.hydra_app import (
+    configure,
+    given_value,
+    own_settings,
+    parse,
+    require_policy,
+    run_training,
+    with_checkpoint,
+)
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
@@ -40,7 +48,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def sft(arguments: Sequence[str]) -> int:
-    """Run only the behaviour cloning of a configuration. Keys and flags are those of `rlinf train`."""
+    """Run only the behaviour cloning of a configuration, with the keys and flags of `rlinf train`."""
     return _trained(arguments, "sft")
 
 
@@ -63,8 +71,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     ``answer_type=<reward>``. docs/recipes.md lists the keys.
     """
     if not arguments:
-        usage = "rlinf evaluate checkpoint=outputs/quickstart/latest"
-        raise ConfigError(f"`rlinf evaluate` needs a checkpoint or run folder. Run {usage}")
+        require_policy(arguments, "evaluate")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
     arguments = with_checkpoint(arguments)
@@ -82,7 +89,7 @@ def _carried_out(arguments: Sequence[str], command: str) -> int:
 
 
 def _questions(arguments: Sequence[str]) -> int:
-    """Evaluate on a file of questions, whose keys are not those of a run."""
+    """Evaluate on a file of questions, which has keys of its own."""
     from rlinf.commands.evaluate_questions import evaluate_questions
     from rlinf.recipes.questions import QuestionsConfig
 
@@ -116,15 +123,12 @@ def _compare(words: list[str]) -> int:
 def audit(arguments: Sequence[str]) -> int:
     """Ask whether a policy reads its instruction, looks, reacts, or remembers: the same episodes, with one thing changed at a time.
 
-    Keys are those of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
+    It has the keys of `rlinf evaluate`. Each condition plays 100 episodes unless evaluation.num_episodes says otherwise. The page
     is written to outputs/<experiment>/audit_<time> unless output_dir says otherwise. docs/audit.md explains the answers.
     """
     arguments = with_checkpoint(arguments)
     args = parse(arguments)
-    if not names_policy(arguments):
-        raise ConfigError(
-            "`rlinf audit` needs a checkpoint or run folder. Run rlinf audit checkpoint=outputs/quickstart/latest"
-        )
+    require_policy(arguments, "audit")
     _check_checkpoint(arguments)
     from rlinf.commands import audit as command
 
@@ -146,12 +150,8 @@ def serve(arguments: Sequence[str]) -> int:
     _check_checkpoint(arguments)
     from rlinf.commands.serve import ServeConfig, serve
 
-    own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(ServeConfig)}
-    args = parse([word for word in arguments if word not in own])
-    settings = from_mapping(ServeConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
-    if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
-        usage = "rlinf serve checkpoint=outputs/quickstart/latest port=8000"
-        raise ConfigError(f"`rlinf serve` needs a checkpoint or run folder. Run {usage}")
+    args, settings = own_settings(arguments, ServeConfig)
+    require_policy(arguments, "serve", ["checkpoint"], " port=8000")
     config = configure(args, "serve")
     if config is not None:
         serve(config, settings)
@@ -186,11 +186,10 @@ def convert(arguments: Sequence[str]) -> int:
     for item in given:
         if item.is_sweep_override():
             key, _, value = item.input_line.partition("=")
+            found, cure = "lists several values; required: one. Quote a comma", f"'{key}=\"{value}\"'"
             if ConvertConfig.__annotations__.get(key, "").startswith("list"):
-                raise ConfigError(f"'{item.input_line}' lacks the brackets of a list. Set '{key}=[{value}]'")
-            raise ConfigError(
-                f"'{item.input_line}' lists several values; required: one. Quote a comma. Set '{key}=\"{value}\"'"
-            )
+                found, cure = "lacks the brackets of a list", f"'{key}=[{value}]'"
+            raise ConfigError(f"'{item.input_line}' {found}. Set {cure}")
     convert(from_mapping(ConvertConfig, {item.key_or_group: item.value() for item in given}))
     return 0
 

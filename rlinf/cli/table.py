@@ -23,13 +23,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     indent = sum(widths[:-1]) + 2 * len(widths[:-1])
     widths[-1] = min(widths[-1], max(MIN_WIDTH, terminal_width() - indent))
     rule = tuple("-" * width for width in (*widths[:-1], min(widths[-1], MIN_WIDTH)))
-    return "\n".join(_row(line, widths, indent) for line in (lines[0], rule, *lines[1:]))
-
-
-def _row(cells: Sequence[str], widths: Sequence[int], indent: int) -> str:
-    first = "".join(cell.ljust(width) + "  " for cell, width in zip(cells[:-1], widths[:-1], strict=True))
-    last = textwrap.wrap(cells[-1], widths[-1], break_long_words=False, break_on_hyphens=False)
-    return (first + f"\n{' ' * indent}".join(last)).rstrip()
+    shown = []
+    for cells in (lines[0], rule, *lines[1:]):
+        first = "".join(cell.ljust(width) + "  " for cell, width in zip(cells[:-1], widths[:-1], strict=True))
+        last = textwrap.wrap(cells[-1], widths[-1], break_long_words=False, break_on_hyphens=False)
+        shown.append((first + f"\n{' ' * indent}".join(last)).rstrip())
+    return "\n".join(shown)
 
 
 def format_columns(names: Sequence[str], indent: int) -> str:

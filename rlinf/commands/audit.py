@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.factory import env_maker
-from rlinf.commands.evaluate import conditions, open_policy, server_untold
+from rlinf.commands.evaluate import conditions, digest_of_server, open_policy, sampling_of, server_untold
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
@@ -24,7 +24,7 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.audit import Audit, Auditor, check_episodes, check_held_out, row_text
+from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.evaluator import episode_list
 from rlinf.evaluation.kept_audit import KeptAudit, num_kept
 from rlinf.evaluation.verdicts import LEAST_SHARE
@@ -46,13 +46,8 @@ TITLE_WIDTH = 44
 NOT_KNOWN = "of the training split; which of them it has seen is not known"
 EVAL_STATES = "env.num_eval_init_states"
 SEEN_KEYS = (
-    "seed",
-    "rollout.num_envs",
-    "rollout.group_size",
-    "rollout.init_states",
-    "sft.dataset",
-    "sft.num_demonstrations",
-)
+    "seed", "rollout.num_envs", "rollout.group_size", "rollout.init_states", "sft.dataset", "sft.num_demonstrations",
+)  # fmt: skip
 """Settings that say which episodes a run plays first."""
 
 
@@ -73,11 +68,8 @@ def audit(config: RunConfig) -> Audit:
     Prints each condition as it ends and the answers, and writes ``audit.json`` and ``report.html`` into ``config.output_dir``. Each
     condition is kept on disk as it ends: the same call with the same ``output_dir`` continues an audit that was interrupted.
 
-    Raises:
-        ConfigError: The configuration asks for something that an audit does not do, or ``output_dir`` holds something else than an
-            interrupted audit of the same policy with the same settings.
-        CheckpointError: The folder is not a checkpoint or is damaged.
-        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    Raise ConfigError for a configuration that an audit does not fit, or an ``output_dir`` that holds anything but an interrupted audit
+    of the same policy with the same settings; else as ``open_policy``.
     """
     output = Path(config.output_dir)
     check(config)
@@ -107,7 +99,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
         seen, note = seen_episodes(config, env, len(specs))
-        server = None if config.model.url is None else model.client.digest
+        server = digest_of_server(config, model)
         present = {"device": device, **conditions(config, manifest, saved, specs, server)}
         kept = KeptAudit(output, name_of_policy(config), present)
         if kept.num_known:
@@ -126,9 +118,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
             model,
             env,
             specs,
-            greedy=settings.greedy,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
+            **sampling_of(config),
             on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
             kept=kept,
         )
@@ -158,12 +148,8 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
 def name_of_policy(config: RunConfig) -> str:
     """Return what a message calls the audited policy."""
     model = config.model
-    return (
-        config.checkpoint
-        or model.url
-        or model.model_path
-        or f"model.model_type={model.model_type} without a checkpoint"
-    )
+    name = config.checkpoint or model.url or model.model_path
+    return name or f"model.model_type={model.model_type} without a checkpoint"
 
 
 def check(config: RunConfig) -> None:
@@ -183,7 +169,7 @@ def check(config: RunConfig) -> None:
 
 
 def seen_episodes(config: RunConfig, env: VectorEnv, count: int) -> tuple[Sequence[EpisodeSpec], str]:
-    """Return up to ``count`` episodes from initial states that the policy was trained on, and what is known of them.
+    """Return up to ``count`` episodes from initial states that the policy was trained on, and where they come from.
 
     What a checkpoint has seen follows from its own configuration and from how far it had come, not from the audit's settings.
     """
@@ -212,11 +198,10 @@ def _played_episodes(
             init_states=saved["rollout.init_states"],
         )
         groups = range(sampler.num_groups)
-        return (
-            sampler.spec(step, group, 0) for step in range(state["step"]) for group in groups
-        ), "those of its first rollouts"
+        played = (sampler.spec(step, group, 0) for step in range(state["step"]) for group in groups)
+        return played, "of its first rollouts"
     if state.get("sft_step", 0) > 0 and saved["sft.dataset"] is None:
-        return demonstration_specs(env, saved["sft.num_demonstrations"], saved["seed"]), "those of its demonstrations"
+        return demonstration_specs(env, saved["sft.num_demonstrations"], saved["seed"]), "of its demonstrations"
     return (), NOT_KNOWN
 
 

@@ -34,12 +34,7 @@ DEFAULT_FPS = 10
 
 
 class PolicyDemonstrator:
-    """A policy; a chunk of its actions is executed before it is asked again.
-
-    Args:
-        policy: Acts for single rows.
-        specs: The episode of each env that has one: these are the first ones.
-    """
+    """A policy; a chunk of its actions is executed before it is asked again. The first envs play ``specs``."""
 
     def __init__(self, policy: RowPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
@@ -63,19 +58,13 @@ class PolicyDemonstrator:
 
 
 def collect(config: RunConfig) -> Path:
-    """Play ``collect.num_episodes`` episodes, store them (or those that succeeded), and print what was stored.
+    """Play ``collect.num_episodes`` episodes, store all or the successful ones, and print a summary.
 
     The dataset depends on the configuration and the seed only, not on the number of envs. ``meta/rlinf.json`` in it
     records the env's configuration, what acted, and how every episode ended.
 
-    Returns:
-        The folder. It holds the episodes that have ended, too, where Ctrl-C, SIGTERM or a simulator cut the collection short.
-
-    Raises:
-        KeyboardInterrupt, SimulatorError: The collection was cut short; what had ended is stored.
-        ConfigError: No episode is to be stored.
-        CheckpointError: ``checkpoint`` is none, or is damaged.
-        ManifestMismatchError: It was made under conditions that differ.
+    Return the folder. Where Ctrl-C, SIGTERM or a simulator cuts the collection short, the episodes that have ended are stored before
+    KeyboardInterrupt or SimulatorError goes on. Raise ConfigError if no episode is to be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)

@@ -25,10 +25,6 @@ def convert(config: ConvertConfig) -> Path:
     """Write all episodes of ``config.source`` into the new folder ``config.dataset``, one episode in memory at a time.
 
     Every episode is checked before the first one is written. The folder appears when it is whole; Ctrl-C and SIGTERM leave nothing.
-
-    Raises:
-        ConfigError: A file or an option is wrong, or the folder exists.
-        MissingDependencyError: h5py, pyarrow, or PyAV with ``video``, is not installed.
     """
     for key in ("source", "dataset"):
         if getattr(config, key) is None:
@@ -96,7 +92,7 @@ def _conditions(config: ConvertConfig, demonstrations: Hdf5Demonstrations, outco
 
 
 def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bool]) -> str:
-    """The closing lines: what was read, how its rows were understood, and how to clone it."""
+    """Return the closing lines: episodes, the pairing of rows, and the command to clone them."""
     episodes = demonstrations.episodes
     late = sum(episode.seen_after_action for episode in episodes)
     tasks = list(dict.fromkeys(episode.task for episode in episodes))

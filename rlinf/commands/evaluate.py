@@ -6,8 +6,8 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import check_tells_success, compare
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
-from rlinf.evaluation.evaluator import NUM_ROWS, episode_list, evaluate_policy, share_of
+from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.recording import record_episodes, recording_failed
@@ -61,7 +61,7 @@ from rlinf.report.compare_folders import (
     compare_folders,
     evaluation_folder,
 )
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
@@ -85,12 +85,8 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
     results come.
 
-    Raises:
-        CheckpointError: The folder is not a checkpoint or is damaged.
-        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
-        ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with; or
-            ``output_dir`` holds something that would be overwritten.
-        RankError: A rank failed.
+    Raise as ``open_policy``; ConfigError for another list of episodes than the split or the comparison allows, or an ``output_dir`` in
+    which something would be overwritten; and RankError if a rank fails.
     """
     settings, output, cluster = config.evaluation, Path(config.output_dir), config.cluster
     check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
@@ -105,7 +101,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
                 before, kept = kept, num_kept(output)
-                if kept <= max(before, 0):
+                if kept <= max(before, 0):  # nothing was played since the last start
                     raise
                 logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
     except BaseException as error:
@@ -116,92 +112,126 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         raise
 
 
+@dataclass
+class _Opened:
+    """What an evaluation has before its first episode.
+
+    Attributes:
+        model: The policy, on the CPU.
+        manifest: Of the present conditions.
+        conditions: All that a result depends on.
+        untold: It cannot be told whether earlier processes played the same policy.
+    """
+
+    specs: list[EpisodeSpec]
+    model: Any
+    manifest: Manifest
+    conditions: dict[str, Any]
+    baseline: EvaluationResult | None
+    warnings: list[str]
+    untold: bool
+
+
 def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     """Play this rank's share of the episodes, or let players play all; rank 0 writes."""
     config, reservation = work
     prepare_rank(config)
-    settings, output, is_first = config.evaluation, Path(config.output_dir), rank() == 0
-    baseline = evaluation_folder(settings.compare) if settings.compare else None
+    settings, output = config.evaluation, Path(config.output_dir)
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     if reservation is not None:
         reservation.join()  # env nodes are in the cluster of the players
-    players = None
-    env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
-    try:
+    ranks = RankGroup(rank(), world_size(), lambda part: gather_objects(part()))
+    with ExitStack() as stack:
+        env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
+        stack.callback(env.close)
+        episodes, device = None, resolve_device(config.cluster.device, 1)
         with waiting("start"):
-            specs = episode_list(env, settings.split, settings.num_episodes)
-            model, manifest, saved, warnings = open_policy(config, env)
-            before = None
-            if baseline is not None:
-                before = EvaluationResult.from_json(baseline / run_folder.RESULT_FILE)
-                check_tells_success(before, "evaluation.compare")
-                _check_comparable(baseline, before, manifest, env, specs, config)
-            if settings.split == "train":
-                warnings.append(TRAINING_SPLIT)
-                _warn([TRAINING_SPLIT])
-            device = resolve_device(config.cluster.device, 1)
+            opened = _open(config, env)
             if reservation is None:
-                model = model.to(device)
+                opened.model = opened.model.to(device)
             else:
-                players = _players(config, reservation, model)
-            # The fingerprint of the simulator is that of rank 0.
-            server = None if config.model.url is None else model.client.digest
-            present = gather_objects({"device": device, **conditions(config, manifest, saved, specs, server)})[0]
+                players = _players(config, reservation, opened.model)
+                stack.callback(players.close)
+                episodes = RemoteEpisodes(players, _most_envs(settings))
+            # Rank 0 alone has the fingerprint of the simulator.
+            present = gather_objects({"device": device, **opened.conditions})[0]
         with (
             waiting("evaluate"),
             PartialResults(output, present, rank()) as partial,
-            autocast(model, config.model.precision),
+            autocast(opened.model, config.model.precision),
         ):
-            known = gather_objects(partial.known)[0]
-            if known and server is not None and saved is None:
-                warnings.append(server_untold(config.model.url, f"{len(known)} episodes"))
-                _warn(warnings[-1:])
-            progress = _Progress(partial, known, len(specs), config.tracking.progress)
-            result = evaluate_policy(
-                model,
-                env,
-                specs,
-                greedy=settings.greedy,
-                temperature=config.rollout.temperature,
-                seed=config.seed,
-                video_folder=output / run_folder.VIDEOS_FOLDER if settings.num_videos_per_task else None,
-                num_videos_per_task=settings.num_videos_per_task,
-                video_size=settings.video_size,
-                known=known,
-                on_result=progress.add,
-                rank=rank(),
-                num_ranks=world_size(),
-                together=lambda part: gather_objects(part()),
-                episodes=None if players is None else RemoteEpisodes(players, _most_envs(settings)),
-                stop=stop_rule(settings.stop_when, before, len(specs)),
-                look_every=_most_envs(settings),
-            )
-            if settings.stop_when is not None:
-                result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
-                result.warnings += _stopped(result)
-            if is_first:
-                _write(config, result, partial.earlier_s, manifest, warnings)
-            try:
-                record_episodes(
-                    model,
-                    env,
-                    result,
-                    output / run_folder.RECORDINGS_FOLDER,
-                    settings.record_episodes,
-                    settings.video_size,
-                    rank=rank(),
-                    num_ranks=world_size(),
-                    together=lambda part: gather_objects(part()),
-                )
-            except Exception as error:
-                raise recording_failed(error, output) from error
-            if is_first:
-                _show(output, baseline, settings.allow_mismatch)
-    finally:
-        if players is not None:
-            players.close()
-        env.close()
+            _play(config, env, opened, partial, ranks, episodes)
+
+
+def _open(config: RunConfig, env: VectorEnv) -> _Opened:
+    """Open the policy, and refuse a comparison that would fail after hours of episodes."""
+    settings, before = config.evaluation, None
+    specs = episode_list(env, settings.split, settings.num_episodes)
+    model, manifest, saved, warnings = open_policy(config, env)
+    if settings.compare:
+        baseline = evaluation_folder(settings.compare)
+        before = EvaluationResult.from_json(baseline / run_folder.RESULT_FILE)
+        check_tells_success(before, "evaluation.compare")
+        _check_comparable(baseline, before, manifest, env, specs, config)
+    if settings.split == "train":
+        warnings.append(TRAINING_SPLIT)
+        _warn([TRAINING_SPLIT])
+    server = digest_of_server(config, model)
+    present = conditions(config, manifest, saved, specs, server)
+    return _Opened(specs, model, manifest, present, before, warnings, server is not None and saved is None)
+
+
+def _play(
+    config: RunConfig,
+    env: VectorEnv,
+    opened: _Opened,
+    partial: PartialResults,
+    ranks: RankGroup,
+    episodes: RemoteEpisodes | None,
+) -> None:
+    """Play, write the result, record episodes and write the report."""
+    settings, output, specs = config.evaluation, Path(config.output_dir), opened.specs
+    known = gather_objects(partial.known)[0]
+    if known and opened.untold:
+        opened.warnings.append(server_untold(config.model.url, f"{len(known)} episodes"))
+        _warn(opened.warnings[-1:])
+    plan = EvaluationPlan(
+        video_folder=output / run_folder.VIDEOS_FOLDER if settings.num_videos_per_task else None,
+        num_videos_per_task=settings.num_videos_per_task,
+        video_size=settings.video_size,
+        known=known,
+        ranks=ranks,
+        episodes=episodes,
+        stop=stop_rule(settings.stop_when, opened.baseline, len(specs)),
+        look_every=_most_envs(settings),
+    )
+    progress = _Progress(partial, known, len(specs), config.tracking.progress)
+    result = evaluate_policy(opened.model, env, specs, **sampling_of(config), on_result=progress.add, plan=plan)
+    if settings.stop_when is not None:
+        result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
+        result.warnings += _stopped(result)
+    if ranks.rank == 0:
+        _write(config, result, partial.earlier_s, opened.manifest, opened.warnings)
+    recordings, count = output / run_folder.RECORDINGS_FOLDER, settings.record_episodes
+    try:
+        record_episodes(opened.model, env, result, recordings, count, settings.video_size, ranks)
+    except Exception as error:
+        raise recording_failed(error, output) from error
+    if ranks.rank == 0:
+        if settings.compare:
+            print(compare_folders(settings.compare, output, settings.allow_mismatch).table(), flush=True)
+        print(f"report: {write_report(output)}", flush=True)
+
+
+def sampling_of(config: RunConfig) -> dict[str, Any]:
+    """Return how actions are drawn, as ``evaluate_policy`` takes it."""
+    return {"greedy": config.evaluation.greedy, "temperature": config.rollout.temperature, "seed": config.seed}
+
+
+def digest_of_server(config: RunConfig, model: Any) -> str | None:
+    """Return the digest of the metadata of a remote policy; None: the policy is here."""
+    return None if config.model.url is None else model.client.digest
 
 
 def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:
@@ -244,22 +274,10 @@ def _write(
     print(f"{result.table()}\nresults: {output / run_folder.RESULT_FILE}", flush=True)
 
 
-def _show(output: Path, baseline: Path | None, allow_mismatch: Sequence[str]) -> None:
-    """Compare a written result with the baseline's, and write the report."""
-    if baseline is not None:
-        print(compare_folders(baseline, output, allow_mismatch).table(), flush=True)
-    print(f"report: {write_report(output)}", flush=True)
-
-
 def check_output(output: Path, baseline: Path | None) -> None:
-    """Refuse a folder in which an evaluation would overwrite something.
+    """Raise ConfigError for a folder in which an evaluation would overwrite something.
 
-    Args:
-        output: Where results are to go.
-        baseline: Folder of the evaluation to compare with.
-
-    Raises:
-        ConfigError: It is the baseline's, holds a finished evaluation, or is or lies in a run, checkpoint or export.
+    It is the baseline's, holds a finished evaluation, or is or lies in a run, checkpoint or export.
     """
     place = output.resolve()
     if baseline is not None and baseline.resolve() == place:
@@ -289,11 +307,11 @@ def _belongs_to_training(folder: Path) -> bool:
         manifest = json.loads((folder / run_folder.MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(manifest, dict) and bool(manifest.get("files"))  # that of an evaluation lists none
+    return isinstance(manifest, dict) and bool(manifest.get("files"))  # the manifest of an evaluation lists none
 
 
 def _num_envs(settings: EvaluationConfig, has_players: bool) -> int:
-    """No more environments than there are episodes, this rank's share of them, but enough for the fingerprint."""
+    """Return this rank's share of the envs, at most one for each episode, but enough for the fingerprint."""
     least = NUM_EPISODES if settings.probe and rank() == 0 else 1
     if has_players:
         return min(settings.num_envs, least)
@@ -331,25 +349,18 @@ class _Progress:
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
-    """Open ``config.checkpoint``, or build the configured policy, as an evaluation does it.
+    """Open ``config.checkpoint`` or the server at ``model.url``, or build the configured policy.
 
-    Returns:
-        The policy on the CPU, the present conditions (the fingerprint on rank 0 only), those of the checkpoint or of
-        the server (None: not known), and what a reader of the result should know.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint or is damaged.
-        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
-        PolicyServerError: The policy is elsewhere, and does not answer.
+    Return the policy on the CPU, the present conditions (the fingerprint on rank 0 only), the conditions of the checkpoint or server
+    (None: not known), and warnings for a reader of the result. Raise as ``open_checkpoint`` and ``open_elsewhere``.
     """
     warnings = []
     allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
     if config.model.url is not None:
         opened = open_elsewhere(config, env, allowed)
         if opened.manifest is None:
-            warnings.append(
-                f"{config.model.url} tells nothing of its policy, so neither weights nor conditions were compared"
-            )
+            untold = "tells nothing of its policy, so neither weights nor conditions were compared"
+            warnings.append(f"{config.model.url} {untold}")
         elif opened.policy.rows_of_call != NUM_ROWS:
             rows = f"calls its policy with {opened.policy.rows_of_call} rows (max_batch), an evaluation with {NUM_ROWS}"
             warnings.append(f"{config.model.url} {rows}: actions may be rounded differently")
@@ -372,9 +383,9 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
     return model, manifest, saved, warnings
 
 
-def server_untold(url: str | None, what: str) -> str:
-    """Say that what earlier processes have played, ``12 episodes``, may be another policy's."""
-    doubt = f"whether {url} served the same policy during the {what} of earlier processes"
+def server_untold(url: str | None, played: str) -> str:
+    """Say that the results of earlier processes, ``12 episodes``, may be another policy's."""
+    doubt = f"whether {url} served the same policy during the {played} of earlier processes"
     return f"It is not known {doubt}: it tells nothing of its policy"
 
 
@@ -427,19 +438,19 @@ def conditions(
     """Return all that a result depends on, as JSON values.
 
     Args:
-        config: Of the evaluation.
         manifest: Of the present conditions; the weights below adapters are in it.
-        saved: The checkpoint's; None: there is none, and the weights are those that ``config.model`` names.
-        specs: The episodes.
-        server: Digest of what the server of the policy says; None: there is none.
+        saved: The checkpoint's manifest; None: ``config.model`` names the weights.
+        server: Digest of the server's metadata; None: the policy is here.
     """
-    model = config.model
-    free = {*CONNECTION_FIELDS, *([] if saved is None else ["url"])}  # a known policy may move
+    model, free = config.model, {*CONNECTION_FIELDS}
+    weights: Any = (
+        [weights_digest(path) for path in (model.model_path, model.lora_path)] if saved is None else saved.files
+    )
+    if saved is not None:
+        free.add("url")  # a known policy may move
     return {
         "episodes": [len(specs), str(specs[0]), str(specs[-1])],
-        "weights": [weights_digest(path) for path in (model.model_path, model.lora_path)]
-        if saved is None
-        else saved.files,
+        "weights": weights,
         "env.reward_mode": config.env.reward_mode,
         "env.success_bonus": config.env.success_bonus,
         **{name: value for name, value in manifest.flatten().items() if name not in ("git_revision", "policy_version")},

@@ -36,7 +36,7 @@ from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
 from rlinf.report.compare_folders import compare_folders, evaluation_folder
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 
@@ -54,7 +54,6 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
 
     Raises:
         ConfigError: The file, one of its rows or a setting cannot be used; raised before the model is loaded.
-        CheckpointError: There is no model in the folder, or it cannot be loaded.
         ManifestMismatchError: The evaluation to compare with had other conditions.
         RankError: A rank failed.
     """
@@ -127,14 +126,11 @@ def _write(
 
 
 def find_model(path: str) -> str:
-    """Return the folder or hub id of a model.
+    """Return the folder or hub id of a model; raise CheckpointError without one.
 
     Args:
         path: Such a folder or id; the folder of a recipe's run, or one with several runs: the newest export; a checkpoint that was
             exported too; ``latest``: the newest export below ``outputs``.
-
-    Raises:
-        CheckpointError: There is none.
     """
     folder = follow_latest(Path(path).expanduser())
     if path == run_folder.LATEST and not folder.exists():
@@ -253,7 +249,7 @@ def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: s
 
 
 def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGeneration, answer_type: str) -> Manifest:
-    """Return the conditions; those of the questions must be equal to compare two evaluations."""
+    """Return the conditions. A comparison requires equal ``questions``."""
     folder = Path(model)
     saved = Manifest.load(folder) if (folder / run_folder.MANIFEST_FILE).is_file() else None
     network = generator.model

@@ -39,7 +39,7 @@ def export(
     """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
 
     The folder of an action policy is read back before it gets its name, and must give the same logits and actions on a random
-    observation. That of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``).
+    observation. The folder of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``).
 
     Args:
         checkpoint: Checkpoint or run folder, or an export.
@@ -51,9 +51,8 @@ def export(
         ``output``.
 
     Raises:
-        CheckpointError: ``output`` is there already, the checkpoint is damaged, its adapters were merged before or
-            there are none, its configuration names code that no override names, or what was written does not give the
-            same numbers.
+        CheckpointError: ``output`` exists, the checkpoint is damaged or has no adapters to merge, its configuration names code that no
+            override names, or the written folder gives other numbers.
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -41,9 +42,11 @@ from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.files import mark_latest
 from rlinf.memory import num_cores
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import override_text
+from rlinf.options import from_mapping, override_text, public_fields
 from rlinf.preflight.folders import check_new_folder
 from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
+
+T = TypeVar("T")
 
 MOST_ENVS_PER_CORE = 1024
 """More are warned of: they are more likely a slip of the keyboard than meant."""
@@ -52,7 +55,7 @@ AUTO = "auto"
 """As ``resume``: the newest whole checkpoint, or a new run."""
 
 POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
-"""A command that sets any of these keys says which policy acts."""
+"""A command that sets any of these keys names its policy."""
 
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -102,8 +105,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
     a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
 
-    Returns:
-        The folders of the runs that ended in this process; none if the arguments only ask for information.
+    Return the folders of the runs that ended in this process; none if the arguments only ask for information.
     """
     args = parse(arguments)
     if args.multirun and is_connected():
@@ -112,16 +114,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             "launch. Leave -m out and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
         )
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
-    resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
-    if resumed == AUTO:
-        resumed, searched = newest_run(args)
-        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
-        args.overrides = [*others, f"resume={'null' if resumed is None else override_text(resumed)}"]
-        print(
-            f"resume=auto: {resumed or 'there is no whole checkpoint, so a new run begins'} (searched: {searched})",
-            flush=True,
-        )
-    if resumed is not None:
+    if not (only_tells or args.multirun) and (resumed := _resumed(args)) is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
         if args.cfg:
@@ -143,7 +136,37 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             of_the_task = (each.input_line for each in parse_overrides(overrides) if not each.is_hydra_override())
             checked[tuple(of_the_task)] = config = build(composed, command)  # as hydra.overrides.task names them
             check(config, command)
+    folders, failures = _run_under_hydra(args, command, checked)
+    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
+    if args.multirun and len(finished) > 1:
+        from rlinf.report.runs import sweep_table
 
+        print(sweep_table(finished), flush=True)
+    if failures:
+        raise failures[0]
+    return folders
+
+
+def _resumed(args: Namespace) -> str | None:
+    """Return the run to resume, or None; ``resume=auto`` in the overrides becomes the newest checkpoint."""
+    resumed = given_value(args.overrides, "resume")
+    if resumed == AUTO:
+        resumed, searched = newest_run(args)
+        named = "null" if resumed is None else override_text(resumed)
+        args.overrides = [*_without_resume(args.overrides), f"resume={named}"]
+        found = resumed or "there is no whole checkpoint, so a new run begins"
+        print(f"resume=auto: {found} (searched: {searched})", flush=True)
+    return resumed
+
+
+def _without_resume(overrides: Sequence[str]) -> list[str]:
+    return [item.input_line for item in parse_overrides(overrides) if item.key_or_group != "resume"]
+
+
+def _run_under_hydra(
+    args: Namespace, command: str, checked: dict[tuple[str, ...], RunConfig]
+) -> tuple[list[Path], list[RLinfError | RankError]]:
+    """Let Hydra make the folders and run each job; return the folders of the runs that ended, and the errors of the others."""
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
     process = os.getpid()
@@ -169,14 +192,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
             hydra.main(version_base="1.3", config_path=search.PACKAGE, config_name=ROOT)(execute)()
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, args.overrides, args.config_name) from error
-    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
-    if args.multirun and len(finished) > 1:
-        from rlinf.report.runs import sweep_table
-
-        print(sweep_table(finished), flush=True)
-    if failures:
-        raise failures[0]
-    return folders
+    return folders, failures
 
 
 def mark_as_latest(folder: Path) -> None:
@@ -259,8 +275,7 @@ def newest_run(args: Namespace) -> tuple[str | None, Path]:
         folder = Path(output_dir).expanduser()
         runs = [folder]
     else:
-        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
-        experiment = compose_config(others, args.config_dir, args.config_name).experiment_name
+        experiment = compose_config(_without_resume(args.overrides), args.config_dir, args.config_name).experiment_name
         folder = Path("outputs", experiment)
         runs = sorted((path for path in folder.glob("*") if path.name != LATEST), reverse=True)
     for run in runs:
@@ -279,13 +294,22 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
     return [f"checkpoint={first}", *arguments[1:]] if is_folder and first[0] != "-" else list(arguments)
 
 
-def names_policy(arguments: Sequence[str]) -> bool:
-    """Return whether the words of a command say which policy acts: a checkpoint, a model, or an address."""
-    return any(word.partition("=")[0] in POLICY_KEYS for word in arguments)
+def require_policy(arguments: Sequence[str], command: str, keys: Sequence[str] = POLICY_KEYS, more: str = "") -> None:
+    """Raise ConfigError unless the words of a command name its policy by one of ``keys``; ``more`` ends the usage."""
+    if not any(word.partition("=")[0] in keys for word in arguments):
+        usage = f"rlinf {command} checkpoint=outputs/quickstart/latest{more}"
+        raise ConfigError(f"`rlinf {command}` needs a checkpoint or run folder. Run {usage}")
+
+
+def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]:
+    """Parse a command's words, of which the fields of ``kind`` are its own settings and the others Hydra's."""
+    own = [word for word in arguments if word.partition("=")[0] in public_fields(kind)]
+    args = parse([word for word in arguments if word not in own])
+    return args, from_mapping(kind, {item.key_or_group: item.value() for item in parse_overrides(own)})
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return what the last override of ``key`` says, or None; raise ConfigError if it lists several values."""
+    """Return the value of the last override of ``key``, or None; raise ConfigError if it lists several values."""
     given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
     if not given or given[-1].value() is None:
         return None
@@ -297,13 +321,14 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
-    """Compose and check the configuration of a command that runs once, on top of that of ``checkpoint=`` if it is given.
+    """Compose and check the configuration of a command that runs once, laid over the checkpoint's if ``checkpoint=`` is given.
 
     Return None if ``--cfg`` asks to print the configuration only.
     """
     if args.multirun:
-        sweeps = "sweeps (-m) are for `rlinf train` and `rlinf sft`"
-        raise ConfigError(f"`rlinf {command}` runs once; {sweeps}. Leave -m out")
+        raise ConfigError(
+            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
+        )
     checkpoint = given_value(args.overrides, "checkpoint")
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
@@ -346,7 +371,7 @@ def _arguments(args: Namespace) -> Iterator[None]:
         if name != "overrides" and value not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             words += [flag] if value is True else [flag, value]
-    GlobalHydra.instance().clear()
+    GlobalHydra.instance().clear()  # of an earlier run in this process
     previous, sys.argv = sys.argv, words
     try:
         with env_override({"HYDRA_FULL_ERROR": "1"}):

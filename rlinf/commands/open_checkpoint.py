@@ -64,9 +64,9 @@ def open_checkpoint(
         deferred: Leave the weights in their files, if they can be: ``make_parallel`` reads them.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds another model type that ``allow_mismatch`` does not name.
+        CheckpointError: The folder has no checkpoint, or a damaged one, or one of another model type that ``allow_mismatch`` does not name.
         ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
-        ConfigError: A size in ``config`` is not that of the folder.
+        ConfigError: A size in ``config`` differs from the folder's.
     """
     folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
     saved = Manifest.load(folder)
@@ -83,13 +83,9 @@ def open_checkpoint(
 def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
     """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
 
-    What a policy does with an observation is the server's business, so these conditions are those that the server runs it with;
-    what concerns the world is that of this process. Both are compared with the checkpoint's.
-
-    Raises:
-        ConfigError: Its actions are not those of the env.
-        ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
-        PolicyServerError: It does not answer, or does not say what it is.
+    The server tells the conditions of the policy, and this process has the conditions of the world. Both are compared with the
+    checkpoint's. Raise ConfigError for actions that do not fit the env, and ManifestMismatchError for a condition that differs and that
+    ``allow_mismatch`` does not name.
     """
     policy = build_policy(config)
     if policy.action_dim != env.action_dim:
@@ -108,15 +104,9 @@ def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[s
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint or an export.
+    """Return the configuration stored in a checkpoint or an export, with ``overrides`` laid over it.
 
-    Args:
-        folder: Of the checkpoint or the export.
-        overrides: Laid over it, e.g. ``["plugins=[my_model.py]"]``: code runs only where it is named here.
-
-    Raises:
-        CheckpointError: It is missing or unreadable, or names code that no override names.
-        ConfigError: It is of another version of rlinf, or an override does not fit.
+    Code runs only where an override names it, e.g. ``plugins=[my_model.py]``; raise CheckpointError for other code.
     """
     saved = read_saved_config(Path(folder))
     composed = compose_on_saved(saved, overrides, folder=folder)
@@ -140,9 +130,8 @@ def load_policy(
 
     Raises:
         CheckpointError: The folder holds adapters and ``config`` does not expect any.
-        ManifestMismatchError: The adapters belong to other base weights than those at
-            ``config.model.model_path``, and ``config.evaluation.allow_mismatch`` does not name them.
-        ConfigError: A size in ``config`` is not that of the folder.
+        ManifestMismatchError: The adapters belong to other base weights than ``config.model.model_path``, which
+            ``config.evaluation.allow_mismatch`` does not name.
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
@@ -156,14 +145,10 @@ def load_policy(
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
 ) -> dict[str, Any] | None:
-    """Action statistics for the env, where the weights cannot bring them: those of the dataset that is cloned, else the
-    bounds of the env.
+    """Return the action statistics of the cloned dataset, else the bounds of the env, as ``override_config_kwargs`` of ``build_policy``.
 
-    That is so for random weights, and for a ``model.model_path`` of other data that is adapted to this env
-    (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
-
-    Returns:
-        ``override_config_kwargs`` of ``build_policy``; None where the folder has its own statistics.
+    Return None where the folder at ``model.model_path`` has its own. Random weights have none, and neither has a model of other data
+    that is adapted to this env (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
     """
     name = config.env.name
     if config.model.model_path is not None:
@@ -184,7 +169,7 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: boo
         config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
     overrides = None
     statistics = source / STATISTICS_FILE
-    if statistics.is_file():  # those of the env, where the base weights had none
+    if statistics.is_file():  # of the env, where the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     adapted = replace(config, model=replace(config.model, lora_path=str(source)))
     model = build_policy(adapted, overrides, deferred=deferred and not brings_base)

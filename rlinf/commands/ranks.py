@@ -1,4 +1,4 @@
-"""What every rank of a command does first."""
+"""First steps of every rank of a command."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from rlinf.options import to_mapping
 
 @waiting("start")
 def prepare_rank(config: RunConfig) -> None:
-    """Import the plugins on this rank, and compare them and the configuration with those of the other ranks.
+    """Import the plugins on this rank, and compare them and the configuration between ranks.
 
-    Raises:
-        ConfigError: On all ranks, if one differs.
+    Raise ConfigError on all ranks if one differs.
     """
     plugins = load_plugins(config.plugins)
     hide_progress_bars()
@@ -37,8 +36,7 @@ def prepare_rank(config: RunConfig) -> None:
 @waiting("start")
 def refuse_expandable_segments() -> None:
     """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
-    own = expandable_segments()
-    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), own))):
+    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
         if found:
             raise ConfigError(
                 f"{found} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "

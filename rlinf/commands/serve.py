@@ -58,7 +58,7 @@ class ServeConfig:
     )
     max_batch: int = option(
         NUM_ROWS,
-        "Rows of each call of the policy; fewer are filled up. Another number than that of the evaluation rounds otherwise.",
+        "Rows of each call of the policy; fewer are filled up. Another number than in the evaluation may round otherwise.",
         minimum=1,
     )
     batch_wait_ms: float = option(5.0, "Longest wait for observations of other clients.", minimum=0)
@@ -73,7 +73,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
-class Row:
+class RequestRow:
     """One checked observation, and the random numbers ``[U]`` of its sample; None: the most likely action."""
 
     observation: Observation
@@ -84,9 +84,7 @@ class Row:
 class PolicyRows:
     """Reads requests for a policy, and acts for several at once.
 
-    Args:
-        policy: The policy.
-        settings: How clients name the parts of an observation, and the rows of a call.
+    ``settings`` say how clients name the parts of an observation, and the rows of a call.
     """
 
     def __init__(self, policy: Policy, settings: ServeConfig) -> None:
@@ -96,15 +94,15 @@ class PolicyRows:
         self.state_dim = ENVS.get(policy.config.env.name).state_width(policy.config.env) or 0
         self.reads_state = policy.model.reads_state(policy.model.config)
 
-    def read(self, request: Mapping[str, Any]) -> Row:
+    def read(self, request: Mapping[str, Any]) -> RequestRow:
         """Check a request under ``settings.keys``; raise MessageError or ConfigError if it does not fit the policy."""
         return self._row(self.layout, request)
 
-    def read_named(self, request: Mapping[str, Any]) -> Row:
+    def read_named(self, request: Mapping[str, Any]) -> RequestRow:
         """Check a request of vla-eval; raise as ``read``."""
         return self._row(self.named, request)
 
-    def _row(self, layout: Layout, request: Mapping[str, Any]) -> Row:
+    def _row(self, layout: Layout, request: Mapping[str, Any]) -> RequestRow:
         size = self.policy.config.env.image_size
         parts = layout.read(request, self.policy.cameras, self.reads_state, size, self.max_prompt)
         if not isinstance(parts["instruction"], str):
@@ -123,16 +121,16 @@ class PolicyRows:
                 )
         if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
             raise MessageError(f"temperature is {temperature!r}; required: a number above 0")
-        return Row(rows, uniforms, float(temperature))
+        return RequestRow(rows, uniforms, float(temperature))
 
     @property
     def largest_message(self) -> int:
-        """Bytes of ``max_batch`` observations, with 64 KiB each for what is no picture."""
+        """Bytes of ``max_batch`` observations, with 64 KiB each beside the pictures."""
         policy = self.policy
         pictures = len(policy.cameras) * 3 * policy.config.env.image_size**2
         return self.num_rows * (pictures + 8 * policy.model.num_uniforms + 2**16)
 
-    def act(self, rows: Sequence[Row]) -> list[np.ndarray | Exception]:
+    def act(self, rows: Sequence[RequestRow]) -> list[np.ndarray | Exception]:
         """Return float32 ``[C, D]`` for each row, which depends on no other row, or the error of a prompt that is too long."""
         kinds: dict[tuple[bool, float], list[int]] = {}
         actions: dict[int, np.ndarray | Exception] = {}
@@ -158,16 +156,14 @@ class PolicyRows:
             name: np.zeros((1, config.image_size, config.image_size, 3), np.uint8) for name in self.policy.cameras
         }
         state = np.zeros((1, self.state_dim), np.float32) if self.state_dim else None
-        self.act([Row(Observation(images, state, ["stand still"]), None, 1.0)])
+        self.act([RequestRow(Observation(images, state, ["stand still"]), None, 1.0)])
 
 
 def serve(config: RunConfig, settings: ServeConfig) -> None:
-    """Serve ``config.checkpoint`` until SIGTERM or Ctrl-C; what was asked before is answered.
+    """Serve ``config.checkpoint`` until SIGTERM or Ctrl-C, and answer all requests that came before.
 
-    Raises:
-        ConfigError: The address cannot be had, is open to others without a key, or the names of the observation do not fit.
-        CheckpointError: The folder is not a checkpoint or is damaged.
-        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    Raise ConfigError for an address that is taken or open to others without a key, or for names that do not fit the policy; else as
+    ``open_checkpoint``.
     """
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
@@ -221,7 +217,9 @@ async def _until_signal(server: PolicyServer, bound: socket.socket, on_listening
 def metadata_of(opened: Opened, rows: PolicyRows, settings: ServeConfig) -> dict[str, Any]:
     """Return what a client is told first: plain values, under one key, because openpi's clients look for their own."""
     policy = rows.policy
-    present = replace(opened.present, git_revision=opened.manifest.git_revision)  # an edited comment is no other policy
+    present = replace(
+        opened.present, git_revision=opened.manifest.git_revision
+    )  # an edited comment does not change the policy
     return {
         "rlinf": {
             "protocol": PROTOCOL,

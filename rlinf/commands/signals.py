@@ -1,4 +1,4 @@
-"""What signals do to a command that writes a folder."""
+"""Signals in a command that writes a folder."""
 
 from __future__ import annotations
 

@@ -21,11 +21,9 @@ class Answer:
     Attributes:
         id: Of the question; unique within its file.
         category: Subset or category, by which accuracies are listed.
-        prompt: What was asked, before the chat template.
-        completion: What it wrote, without special tokens.
-        expected: The right answer.
-        found: The answer found in the completion; None if there is none.
-        is_correct: Whether the two agree.
+        prompt: The question as text, before the chat template.
+        completion: The model's text, without special tokens.
+        found: The answer found in the completion, or None.
         num_tokens: Length of the completion, with the token that ends it.
         is_cut: The completion reached the largest length without an end.
         images: Files of the question's first images, made small, relative to the folder of the result.
@@ -48,13 +46,9 @@ class AnswerResult:
     """Answers to the questions of a file, in its order.
 
     Attributes:
-        answers: One for each question.
-        file: The questions.
         answer_type: How an answer was found.
         temperature: Of the sampling; 0: the most likely tokens.
-        seed: Of the sampling.
         wall_s: Duration in seconds, without loading the model.
-        warnings: What a reader of the numbers should know.
     """
 
     answers: list[Answer]
@@ -106,7 +100,7 @@ class AnswerResult:
 
 
 def holds_answers(path: str | os.PathLike) -> bool:
-    """Return whether a ``result.json`` is that of questions (another one is of episodes, or damaged)."""
+    """Return whether a ``result.json`` holds answers; a result of episodes, or a damaged one, does not."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -120,9 +114,5 @@ def _count(answers: Sequence[Answer]) -> Success:
 
 def _as_dict(count: Success) -> dict[str, Any]:
     accuracy = count.success_rate if count.episodes else None
-    return {
-        "accuracy": accuracy,
-        "correct": count.successes,
-        "questions": count.episodes,
-        "interval": list(count.interval),
-    }
+    counts = {"correct": count.successes, "questions": count.episodes}
+    return {"accuracy": accuracy, **counts, "interval": list(count.interval)}

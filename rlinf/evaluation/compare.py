@@ -53,7 +53,7 @@ class Pairs:
 
     @property
     def difference(self) -> float:
-        """Success rate of the second policy minus that of the first."""
+        """Success rate of the second policy minus the first policy's."""
         return (self.only_b - self.only_a) / self.episodes
 
     @property
@@ -81,7 +81,6 @@ class SequentialPairs(Pairs):
 
     Attributes:
         signs: For each episode, in the order of the list, 1 if only the second policy succeeded, -1 if only the first, else 0.
-        num_planned: Episodes of the list.
     """
 
     signs: tuple[int, ...]
@@ -98,7 +97,7 @@ class SequentialPairs(Pairs):
         return sequential_p_value(self.signs, self.num_planned)
 
     def forecast(self) -> str:
-        """Say what is decided, and otherwise about how many more episodes would decide."""
+        """Say which policy is better, or about how many more episodes would decide."""
         played = f"after {self.episodes} of {self.num_planned} episodes"
         if self.p_value <= LEVEL:
             low, high = self.interval
@@ -112,7 +111,7 @@ class SequentialPairs(Pairs):
             return f"Not decided {played}: about {more} more would decide, if the two go on to differ as so far"
         return (
             f"Not decided {played}: a list of about {self.episodes + more}, planned from the start, would decide, if the two differ as so far; "
-            "these episodes, played on and read again, are no such list"
+            "these episodes, played on and read again, do not make such a list"
         )
 
 
@@ -205,14 +204,12 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     """Pair two results by task, initial state and seed.
 
     Args:
-        result_a, result_b: Results of two policies on the same episodes, in any order.
         allow_mismatch: ``"episodes"`` compares the common ones of two lists; ``"greedy"``, ``"temperature"`` and
             ``"seed"`` accept a difference in how actions were drawn.
 
     Raises:
-        ConfigError: The env of ``result_a`` tells no success.
         ManifestMismatchError: Actions were drawn in different ways, so the difference is not the policies' alone.
-        ConfigError: The lists differ and that is not allowed, an episode occurs twice, or none is common.
+        ConfigError: ``result_a`` has no success, an episode occurs twice, or the lists differ more than ``allow_mismatch`` says.
     """
     check_tells_success(result_a, "A comparison")
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
@@ -257,13 +254,9 @@ def _make_sequential(
 
 
 def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
-    """Pair two results by question; they may answer it in any order.
+    """Pair two results by question, in any order; ``allow_mismatch`` with ``"questions"`` compares the common ones of two lists.
 
     Raise ConfigError if the lists differ and that is not allowed, or they have no question in common.
-
-    Args:
-        result_a, result_b: Results of two models on the same questions.
-        allow_mismatch: ``"questions"`` compares the common ones of two lists.
     """
     first, second = (
         {(one.id, one.prompt, one.expected): (one.category, one.is_correct) for one in result.answers}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlinf.options import option
 
 TRAINING_SPLIT = (
-    "evaluation.split=train: the episodes are those of training, so the success rate is not that of held-out episodes"
+    "evaluation.split=train: these are episodes of training, so the success rate says nothing of held-out episodes"
 )
 """Warning on the terminal when the training split is evaluated."""
 

@@ -1,4 +1,4 @@
-"""An env that shows a policy something else than there is, or does something else than the policy asks."""
+"""An env that shows a policy other observations than its own, or executes other actions than the policy's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Motion = Callable[[np.ndarray, "Playing"], np.ndarray]
 
 @dataclass
 class Playing:
-    """What is played now.
+    """The episodes that run now.
 
     Attributes:
         specs: Episode of each row; None: the row is idle.
-        first: What the env showed at the start of the episodes.
+        first: Observation at the start of the episodes.
         steps: int64 ``[B]``, env steps since then.
     """
 
@@ -36,8 +36,8 @@ class Playing:
 
 
 @dataclass
-class Record:
-    """What an episode showed first, pictures ``[H, W, 3]``, state ``[S]`` and sentence, and what was done: actions float32 ``[D]``."""
+class EpisodeRecord:
+    """The first observation of an episode, with pictures ``[H, W, 3]`` and state ``[S]``, and its executed actions, float32 ``[D]``."""
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
@@ -49,10 +49,9 @@ class DisturbedEnv:
     """Wraps a ``VectorEnv`` without auto-reset for ``evaluate_policy``.
 
     Args:
-        env: The env.
-        sight: What the policy sees instead of the observations.
-        motion: What is executed instead of its actions.
-        records: Filled with what happens in each episode, before ``sight`` and after ``motion``.
+        sight: Changes the observations before the policy sees them.
+        motion: Replaces the policy's actions before the env executes them.
+        records: Filled with each episode's observation before ``sight`` and its actions after ``motion``.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class DisturbedEnv:
         env: VectorEnv,
         sight: Sight | None = None,
         motion: Motion | None = None,
-        records: dict[EpisodeSpec, Record] | None = None,
+        records: dict[EpisodeSpec, EpisodeRecord] | None = None,
     ) -> None:
         self.env, self.sight, self.motion, self.records = env, sight, motion, records
 
@@ -96,19 +95,14 @@ class DisturbedEnv:
         if self.records is not None and spec is not None:
             images = {name: image[row].copy() for name, image in first.images.items()}
             state = None if first.state is None else first.state[row].copy()
-            self.records[spec] = Record(images, state, first.instruction[row])
+            self.records[spec] = EpisodeRecord(images, state, first.instruction[row])
 
     def _shown(self, observation: Observation) -> Observation:
         return observation if self.sight is None else self.sight(observation, self.playing)
 
 
 class NoPolicy:
-    """Acts by zeros; ``motion`` says what is executed.
-
-    Args:
-        action_dim: ``D``.
-        num_actions: ``C``, decided at once.
-    """
+    """Acts by zeros ``[C, D]``, which ``motion`` replaces."""
 
     def __init__(self, action_dim: int, num_actions: int = 16) -> None:
         self.shape = (num_actions, action_dim)
@@ -133,7 +127,7 @@ def through(cameras: Sequence[str], change: Callable[[np.ndarray], np.ndarray]) 
 
 
 def pictures_of(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sight:
-    """Show a still picture ``[H, W, 3]`` of each camera throughout an episode; an episode that is not in the mapping shows what there is."""
+    """Show a still picture ``[H, W, 3]`` of each camera throughout an episode; episodes that are not in the mapping stay unmodified."""
 
     def sight(seen: Observation, playing: Playing) -> Observation:
         shown = {name: image.copy() for name, image in seen.images.items()}
@@ -146,7 +140,7 @@ def pictures_of(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sight
 
 
 def states_of(states: Mapping[EpisodeSpec, np.ndarray]) -> Sight:
-    """Show a state ``[S]`` throughout an episode; an episode that is not in the mapping shows what there is."""
+    """Show a state ``[S]`` throughout an episode; episodes that are not in the mapping stay unmodified."""
 
     def sight(seen: Observation, playing: Playing) -> Observation:
         shown = None if seen.state is None else seen.state.copy()
@@ -178,7 +172,7 @@ def fixed(sequences: Mapping[EpisodeSpec, np.ndarray]) -> Motion:
 
 
 @dataclass(frozen=True)
-class Push:
+class TimedPush:
     """A push by something else: ``action [D]`` is executed in place of the policy's from env step ``start`` to before ``end``."""
 
     start: int
@@ -186,8 +180,8 @@ class Push:
     action: np.ndarray
 
 
-def pushed(pushes: Mapping[EpisodeSpec, Push], motion: Motion | None = None) -> Motion:
-    """Push in each episode; otherwise execute the policy's actions, or those of another ``motion``."""
+def pushed(pushes: Mapping[EpisodeSpec, TimedPush], motion: Motion | None = None) -> Motion:
+    """Push in each episode; otherwise execute the actions of the policy, or of another ``motion``."""
 
     def disturbed(actions: np.ndarray, playing: Playing) -> np.ndarray:
         executed = actions.copy() if motion is None else motion(actions, playing)
@@ -206,9 +200,9 @@ def random_actions(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, count: 
     return generator.uniform(low, high, (count, len(low))).astype(np.float32)
 
 
-def push_of(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, num_steps: int) -> Push:
+def push_of(spec: EpisodeSpec, low: np.ndarray, high: np.ndarray, num_steps: int) -> TimedPush:
     """Return the push of an episode that takes ``num_steps`` without it: to a corner of the action space, after a third, for a quarter of them."""
     generator = np.random.default_rng(derive_seed(spec.seed, "push", spec.task_id, spec.init_state_id))
     start = num_steps // 3
     corner = np.where(generator.random(len(low)) < 0.5, low, high).astype(np.float32)
-    return Push(start, start + max(2, num_steps // 4), corner)
+    return TimedPush(start, start + max(2, num_steps // 4), corner)

@@ -7,7 +7,6 @@ prompts of one length, because matrix products of other shapes, and attention ne
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -65,7 +64,7 @@ class RowPolicy:
         if self.greedy:
             return None
         found = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
-        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)
+        return np.maximum(np.stack(found), np.finfo(np.float32).tiny)  # the logarithm of 0 is infinite
 
 
 def act_for_rows(
@@ -78,10 +77,7 @@ def act_for_rows(
     """Return float32 actions ``[K, C, D]`` for ``K`` rows, each of which depends on its own row alone.
 
     Args:
-        model: The policy.
-        observation: The rows.
         uniforms: float32 ``[K, U]`` in (0, 1), which decide the samples; None: take the most likely actions.
-        temperature: Of the samples.
         num_rows: Rows of a call of the model; fewer are filled up by the last one, unless the model acts elsewhere.
     """
     actions: dict[int, np.ndarray] = {}
@@ -98,7 +94,10 @@ def predictions_for_rows(
     num_rows: int = NUM_ROWS,
 ) -> Iterator[tuple[list[int], dict[str, Any], ActionPrediction]]:
     """Make the calls of ``act_for_rows``; yield of each its rows, which come first, and its inputs and prediction of all rows."""
-    for rows in _calls(model.prompt_lengths(observation), num_rows):
+    groups: dict[Hashable, list[int]] = {}  # rows with prompts of one length
+    for row, length in enumerate(model.prompt_lengths(observation)):
+        groups.setdefault(length, []).append(row)
+    for rows in (group[at : at + num_rows] for group in groups.values() for at in range(0, len(group), num_rows)):
         padded = rows + [rows[-1]] * (num_rows - len(rows) if getattr(model, "fills_calls", True) else 0)
         inputs = model.preprocess(observation.select(padded))
         prediction = model.predict_action_batch(
@@ -140,7 +139,7 @@ class ObjectPolicy(RowPolicy):
 
 
 def remembers(policy: Any) -> bool:
-    """Return whether a policy that is no model may remember what it has seen in an episode: it has ``reset``."""
+    """Return whether a policy, not one of our models, may remember an episode: it has ``reset``."""
     return not hasattr(policy, "predict_action_batch") and callable(getattr(policy, "reset", None))
 
 
@@ -180,20 +179,12 @@ class LocalEpisodes:
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         """See ``Episodes.play``."""
         size = self.env.num_envs
-        batches = [specs[first : first + size] for first in range(0, len(specs), size)]
+        batches = (specs[first : first + size] for first in range(0, len(specs), size))
         return [result for batch in batches for result in _run(self.policy, self.env, batch, on_result)]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
         """See ``Episodes.record``."""
         return _record(self.policy, self.env, numbered, folder, size)
-
-
-def _calls(lengths: Sequence[Hashable], num_rows: int) -> list[list[int]]:
-    """Split rows into calls of at most ``num_rows`` with prompts of one length."""
-    groups: dict[Hashable, list[int]] = {}
-    for row, length in enumerate(lengths):
-        groups.setdefault(length, []).append(row)
-    return [group[first : first + num_rows] for group in groups.values() for first in range(0, len(group), num_rows)]
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
@@ -221,6 +212,46 @@ def share_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
     return episodes[count * rank // num_ranks : count * (rank + 1) // num_ranks]
 
 
+@dataclass(frozen=True)
+class RankGroup:
+    """The processes that share the episodes of an evaluation.
+
+    Attributes:
+        rank, count: Number of this process, and of all.
+        gather: Calls a function on this rank and returns the results of all ranks, in rank order.
+    """
+
+    rank: int = 0
+    count: int = 1
+    gather: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Who plays an evaluation, when it ends, and its videos.
+
+    Attributes:
+        video_folder: Folder of the MP4s; None: no videos.
+        num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
+        video_size: Pixels of a frame's side.
+        known: Results of the same policy on some of the episodes, which are not run again.
+        ranks: This process plays the ``share_of`` of the episodes.
+        episodes: Plays them elsewhere, with the same settings and weights; None: the policy plays in this process.
+        stop: Says after which number of first episodes the list ends. Later results do not count, so the outcome depends
+            neither on ``look_every`` nor on who played; each task is played at least once. None: the whole list.
+        look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
+    """
+
+    video_folder: Path | None = None
+    num_videos_per_task: int = 2
+    video_size: int = 224
+    known: Sequence[EpisodeResult] = ()
+    ranks: RankGroup = RankGroup()
+    episodes: Episodes | None = None
+    stop: StopRule | None = None
+    look_every: int | None = None
+
+
 def evaluate_policy(
     model: ActionModel | Acts,
     env: VectorEnv,
@@ -229,17 +260,8 @@ def evaluate_policy(
     greedy: bool = True,
     temperature: float = 1.0,
     seed: int = 0,
-    video_folder: str | os.PathLike | None = None,
-    num_videos_per_task: int = 2,
-    video_size: int = 224,
-    known: Sequence[EpisodeResult] = (),
     on_result: Callable[[EpisodeResult], None] = lambda result: None,
-    rank: int = 0,
-    num_ranks: int = 1,
-    together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
-    episodes: Episodes | None = None,
-    stop: StopRule | None = None,
-    look_every: int | None = None,
+    plan: EvaluationPlan = EvaluationPlan(),
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
@@ -250,21 +272,9 @@ def evaluate_policy(
         model: The policy; or any object with ``act``, or a function, which is called with all running episodes at once. One with
             ``reset`` needs a single env: it is called before each episode.
         env: Any number of environments, made with ``auto_reset=False``.
-        specs: The episodes.
         greedy: Take the most likely actions; False samples at ``temperature``.
-        temperature: Divisor of the logits.
         seed: Seed of the sampling; an episode's draws depend only on it and the spec.
-        video_folder: Folder of the MP4s; None: no videos.
-        num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
-        video_size: Pixels of a frame's side.
-        known: Results of the same policy on some of the episodes, which are not run again.
         on_result: Called with each result as soon as its episode ends.
-        rank, num_ranks: This process plays the ``share_of`` of the episodes.
-        together: Runs a function on this rank and returns the results of all ranks, in rank order.
-        episodes: Plays them elsewhere, with the same settings and weights; None: ``model`` plays in ``env``.
-        stop: Says after which number of first episodes the list ends. What was played beyond does not count, so the result depends
-            neither on ``look_every`` nor on who played what; each task is played at least once. None: the whole list.
-        look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
@@ -272,53 +282,70 @@ def evaluate_policy(
         found = f"{type(model).__name__} has reset, so it remembers an episode, and env has {env.num_envs} at once"
         raise ConfigError(f"{found}; required: one. Make it with num_envs=1")
     start = time.monotonic()
+    episodes = plan.episodes
     if episodes is None:
         kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
         episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
-    found = {result.spec: result for result in known}
-    size = len(specs) if stop is None else look_every or env.num_envs * num_ranks
-    tasks = [spec.task_id for spec in specs]
-    num_planned, least = len(specs), 1 + max(tasks.index(task) for task in set(tasks))  # each task once
-
     with evaluation_mode(model):
-        for first in range(0, len(specs), size):
-            queue = share_of([spec for spec in specs[first : first + size] if spec not in found], rank, num_ranks)
-            parts = together(partial(episodes.play, queue, on_result))
-            found |= {result.spec: result for played in parts for result in played}
-            count = stop.stop_at([found[spec] for spec in specs[: first + size]]) if stop is not None else None
-            if count is not None and len(specs[: first + size]) >= least:
-                specs = specs[: max(count, least)]
-                break
-        results = [found[spec] for spec in specs]
-        tells_success = env.tells_success(env.config)
-        evaluation = EvaluationResult(results, greedy, temperature, seed, tells_success=tells_success)
-        evaluation.warnings += clipping_warning(*actions_clipped(results))
-        if video_folder is not None:
-            chosen = _chosen(evaluation.results, num_videos_per_task, evaluation.total.is_told)
-            mine = list(enumerate(chosen))[rank::num_ranks]
-            videos = together(lambda: episodes.record(mine, Path(video_folder), video_size))
-            recorded = sorted((item for part in videos for item in part), key=lambda item: item[0])
-            evaluation.videos = [video for _, video, _ in recorded]
-            changed = [episode for _, _, episode in recorded if episode]
-            if changed:
-                evaluation.warnings.append(
-                    f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
-                    f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
-                )
-    num_restarts = sum(together(lambda: episodes.num_restarts - restarts_before))
+        results = _play(episodes, specs, plan, env.num_envs, on_result)
+        found = EvaluationResult(results, greedy, temperature, seed, tells_success=env.tells_success(env.config))
+        found.warnings += clipping_warning(*actions_clipped(results))
+        if plan.video_folder is not None:
+            _add_videos(found, episodes, plan)
+    num_restarts = sum(plan.ranks.gather(lambda: episodes.num_restarts - restarts_before))
     if num_restarts:
-        evaluation.warnings.append(
+        found.warnings.append(
             f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; see the log"
         )
-    num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
+    num_missing = len(env.task_names) - len({result.spec.task_id for result in results})
     if num_missing:
-        evaluation.warnings.append(
-            f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {num_planned} "
-            "(evaluation.num_episodes), so the total is that of the other tasks"
+        found.warnings.append(
+            f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
+            "(evaluation.num_episodes), so the total leaves them out"
         )
-    evaluation.wall_s = time.monotonic() - start
-    return evaluation
+    found.wall_s = time.monotonic() - start
+    return found
+
+
+def _play(
+    episodes: Episodes,
+    specs: Sequence[EpisodeSpec],
+    plan: EvaluationPlan,
+    num_envs: int,
+    on_result: Callable[[EpisodeResult], None],
+) -> list[EpisodeResult]:
+    """Return the results of all ranks, up to the episode at which ``plan.stop`` ends the list."""
+    ranks, stop, found = plan.ranks, plan.stop, {result.spec: result for result in plan.known}
+    size = len(specs) if stop is None else plan.look_every or num_envs * ranks.count
+    tasks = [spec.task_id for spec in specs]
+    least = 1 + max(tasks.index(task) for task in set(tasks))  # each task once
+    for first in range(0, len(specs), size):
+        queue = share_of([spec for spec in specs[first : first + size] if spec not in found], ranks.rank, ranks.count)
+        for played in ranks.gather(partial(episodes.play, queue, on_result)):
+            found |= {result.spec: result for result in played}
+        done = specs[: first + size]
+        count = None if stop is None else stop.stop_at([found[spec] for spec in done])
+        if count is not None and len(done) >= least:
+            specs = specs[: max(count, least)]
+            break
+    return [found[spec] for spec in specs]
+
+
+def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: EvaluationPlan) -> None:
+    """Replay the chosen episodes, shared out to the ranks, and warn of those that end differently."""
+    ranks, folder = plan.ranks, Path(plan.video_folder)
+    chosen = _chosen(evaluation.results, plan.num_videos_per_task, evaluation.total.is_told)
+    own = list(enumerate(chosen))[ranks.rank :: ranks.count]
+    parts = ranks.gather(lambda: episodes.record(own, folder, plan.video_size))
+    recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
+    evaluation.videos = [video for _, video, _ in recorded]
+    changed = [episode for _, _, episode in recorded if episode]
+    if changed:
+        evaluation.warnings.append(
+            f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
+            f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
+        )
 
 
 def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:

@@ -76,11 +76,8 @@ def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarra
 def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
     """Describe the differences between two fingerprints.
 
-    Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
-
-    Args:
-        saved, present: What ``take_fingerprint`` returned; None: not taken. Episodes and cameras that only one of them has
-            are not compared. If the number of actions differs, what follows the actions is not compared either.
+    Return one line per difference beyond the tolerances above, or one line if a fingerprint cannot be read. Episodes and cameras that
+    only one of the two has are not compared. If the number of actions differs, only the start is. None: not taken.
     """
     if saved is None or present is None:
         return []
@@ -145,7 +142,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for name, old in before["poses"].items():
         new = now["poses"].get(name)
         if new is None:
-            lines.append(f"there is no object {name}")
+            lines.append(f"the object {name} is missing")
             continue
         moved, turned = pose_gap(old, new)
         if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN counts as moved

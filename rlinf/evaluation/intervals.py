@@ -86,7 +86,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def difference_interval(successes: tuple[int, int], trials: tuple[int, int], z: float = Z_95) -> tuple[float, float]:
-    """Return the interval (95 %, or that of the quantile ``z``) of the difference (first minus second) of two proportions of different trials.
+    """Return the interval (95 %, or by the quantile ``z``) of the difference (first minus second) of two proportions of different trials.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17:873): ``lower = p1 - p2 - sqrt((p1-l1)^2 + (u2-p2)^2)`` and
     ``upper = p1 - p2 + sqrt((u1-p1)^2 + (p2-l2)^2)`` with the Wilson intervals ``(l, u)`` of both. Without trials it is (-1, 1).

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlinf.checkpoints.saved_config import flat
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.disturbed_env import Record
+from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_bytes, write_text
 from rlinf.manifest import Mismatch
@@ -24,7 +24,7 @@ from rlinf.run_folder import CONDITIONS_FILE, PARTIAL_AUDIT, RECORDS_FILE
 from rlinf.types import EpisodeSpec
 
 SHOWN = 5
-"""Differences that a message names."""
+"""At most this many differences are listed in an error."""
 
 
 def num_kept(folder: Path) -> int:
@@ -35,30 +35,23 @@ def num_kept(folder: Path) -> int:
 class KeptAudit:
     """The folder ``audit.partial``: all that results depend on, a result for each finished condition, and the records of ``clean``.
 
+    Raise ConfigError if it holds conditions of another policy or of other settings, and CheckpointError if it is damaged.
+
     Args:
-        folder: Of the audit.
-        policy: What a reader calls the policy.
+        policy: Name of the policy in messages.
         conditions: All that results depend on, as JSON values.
 
     Attributes:
         num_known: Conditions that earlier processes have finished.
-
-    Raises:
-        ConfigError: The folder holds conditions of another policy or of other settings.
-        CheckpointError: It is damaged.
     """
 
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
         self.folder = folder / PARTIAL_AUDIT
         self.present = json.loads(json.dumps({"policy": policy, "conditions": flat(conditions)}, default=str))
         self.num_known = num_kept(folder)
+        self.path = self.folder / CONDITIONS_FILE
         if self.path.exists():
             self._check()
-
-    @property
-    def path(self) -> Path:
-        """File of the conditions."""
-        return self.folder / CONDITIONS_FILE
 
     def result(self, key: str, specs: Sequence[EpisodeSpec]) -> EvaluationResult | None:
         """Return the result of a condition that an earlier process has finished; None: play it.
@@ -82,8 +75,8 @@ class KeptAudit:
             write_text(self.path, json.dumps(self.present, indent=1))
         result.to_json(self._file(key))
 
-    def add_records(self, records: Mapping[EpisodeSpec, Record], specs: Sequence[EpisodeSpec]) -> None:
-        """Keep what the episodes showed first and what was done, in the order of ``specs``."""
+    def add_records(self, records: Mapping[EpisodeSpec, EpisodeRecord], specs: Sequence[EpisodeSpec]) -> None:
+        """Keep the records of the episodes, in the order of ``specs``."""
         rows = [records[spec] for spec in specs]
         arrays: dict[str, Any] = {
             f"image {name}": np.stack([row.images[name] for row in rows]) for name in rows[0].images
@@ -97,8 +90,8 @@ class KeptAudit:
         np.savez_compressed(content, **arrays)
         write_bytes(self.folder / RECORDS_FILE, content.getvalue())
 
-    def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, Record]:
-        """Return what ``add_records`` kept. Raise CheckpointError if the file is missing or damaged."""
+    def records(self, specs: Sequence[EpisodeSpec]) -> dict[EpisodeSpec, EpisodeRecord]:
+        """Return the records of ``add_records``; raise CheckpointError if the file is missing or damaged."""
         path = self.folder / RECORDS_FILE
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -106,7 +99,7 @@ class KeptAudit:
             images = {name.removeprefix("image "): arrays[name] for name in arrays if name.startswith("image ")}
             actions = np.split(arrays["actions"], np.cumsum(arrays["num_actions"])[:-1])
             return {
-                spec: Record(
+                spec: EpisodeRecord(
                     {name: image[row] for name, image in images.items()},
                     arrays["state"][row] if "state" in arrays else None,
                     str(arrays["instruction"][row]),

@@ -29,8 +29,8 @@ class PartialResults:
     """A file with one line of conditions and one line per episode that this rank has finished.
 
     A context manager; rank 0 deletes the files of all ranks on success. An episode's result depends only on the conditions and
-    its spec, so results of earlier processes under equal conditions are those that this process would compute. Rank 0 reads
-    those of any number of ranks.
+    its spec, so earlier processes under equal conditions have computed what this process would. Rank 0 reads the results of any
+    number of ranks.
 
     Attributes:
         conditions: Everything that results depend on, as JSON values.

@@ -27,7 +27,7 @@ def write_recording(path: str | os.PathLike, content: dict[str, Any]) -> Path:
 
 
 def read_recording(path: str | os.PathLike) -> dict[str, Any]:
-    """Return the content of a recording (docs/evaluation.md); raise CheckpointError if the file is none."""
+    """Return the content of a recording (docs/evaluation.md); raise CheckpointError for another file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if not (text.startswith(BEFORE) and text.endswith(AFTER)):
@@ -52,9 +52,8 @@ def _check(content: dict[str, Any]) -> None:
     hash(EpisodeSpec(**content["spec"]))
     texts = [content["task"], content["instruction"], *content["frames"]]
     numbers = [content["number"], content["size"], content["success"], content["as_counted"], *content["rewards"]]
-    if not all(isinstance(text, str) for text in texts) or not all(
-        isinstance(number, (int, float)) for number in numbers
-    ):
+    kinds = [(texts, str), (numbers, (int, float))]
+    if not all(isinstance(value, kind) for values, kind in kinds for value in values):
         raise TypeError("a text or a number is of another type")
     num_steps, calls, width = len(content["rewards"]), content["calls"], len(content["low"])
     if len(content["frames"]) != num_steps + 1 or len(content["high"]) != width:
@@ -68,4 +67,4 @@ def _check(content: dict[str, Any]) -> None:
             raise ValueError(f"the chunk at step {call['step']} does not fit")
         np.asarray([point for point in call["path"] or () if point is not None], dtype=float).reshape(-1, 2)
         if not all(call[name] is None or isinstance(call[name], (int, float)) for name in JUDGEMENTS):
-            raise TypeError("a judgement is no number")
+            raise TypeError("a judgement is not a number")

@@ -1,4 +1,4 @@
-"""Record episodes step by step: pictures, what the policy decided in each call, and what it thought of that."""
+"""Record episodes step by step: pictures, the policy's decision in each call, and its own judgement of that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import base64
 import io
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
-from rlinf.evaluation.evaluator import ObjectPolicy, RowPolicy, predictions_for_rows, replay_episodes, slug
+from rlinf.evaluation.evaluator import ObjectPolicy, RankGroup, RowPolicy, predictions_for_rows, replay_episodes, slug
 from rlinf.evaluation.recorded import JUDGEMENTS, is_recording, write_recording
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import replace_folder
@@ -37,10 +38,7 @@ def record_episodes(
     folder: str | os.PathLike,
     num_per_task: int,
     size: int = 224,
-    *,
-    rank: int = 0,
-    num_ranks: int = 1,
-    together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
+    ranks: RankGroup = RankGroup(),
 ) -> None:
     """Play the first ``num_per_task`` episodes of each task again, and write a recording of each into ``folder``.
 
@@ -48,23 +46,20 @@ def record_episodes(
     ``num_per_task=0`` nothing is touched. Raise CheckpointError if ``folder`` holds anything but recordings.
 
     Args:
-        model, env, rank, num_ranks, together: As of ``evaluate_policy``.
-        evaluation: Its result.
-        folder: Where to write.
-        num_per_task: Episodes of each task.
+        evaluation: The result of ``evaluate_policy`` with the same model, env and ranks.
         size: Pixels of a picture's side.
     """
     if not num_per_task:
         return
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.tmp")
-    together(lambda: _make_room(folder, unfinished) if rank == 0 else None)
+    ranks.gather(lambda: _make_room(folder, unfinished) if ranks.rank == 0 else None)
     kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
-    numbered = _first_of_tasks(evaluation.results, num_per_task)[rank::num_ranks]
+    numbered = _first_of_tasks(evaluation.results, num_per_task)[ranks.rank :: ranks.count]
     with evaluation_mode(model):
-        together(partial(_record, policy, env, numbered, unfinished, size))
-    together(lambda: replace_folder(unfinished, folder) if rank == 0 else None)
+        ranks.gather(partial(_record, policy, env, numbered, unfinished, size))
+    ranks.gather(lambda: replace_folder(unfinished, folder) if ranks.rank == 0 else None)
 
 
 def recording_failed(error: Exception, folder: Path) -> RLinfError:
@@ -80,7 +75,9 @@ def _make_room(folder: Path, unfinished: Path) -> None:
     """Make an empty folder for new recordings; raise CheckpointError if replacing ``folder`` would delete other files."""
     others = [path.name for path in folder.iterdir() if not is_recording(path)] if folder.exists() else []
     if others:
-        raise CheckpointError(f"{folder} holds '{others[0]}', which is no recorded episode. Move it to another folder")
+        raise CheckpointError(
+            f"{folder} holds '{others[0]}', which is not a recorded episode. Move it to another folder"
+        )
     if unfinished.exists():
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
@@ -88,16 +85,12 @@ def _make_room(folder: Path, unfinished: Path) -> None:
 
 @dataclass
 class JudgedPolicy(RowPolicy):
-    """A ``RowPolicy`` that keeps what it thinks of its last actions.
-
-    Attributes:
-        judgements: Those of each row, see ``judge``.
-    """
+    """A ``RowPolicy`` that keeps the judgements of its last actions, one of ``judge`` for each row."""
 
     judgements: list[dict[str, float | None]] = field(default_factory=list)
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]``, bit for bit those of ``RowPolicy.act``."""
+        """Return float32 actions ``[K, C, D]``, bit-equal to ``RowPolicy.act``."""
         actions: dict[int, np.ndarray] = {}
         judged: dict[int, dict[str, float | None]] = {}
         for rows, inputs, prediction in predictions_for_rows(
@@ -114,7 +107,7 @@ def judge(
 ) -> list[dict[str, float | None]]:
     """Return ``value``, ``entropy`` and ``logprob`` of each row of a prediction; None where the policy has no such number.
 
-    Log-probability and entropy, in nat, are those of the whole chunk: the sums over its ``A`` columns, at ``temperature``.
+    Log-probability and entropy, in nat, belong to the whole chunk: they are sums over its ``A`` columns, at ``temperature``.
     """
     found: dict[str, Any] = dict.fromkeys(JUDGEMENTS)
     if getattr(model, "value_head", None) is not None:
@@ -171,10 +164,10 @@ class Recorder:
 
 def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list[tuple[int, EpisodeResult]]:
     """Return the first results of each task with their numbers in the list."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     chosen = []
     for number, result in enumerate(results):
-        seen[result.task] = seen.get(result.task, 0) + 1
+        seen[result.task] += 1
         if seen[result.task] <= num_per_task:
             chosen.append((number, result))
     return chosen

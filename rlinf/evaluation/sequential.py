@@ -1,6 +1,6 @@
 """Decide between two policies while their episodes are played: a paired test that may be read at any moment.
 
-A p-value of a fixed list that is read after every episode until it is small finds differences where there are none: with 200
+A p-value of a fixed list that is read after every episode until it is small finds differences between equal policies: with 200
 episodes, in up to one of five comparisons. The test here is made to be read so.
 """
 
@@ -45,8 +45,8 @@ def log_e_value(wins: float, differing: float) -> float:
 def crossing_probability(log_level: float, num_episodes: int) -> float:
     """Return the probability that the e-value ever reaches a level within ``num_episodes`` if neither policy is better.
 
-    Exact: a symmetric random walk, stopped where it reaches the level. It is largest if the two differ on all episodes, which is
-    what is counted here. Ville's inequality, ``exp(-log_level)``, holds for any number of episodes and is larger.
+    Exact: a symmetric random walk, stopped where it reaches the level. It is largest if the two differ on all episodes, the case
+    that is counted here. Ville's inequality, ``exp(-log_level)``, holds for any number of episodes and is larger.
     """
     gammas = np.array([math.lgamma(PRIOR + number) for number in range(num_episodes + 1)])
     running, reached = np.ones(1), 0.0
@@ -55,7 +55,7 @@ def crossing_probability(log_level: float, num_episodes: int) -> float:
         halves[:-1] += running / 2
         halves[1:] += running / 2
         values = gammas[: differing + 1] + gammas[: differing + 1][::-1]
-        values += log_e_value(0, differing) - values[0]
+        values += log_e_value(0, differing) - values[0]  # the terms that do not depend on the wins
         beyond = values >= log_level - 1e-12
         reached += halves[beyond].sum()
         running = np.where(beyond, 0.0, halves)
@@ -100,7 +100,7 @@ def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
 def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
     """Return about how many more episodes would decide if the two go on to differ as so far; None: more than ``MOST_MORE``.
 
-    If that is more than the list of ``num_episodes`` has, the threshold is that of a list so long, planned from the start.
+    Beyond the list of ``num_episodes``, the threshold belongs to a longer list, planned from the start.
     """
     more = _more_to_reach(log_threshold(num_episodes), signs)
     if more is None or len(signs) + more <= num_episodes:
@@ -147,7 +147,7 @@ def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, floa
 def difference_confidence_sequence(only_first: int, only_second: int, same: int) -> tuple[float, float]:
     """Return such an interval of the paired difference of two success rates, second minus first.
 
-    The mixture is that of a Dirichlet(1/2, 1/2, 1/2) distribution over the shares of the three outcomes. A difference is in the interval
+    The mixture has a Dirichlet(1/2, 1/2, 1/2) distribution over the shares of the three outcomes. A difference is in the interval
     if some shares with this difference are: its likelihood is the largest one of these shares.
     """
 
@@ -164,7 +164,7 @@ def difference_confidence_sequence(only_first: int, only_second: int, same: int)
 
 
 def _share_of_less(less: int, more: int, same: int, difference: float) -> float:
-    """Return the most likely share ``x`` of an outcome if that of its opposite is ``x + difference``.
+    """Return the most likely share ``x`` of an outcome whose opposite has the share ``x + difference``.
 
     The zero of the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)``, a quadratic equation.
     """

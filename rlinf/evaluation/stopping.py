@@ -28,7 +28,7 @@ class StopRule(Protocol):
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
         """Return the smallest number of first episodes that are enough; None: more are needed.
 
-        ``results`` are those of the first episodes of the list, in its order, whatever the order in which they ended.
+        ``results`` are the first ones of the list, in its order, whatever the order in which the episodes ended.
         """
         ...
 

@@ -1,8 +1,8 @@
 """What an audit's success rates say about a policy, by one rule.
 
-Each question is about an effect in percentage points: what a change of the world costs, or what seeing the world gains. It is
-compared with a quarter (``LEAST_SHARE``) of what there is to lose. The answer is yes if the 95 % interval of the effect lies above
-that, no if it lies below, and else unclear.
+Each question is about an effect in percentage points: the success that a change of the world costs, or that seeing the world gains.
+It is compared with a quarter (``LEAST_SHARE``) of the stake, the success beyond the better baseline. The answer is yes if the 95 %
+interval of the effect lies above that, no if it lies below, and else unclear.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from rlinf.number_formats import format_points
 SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
 """Beginnings of the keys of conditions that a person would hardly mind."""
 LEAST_SHARE = 0.25
-"""Share of what there is to lose that decides."""
+"""Share of the stake that decides."""
 WHOLE_SHARE = 1 - LEAST_SHARE
-"""Share of what there is to lose below which a yes is a partial one."""
+"""Share of the stake below which a yes is a partial one."""
 
 YES, NO, UNCLEAR, UNTOLD = "yes", "no", "unclear", "cannot be told"
 
 
 @dataclass(frozen=True)
-class Row:
+class ConditionRow:
     """Success in one condition.
 
     Attributes:
-        key: Name of the condition.
-        title: What was done.
+        title: The change, in words.
         success: None: the condition was not possible.
         pairs: The same episodes as evaluated (a) and in the condition (b); None: other episodes, or the evaluation itself.
         note: More about it, or why it was not possible.
@@ -51,11 +50,10 @@ class Verdict:
     """The answer to a question.
 
     Attributes:
-        question: In words.
         answer: ``YES``, ``NO``, ``UNCLEAR`` or ``UNTOLD``.
         reason: The numbers, in one sentence.
         is_fault: The answer speaks against the policy or its success rate.
-        share: Part of what there is to lose that the effect of a yes explains, in [0, 1]; None: the answer is another one, or not about one effect.
+        share: Part of the stake that the effect of a yes explains, in [0, 1]; None: the answer is another one, or not about one effect.
         is_partial: The 95 % interval of that part lies below ``WHOLE_SHARE``.
         breaks: Changes that are shown to cost success, with their points.
     """
@@ -99,7 +97,7 @@ class Effect:
         return f"{format_points(self.points)} points of {100 * self.stake:.1f} (95 % interval {format_points(self.low, self.high)})"
 
 
-def verdicts(rows: Mapping[str, Row], reset_successes: int, matched: Mapping[str, Pairs]) -> list[Verdict]:
+def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Mapping[str, Pairs]) -> list[Verdict]:
     """Answer the questions of an audit.
 
     Args:
@@ -129,7 +127,7 @@ def verdicts(rows: Mapping[str, Row], reset_successes: int, matched: Mapping[str
     return [*found, _breaks(rows, stake, is_better)]
 
 
-def _lost(row: Row, stake: float) -> Effect:
+def _lost(row: ConditionRow, stake: float) -> Effect:
     low, high = row.pairs.interval
     return Effect(0.0 - row.pairs.difference, 0.0 - high, 0.0 - low, stake)
 
@@ -147,7 +145,9 @@ def _not_better(question: str) -> Verdict:
     )
 
 
-def _by_loss(question: str, row: Row, what: str, stake: float, is_better: bool, no_is_fault: bool = True) -> Verdict:
+def _by_loss(
+    question: str, row: ConditionRow, what: str, stake: float, is_better: bool, no_is_fault: bool = True
+) -> Verdict:
     """Ask whether a change costs success."""
     if row.success is None:
         return Verdict(question, UNTOLD, row.note)
@@ -158,7 +158,7 @@ def _by_loss(question: str, row: Row, what: str, stake: float, is_better: bool, 
     return Verdict(question, effect.answer, f"{what} costs {effect}", is_fault, **effect.of_a_yes)
 
 
-def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
+def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
     """Ask whether it notices what happens: a frozen view costs success, or it recovers from pushes better than its replayed actions."""
     question = "Does it react to what happens?"
     if not is_better:
@@ -166,7 +166,7 @@ def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_bett
     if rows["frozen"].pairs is None:
         return Verdict(question, UNTOLD, rows["frozen"].note)
     frozen = _lost(rows["frozen"], stake)
-    reason = f"a view that stays that of the start costs {frozen}"
+    reason = f"a view that is frozen at the start costs {frozen}"
     effects, answers = [frozen], [frozen.answer]
     replayed = rows["pushed_replay"]
     if pushed is not None and replayed.pairs is not None:
@@ -186,7 +186,7 @@ def _reacts(rows: Mapping[str, Row], pushed: Pairs | None, stake: float, is_bett
 
 
 def _remembers(
-    rows: Mapping[str, Row], stake: float, floor: float, is_better: bool, looks: str, reacts: str
+    rows: Mapping[str, ConditionRow], stake: float, floor: float, is_better: bool, looks: str, reacts: str
 ) -> Verdict:
     """Ask whether it lives on initial states that it was trained on, or on one motion that fits all."""
     question = "Does it remember instead?"
@@ -217,8 +217,8 @@ def _remembers(
     return Verdict(question, answer, "; ".join(reasons), answer == YES)
 
 
-def _breaks(rows: Mapping[str, Row], stake: float, is_better: bool) -> Verdict:
-    """Ask whether a small change costs success; that is no fault of the rate, which is that of the world as it is."""
+def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> Verdict:
+    """Ask whether a small change costs success; a yes is not a fault, because the rate is about the unchanged world."""
     question = "Do small changes of words, pictures or places stop it?"
     if not is_better:
         return _not_better(question)

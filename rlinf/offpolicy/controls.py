@@ -9,7 +9,7 @@ from typing import Any
 
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import any_rank, rank, world_size
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import EvaluationPlan, RankGroup, episode_list, evaluate_policy
 from rlinf.evaluation.result import Success
 from rlinf.files import write_text
 from rlinf.models.embodiment.base import ActionModel
@@ -65,9 +65,8 @@ def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[s
     env, settings = session.evaluator.env, session.config.evaluation
     held_out = episode_list(env, settings.split, settings.num_episodes)
     training = env.episode_specs("train")[:NUM_SELECTION_EPISODES]
-    options: dict[str, Any] = {
-        "on_result": lambda _: go_on(), "rank": rank(), "num_ranks": world_size(), "together": session.stop_signal.together
-    }  # fmt: skip
+    ranks = RankGroup(rank(), world_size(), session.stop_signal.together)
+    options: dict[str, Any] = {"on_result": lambda _: go_on(), "plan": EvaluationPlan(ranks=ranks)}
     found = [(FROZEN, evaluate_policy(base, env, held_out, **options).total)]
     for bound in (scale / 2, scale):
         result = evaluate_noise(base, env, held_out, bound, session.config.seed, **options)

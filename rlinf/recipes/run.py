@@ -44,7 +44,7 @@ from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
 from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig

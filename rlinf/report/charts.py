@@ -26,7 +26,6 @@ class Series:
         points: ``(x, y)``; a ``y`` of None leaves a gap.
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
         bands: Interval per point, drawn as bars; may be empty.
-        markers: Draw a dot at every point.
         filled: Draw the intervals as an area instead, clipped to the y axis, which only the points determine.
     """
 
@@ -97,11 +96,14 @@ def line_chart(
         x_label, y_label: Axis labels with units.
         percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        zero: Start the y axis at 0.
         size: Width and height in units of the picture, in which text has a fixed size.
     """
     log = log and any(y for one in series for _, y in one.points)
-    series = [_finite(one, log) for one in series]
+
+    def is_drawn(y: float | None) -> bool:
+        return y is not None and math.isfinite(y) and (y > 0 or not log)
+
+    series = [replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points]) for one in series]
     series = [one for one in series if any(y is not None for _, y in one.points)]
     if not series:
         return ""
@@ -110,7 +112,7 @@ def line_chart(
     ys += [end for one in series if not one.filled for band in one.bands if band for end in band]
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
-    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]
+    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]  # 0, unless that wastes half of the width
     x_ticks = nice_ticks(first, xs[-1], 6)
     if percent:
         y_ticks = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -153,13 +155,6 @@ def legend(series: Sequence[Series]) -> str:
         return ""
     items = "".join(f'<span><i class="c{one.colour}"></i>{escape(one.label)}</span>' for one in drawn)
     return f'<div class="legend">{items}</div>'
-
-
-def _finite(one: Series, log: bool) -> Series:
-    def is_drawn(y: float | None) -> bool:
-        return y is not None and math.isfinite(y) and (y > 0 or not log)
-
-    return replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points])
 
 
 def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:

@@ -1,4 +1,4 @@
-"""Compare two evaluations on disk: check that their conditions agree, and store what was found."""
+"""Compare two evaluations on disk: check that their conditions agree, and store the comparison."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlinf.evaluation.stopping import DECIDED
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
 from rlinf.manifest import compare as compare_manifests
-from rlinf.report.player import copy_baseline
-from rlinf.report.run import write_report
+from rlinf.report.episode_player import copy_baseline
 from rlinf.report.run_data import closing_tags
+from rlinf.report.run_page import write_report
 from rlinf.run_folder import COMPARISON_FILE, CONFIG_FILE, EVALUATIONS_FOLDER, MANIFEST_FILE, RESULT_FILE
 from rlinf.tracking.tracker import read_metrics
 
@@ -41,7 +41,7 @@ def compare_folders(
     Args:
         folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
             evaluation. The first is the baseline.
-        allow_mismatch: Fields of the manifest in which conditions may differ (those of the policy always may). Also
+        allow_mismatch: Fields of the manifest in which conditions may differ; fields of the policy always may. Also
             accepted: ``"episodes"`` or ``"questions"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
             ``"temperature"`` and ``"seed"`` (how actions were drawn).
 
@@ -60,7 +60,7 @@ def compare_folders(
     comparison.a, comparison.b = (str(path) for path in folders)
     comparison.mismatches = mismatches + comparison.mismatches
     write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
-    copy_baseline(*folders)
+    copy_baseline(*folders)  # the page shows both side by side, and may be moved
     write_report(folders[1])
     return comparison
 
@@ -92,15 +92,14 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
 def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, planned: EvaluationResult) -> None:
     """Refuse another list for two policies that a folder next to ``output`` has compared by the sequential test.
 
-    Its threshold spends the whole 5 % on one list. Whoever reads a second one gets a second chance to find a difference that is none.
+    Its threshold spends the whole 5 % on one list. A second list is a second chance to find a difference between equal policies.
     Another list has other episodes of the same suite, or as many episodes and other draws of the actions. Folders that cannot be read
     are left out with a warning. Raise ConfigError if there is one with another list.
 
     Args:
         output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
         settings: Its configuration, as ``config.yaml`` holds it.
-        baseline: Folder of the evaluation to compare with.
-        planned: One row for each episode of its list; what the rows say of success is not read.
+        planned: One row for each episode of its list; their success is not read.
     """
     for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
         folder = path.parent
@@ -123,7 +122,7 @@ def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, pl
         if same_policies and _is_another_list(earlier, planned):
             count = earlier.stopping["num_planned"]
             raise ConfigError(
-                f"{folder} has compared this policy with that of {baseline} on a list of {count} episodes, and this one of "
+                f"{folder} has compared this policy with the one of {baseline} on a list of {count} episodes, and this list of "
                 f"{planned.episodes} is another: two lists tell equally good policies apart in more than 5 %; required: one, planned "
                 f"from the start. Set evaluation.num_episodes={count} and tasks, split and seed as there, or move that folder away and "
                 "tell of both"
@@ -131,7 +130,7 @@ def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, pl
 
 
 def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
-    """Return what says which policy acts."""
+    """Return the settings that name the policy."""
     model = settings["model"]
     places = [settings.get("checkpoint"), model.get("model_path"), model.get("lora_path")]
     return [model.get("url"), *(None if place is None else str(Path(place).resolve()) for place in places)]
@@ -146,7 +145,7 @@ def _same_baseline(compared: Path, baseline: Path) -> bool:
     if compared.resolve() == baseline.resolve():
         return True
     if not all((folder / CONFIG_FILE).is_file() for folder in (compared, baseline)):
-        return False  # that of a run has none
+        return False  # the closing evaluation of a run has none
     policy = _policy_of(read_saved_config(baseline))
     return any(policy) and _policy_of(read_saved_config(compared)) == policy
 
@@ -163,7 +162,7 @@ def _is_another_list(earlier: EvaluationResult, planned: EvaluationResult) -> bo
 def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
     """Return the accepted differences between the conditions of two evaluations; policies may differ.
 
-    ``folder_b`` may be the manifest of an evaluation that has not run yet; the errors are those of ``compare_folders``.
+    ``folder_b`` may be the manifest of an evaluation that has not run yet. Raise as ``compare_folders``.
     """
     places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
     missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]

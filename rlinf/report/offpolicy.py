@@ -8,12 +8,12 @@ from typing import Any
 from markupsafe import Markup
 
 from rlinf.evaluation.result import Success
-from rlinf.report.charts import NUM_COLOURS, SMALL, Series
-from rlinf.report.page import card
+from rlinf.report.charts import NUM_COLOURS
+from rlinf.report.page import Curves, curve_cards
 from rlinf.report.run_data import RunData
 
 TARGETS = (0.5, 0.8, 0.9)
-"""Success rates of which the report says after how many env steps they were reached."""
+"""Success-rate thresholds of the table of env steps."""
 
 SHAKEN_HEADS = ("residual", "edit", "chunk")
 """Heads whose warm-up plays the frozen policy and noise."""
@@ -34,12 +34,7 @@ def head_section(data: RunData) -> dict[str, Any] | None:
 
 
 def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -> Success | None:
-    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any.
-
-    Args:
-        lines: Of ``metrics.jsonl``.
-        algorithm: That section of the configuration.
-    """
+    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any."""
     head, warmup = algorithm.get("head") or {}, algorithm.get("warmup_env_steps", 0)
     if head.get("name") not in SHAKEN_HEADS:
         return None
@@ -95,26 +90,17 @@ def _controls(data: RunData) -> list[tuple[str, Success, int]]:
 def _curves(lines: Sequence[dict[str, Any]]) -> list[Markup]:
     names = sorted({name for line in lines for name in line if name.startswith("rollout/correction/")})
     by_task = {name: name.rpartition("/")[2] for name in names[: NUM_COLOURS - 1]} if len(names) > 1 else {}
-    groups: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
+    curves: Curves = (
         (
             "Critics against returns",
-            {"train/q_first": "what the critics expected", "train/return_first": "what came of it until the end or the time limit"},
+            {"train/q_first": "expected by the critics", "train/return_first": "reached until the end or the time limit"},
             "discounted return", {},
         ),
-        (
-            "Size of corrections", {"rollout/correction": "all tasks", **by_task}, "halves of the range", {"zero": True},
-        ),
+        ("Size of corrections", {"rollout/correction": "all tasks", **by_task}, "halves of the range", {"zero": True}),
         ("Numbers of the head at their bound", {"train/at_bound": "share"}, "share", {"percent": True}),
         ("Chunks left as they were", {"rollout/base_chosen": "share"}, "share", {"percent": True}),
         ("Critic loss", {"train/critic_loss": "critic loss"}, "squared error", {"zero": True}),
         ("Values of drawn transitions", {"train/q_mean": "value", "train/target_mean": "target"}, "value", {}),
         ("Weight of the entropy", {"train/alpha": "alpha"}, "alpha", {"log": True}),
     )  # fmt: skip
-    cards = []
-    for title, shown, y_label, options in groups:
-        series = [
-            Series(label, [(line["rollout/env_steps_total"], line[name]) for line in lines if name in line], 1 + number)
-            for number, (name, label) in enumerate(shown.items())
-        ]
-        cards.append(card(title, series, "env steps", y_label, size=SMALL, **options))
-    return cards
+    return curve_cards(lines, "rollout/env_steps_total", "env steps", curves)

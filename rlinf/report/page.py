@@ -15,12 +15,12 @@ from markupsafe import Markup
 
 from rlinf.files import write_text
 from rlinf.number_formats import format_bytes, format_interval, format_number, format_p_value, format_points
-from rlinf.report.charts import Series, difference_bar, interval_bar, legend, line_chart
+from rlinf.report.charts import NUM_COLOURS, SMALL, Series, difference_bar, interval_bar, legend, line_chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from rlinf.evaluation.audit import Audit
+    from rlinf.evaluation.auditor import Audit
     from rlinf.evaluation.result import EvaluationResult
 
 FOLDER = Path(__file__).parent
@@ -29,7 +29,7 @@ STYLE = FOLDER / "report.css"
 
 @functools.cache
 def pages() -> Environment:
-    """Return the templates, which escape what is not ``Markup``, and refuse a name that they are not given."""
+    """Return the templates, which escape all but ``Markup``, and refuse a name that they are not given."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -57,6 +57,27 @@ def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **opt
     """Return a chart with its title and legend; "" if there is nothing to draw."""
     chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
     return Markup(f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else "")
+
+
+Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]
+"""Title, metric to label, y axis and options of each chart. Metrics of equal label are one curve."""
+
+
+def curve_cards(lines: Sequence[dict[str, Any]], x: str, x_label: str, curves: Curves) -> list[Markup]:
+    """Return a small chart over ``x`` for each of ``curves``."""
+    cards = []
+    for title, names, y_label, options in curves:
+        series = [
+            series_of(lines, x, [name for name in names if names[name] == label], label, 1 + number % NUM_COLOURS)
+            for number, label in enumerate(dict.fromkeys(names.values()))
+        ]
+        cards.append(card(title, series, x_label, y_label, size=SMALL, **options))
+    return cards
+
+
+def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], label: str, colour: int) -> Series:
+    """Return the curve of metrics over ``x``."""
+    return Series(label, [(line[x], line[name]) for line in lines for name in names if name in line], colour)
 
 
 def clipped_text(result: EvaluationResult | Audit) -> str | None:

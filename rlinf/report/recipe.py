@@ -1,4 +1,4 @@
-"""Write the report of a recipe's run, or of an evaluation on questions: one HTML file, as ``rlinf.report.run``."""
+"""Write the report of a recipe's run, or of an evaluation on questions: one HTML file, as ``rlinf.report.run_page``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from markupsafe import Markup
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
-from rlinf.report.charts import NUM_COLOURS, SMALL, Series
-from rlinf.report.page import card, write_page
+from rlinf.report.page import Curves, card, curve_cards, series_of, write_page
 from rlinf.report.recipe_data import TokenRun, read_token_run
 from rlinf.report.why.findings import record_of
 from rlinf.report.why.rules import findings_of
@@ -24,7 +23,7 @@ from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
 MAX_COMPLETIONS = 40
 """Completions on the page; the files of the run hold all."""
 
-CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
+CURVES: Curves = (
     (
         "Loss", {"sft/loss": "training", "train/loss": "training", "eval/loss": "validation"}, "loss (nat)", {},
     ),
@@ -60,7 +59,7 @@ CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
     ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "share of the peak", {"percent": True}),
     ("Time of a step", {"time/update_s": "step"}, "s", {"zero": True}),
 )  # fmt: skip
-"""Title, metric to label, y axis and options of each curve over steps. Metrics of equal label are one curve."""
+"""The curves over optimiser steps."""
 
 
 def write_token_report(folder: str | os.PathLike) -> Path:
@@ -69,12 +68,15 @@ def write_token_report(folder: str | os.PathLike) -> Path:
     Raise CheckpointError if the folder has neither metrics nor a result.
     """
     run = read_token_run(folder)
-    title = _title(run)
+    title, tiles = _title(run), {}
+    if run.before_and_after is None and run.samples:  # there is no first validation to compare with
+        last = run.samples[-1]
+        tiles = {f"{part}, {last.name}": success for part, success in last.successes().items()}
     newest = next(reversed(run.results.values()), None)
     return write_page(
         run.folder / REPORT_FILE, "recipe.html", f"{title}: {newest.total}" if newest else title, title=title, run=run,
-        facts=_facts(run), gains=_gains(run), tiles=_tiles(run), findings=findings_of(record_of(run)), rewards=_rewards(run),
-        curves=_training_curves(run), stored=_stored, max_completions=MAX_COMPLETIONS, **_completions(run),
+        facts=_facts(run), gains=_gains(run), tiles=tiles, findings=findings_of(record_of(run)), rewards=_rewards(run),
+        curves=curve_cards(run.lines, "steps", "step", CURVES), stored=_stored, max_completions=MAX_COMPLETIONS, **_completions(run),
         versions=json.loads(run.manifest).get("versions", {}) if run.manifest else {},
     )  # fmt: skip
 
@@ -117,14 +119,6 @@ def _gains(run: TokenRun) -> list[tuple[str, tuple[str, Success], tuple[str, Suc
     ]  # fmt: skip
 
 
-def _tiles(run: TokenRun) -> dict[str, Success]:
-    """Return the rewards of 0 and 1 of the newest validation, where they cannot be compared with the first one."""
-    if run.before_and_after is not None or not run.samples:
-        return {}
-    last = run.samples[-1]
-    return {f"{part}, {last.name}": success for part, success in last.successes().items()}
-
-
 def _rewards(run: TokenRun) -> list[Markup]:
     """Return a chart for the sum of rewards, and one for each part: of training, and of validations with intervals."""
     names = dict.fromkeys(
@@ -138,8 +132,8 @@ def _rewards(run: TokenRun) -> list[Markup]:
 
 def _reward_card(run: TokenRun, name: str) -> Markup:
     part = name.partition("/")[2]
-    training = _series(run, [f"rollout/{name}"], "training (sampled)", 3)
-    validation = _series(run, [f"eval/{name}"], "validation (most likely tokens)", 1)
+    training = series_of(run.lines, "steps", [f"rollout/{name}"], "training (sampled)", 3)
+    validation = series_of(run.lines, "steps", [f"eval/{name}"], "validation (most likely tokens)", 1)
     counted = {samples.step: samples.successes().get(part) for samples in run.samples}
     known = [counted.get(round(x)) for x, _ in validation.points]
     validation.bands = [None if one is None else one.interval for one in known]
@@ -160,22 +154,5 @@ def _completions(run: TokenRun) -> dict[str, Any]:
 
 def _stored(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the images of a prompt in base64, to be in the page itself."""
-    files = [folder / name for name in names]
+    files = (folder / name for name in names)
     return [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]
-
-
-def _training_curves(run: TokenRun) -> list[Markup]:
-    cards = []
-    for title, names, y_label, options in CURVES:
-        labels = dict.fromkeys(names.values())
-        series = [
-            _series(run, [name for name, its in names.items() if its == label], label, 1 + number % NUM_COLOURS)
-            for number, label in enumerate(labels)
-        ]
-        cards.append(card(title, series, "step", y_label, size=SMALL, **options))
-    return cards
-
-
-def _series(run: TokenRun, names: Sequence[str], label: str, colour: int) -> Series:
-    points = [(float(line["steps"]), line[name]) for line in run.lines for name in names if name in line]
-    return Series(label, points, colour)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
-from rlinf.report.run_data import results_of, saved_texts, traces_of
+from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
 from rlinf.run_folder import COMPARISON_FILE, RESULT_FILE, SAMPLES_FOLDER
 from rlinf.tracking.tracker import read_metrics
 
@@ -54,33 +52,18 @@ class Samples:
 
 
 @dataclass
-class TokenRun:
-    """The content of a folder; missing parts are empty.
+class TokenRun(FolderData):
+    """The content of a recipe's folder; its ``lines`` have ``steps``, the optimiser steps done by then.
 
     Attributes:
-        lines: Lines of ``metrics.jsonl`` with ``steps``: the optimiser steps done by then.
         samples: Completions of the validations, oldest first.
-        results: Results on questions by name: ``result.json``, or those below ``eval/``.
-        comparison: From ``compare.json``.
-        config, manifest: Texts of the run, or else of its newest checkpoint.
+        results: Results on questions by name: ``result.json``, or the results below ``eval/``.
         checkpoints: Folder relative to the run, and its bytes.
-        traces: See ``traces_of``.
     """
 
-    folder: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Samples] = field(default_factory=list)
     results: dict[str, AnswerResult] = field(default_factory=dict)
-    comparison: dict[str, Any] | None = None
-    config: str = ""
-    manifest: str = ""
     checkpoints: dict[str, int] = field(default_factory=dict)
-    traces: list[str] = field(default_factory=list)
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The configuration as a mapping; empty without one."""
-        return yaml.safe_load(self.config) or {}
 
     def setting(self, path: str) -> Any:
         """Return a value of the configuration by its dotted path; None if it is not there."""
@@ -110,7 +93,7 @@ class TokenRun:
 
 
 def is_token_folder(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is that of a recipe's run, or of an evaluation on questions."""
+    """Return whether a folder belongs to a recipe's run, or to an evaluation on questions."""
     folder = Path(folder)
     if (folder / RESULT_FILE).is_file():
         return holds_answers(folder / RESULT_FILE)
@@ -151,12 +134,9 @@ def _step_of(path: Path) -> int:
 
 
 def _with_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines with ``steps``; a line of a validation has those of the update before it, and 0 before the first."""
-
-    def found() -> Iterator[dict[str, Any]]:
-        steps = 0
-        for line in lines:
-            steps = line["step"] + 1 if "time/update_s" in line else steps
-            yield {**line, "steps": steps}
-
-    return list(found())
+    """Return lines with ``steps``; a line of a validation takes them from the update before it, and has 0 before the first."""
+    found, steps = [], 0
+    for line in lines:
+        steps = line["step"] + 1 if "time/update_s" in line else steps
+        found.append({**line, "steps": steps})
+    return found

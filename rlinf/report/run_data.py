@@ -39,26 +39,19 @@ class Evaluation:
 
 
 @dataclass
-class RunData:
-    """The content of a run folder.
+class FolderData:
+    """What the folders of all runs and evaluations hold; missing parts are empty.
 
     Attributes:
         lines: Lines of ``metrics.jsonl``.
-        evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
-        summary: From ``summary.json``.
-        comparison: From ``compare.json``, or else before against after RL, or None.
-        corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
+        comparison: From ``compare.json``.
         traces: See ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
 
     folder: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
     comparison: dict[str, Any] | None = None
-    corrections: dict[str, Any] = field(default_factory=dict)
-    controls: list[dict[str, Any]] = field(default_factory=list)
     traces: list[str] = field(default_factory=list)
     config: str = ""
     manifest: str = ""
@@ -67,6 +60,21 @@ class RunData:
     def settings(self) -> dict[str, Any]:
         """The configuration as a mapping; empty without one."""
         return yaml.safe_load(self.config) or {}
+
+
+@dataclass
+class RunData(FolderData):
+    """The content of a run folder; without ``compare.json``, ``comparison`` is before against after RL.
+
+    Attributes:
+        evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
+        corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
+    """
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    corrections: dict[str, Any] = field(default_factory=dict)
+    controls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def episodes(self) -> str:
@@ -109,11 +117,8 @@ class RunData:
         if self.before is None or self.after is None:
             return None
         first, second = self.before.result, self.after.result
-        if not second.total.is_told:
-            return None
-        if {one.spec for one in first.results} != {one.spec for one in second.results}:
-            return None
-        if sampling_differences(first, second):
+        same_episodes = {one.spec for one in first.results} == {one.spec for one in second.results}
+        if not second.total.is_told or not same_episodes or sampling_differences(first, second):
             return None
         comparison = compare(first, second)
         comparison.a, comparison.b = self.before.name, self.after.name
@@ -121,7 +126,7 @@ class RunData:
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; once RL has begun, only that of RL."""
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics: once RL has begun, only ``after_rl``."""
     return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
 
@@ -136,15 +141,13 @@ def read_run(folder: str | os.PathLike) -> RunData:
     if not data.lines and not data.evaluations:
         missing = "neither metrics.jsonl nor eval/*/result.json nor result.json"
         raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
-    if (folder / run_folder.SUMMARY_FILE).exists():
-        data.summary = json.loads((folder / run_folder.SUMMARY_FILE).read_text(encoding="utf-8"))
-    for name, file in (("corrections", run_folder.CORRECTIONS_FILE), ("controls", run_folder.CONTROLS_FILE)):
+    for name, file in (
+        ("summary", run_folder.SUMMARY_FILE), ("corrections", run_folder.CORRECTIONS_FILE),
+        ("controls", run_folder.CONTROLS_FILE), ("comparison", run_folder.COMPARISON_FILE),
+    ):  # fmt: skip
         if (folder / file).exists():
             setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))
-    if (folder / run_folder.COMPARISON_FILE).exists():
-        data.comparison = json.loads((folder / run_folder.COMPARISON_FILE).read_text(encoding="utf-8"))
-    else:
-        data.comparison = data.gain
+    data.comparison = data.comparison or data.gain
     data.traces = traces_of(folder)
     data.config, data.manifest = saved_texts(folder)
     return data

@@ -90,7 +90,7 @@ def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
     for name in folders:
         folder = follow_latest(Path(name).expanduser())
         below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
-        below.sort(key=lambda path: (len(path.name), path.name))
+        below.sort(key=lambda path: (len(path.name), path.name))  # job 2 before job 10
         is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:
             if not place.is_dir():

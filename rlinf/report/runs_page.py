@@ -10,8 +10,8 @@ from rlinf.evaluation.intervals import mean_interval
 from rlinf.number_formats import format_interval
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series
 from rlinf.report.page import card, write_page
-from rlinf.report.run import RL_CURVES, with_axes
 from rlinf.report.run_data import RunData
+from rlinf.report.run_page import RL_CURVES, with_axes
 from rlinf.report.runs import RunGroup, closing_evaluation, group_runs, rates_in_words, repeated_seeds, seed_in_words
 from rlinf.run_folder import REPORT_FILE
 

@@ -112,7 +112,7 @@ class Batcher:
                 break
             taken.append(self._waiting.popleft())
         if self._waiting:
-            self._came.set()
+            self._came.set()  # the rest begins the next batch at once
         return taken
 
     async def _answer(self, asks: Sequence[_Ask]) -> None:

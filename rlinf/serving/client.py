@@ -76,37 +76,28 @@ class PolicyClient:
             except _BusyError as error:
                 left = busy_until - time.monotonic()
                 if left <= 0:
-                    found = f"{self.url} has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
-                    raise PolicyServerError(
-                        f"{found}. Set model.timeout_s={10 * self.timeout_s:g}, or ask with fewer processes"
-                    ) from None
+                    found = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
+                    raise self._late(found, "ask with fewer processes") from None
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
                 self.close()  # a reply that comes later must not be taken for the next one
-                raise PolicyServerError(
-                    f"{self.url} has not answered within {self.timeout_s:g} s (model.timeout_s). "
-                    f"Set model.timeout_s={10 * self.timeout_s:g}, or look at the server's log"
-                ) from None
+                raise self._late(f"has not answered within {self.timeout_s:g} s (model.timeout_s)") from None
             except (ConnectionClosed, OSError) as error:
                 self.close()
+                size, goodbye = f"{len(data) / 2**20:.1f} MiB", getattr(error, "rcvd", None)
                 if isinstance(error.__cause__, BlockingIOError | ssl.SSLWantWriteError):
-                    raise PolicyServerError(
-                        f"{self.url} has read nothing of a request of {len(data) / 2**20:.1f} MiB within {self.timeout_s:g} s "
-                        f"(model.timeout_s). Set model.timeout_s={10 * self.timeout_s:g}, or look at the server's log"
-                    ) from error
-                if (
-                    isinstance(error, ConnectionClosed)
-                    and error.rcvd is not None
-                    and error.rcvd.code == MESSAGE_TOO_BIG
-                ):
-                    found = f"{self.url} takes no message of {len(data) / 2**20:.1f} MiB"
-                    raise PolicyServerError(
-                        f"{found}. Serve with a larger max_message_mib, or set evaluation.num_envs=1"
-                    ) from error
+                    within = f"within {self.timeout_s:g} s (model.timeout_s)"
+                    raise self._late(f"has read nothing of a request of {size} {within}") from error
+                if goodbye is not None and goodbye.code == MESSAGE_TOO_BIG:
+                    cure = "Serve with a larger max_message_mib, or set evaluation.num_envs=1"
+                    raise PolicyServerError(f"{self.url} takes no message of {size}. {cure}") from error
                 logger.warning("The connection to %s is lost (%s); waiting for it to come back", self.url, error)
                 deadline = deadline or time.monotonic() + self.connect_timeout_s
                 self._wait(deadline, FIRST_WAIT_S, error)
+
+    def _late(self, found: str, other_cure: str = "look at the server's log") -> PolicyServerError:
+        return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_cure}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -128,9 +119,8 @@ class PolicyClient:
         except MessageError as error:
             raise PolicyServerError(f"{self.url} has sent what cannot be read: {error}") from error
         if not isinstance(reply, dict):
-            raise PolicyServerError(
-                f"{self.url} has sent a {type(reply).__name__}; required: a map, as openpi's servers send it"
-            )
+            kind = type(reply).__name__
+            raise PolicyServerError(f"{self.url} has sent a {kind}; required: a map, as openpi's servers send it")
         return reply
 
     def _end_code(self) -> int | None:
@@ -144,27 +134,23 @@ class PolicyClient:
         return None
 
     def _connect(self, deadline: float) -> None:
-        """Connect before a moment of the monotonic clock, and compare the server with that of before."""
+        """Connect before a moment of the monotonic clock, and compare the server with the one before."""
         wait = FIRST_WAIT_S
         while True:
             try:
                 metadata = self._open()
                 break
             except InvalidURI as error:
-                raise ConfigError(
-                    f"model.url='{self.url}' is no address. Set e.g. model.url=ws://127.0.0.1:8000"
-                ) from error
+                cure = "Set e.g. model.url=ws://127.0.0.1:8000"
+                raise ConfigError(f"model.url='{self.url}' is not an address. {cure}") from error
             except InvalidStatus as error:
                 status = error.response.status_code
                 if status in (401, 403):
-                    raise ConfigError(
-                        f"{self.url} refuses the key (status {status}). Set model.api_key_env=<variable with the server's key>"
-                    ) from error
+                    cure = "Set model.api_key_env=<variable with the server's key>"
+                    raise ConfigError(f"{self.url} refuses the key (status {status}). {cure}") from error
                 if status not in COME_BACK:
-                    found = f"{self.url} answers with status {status}"
-                    raise ConfigError(
-                        f"{found}; required: a policy. Set model.url=<address and path of a server>"
-                    ) from error
+                    cure = "required: a policy. Set model.url=<address and path of a server>"
+                    raise ConfigError(f"{self.url} answers with status {status}; {cure}") from error
                 failure: Exception = error
             except (OSError, WebSocketException, _BusyError) as error:
                 failure = error
@@ -177,7 +163,7 @@ class PolicyClient:
             if before == now:
                 now += f" with another {_differing(self.metadata, metadata)}"
             raise PolicyServerError(
-                f"{self.url} serves another policy than before: {now} instead of {before}; half of the episodes with each is no "
+                f"{self.url} serves another policy than before: {now} instead of {before}; episodes of both do not make one "
                 "result. Serve the first one again, or evaluate anew with output_dir=<another folder>"
             )
         self.metadata, self.digest = metadata, digest
@@ -211,11 +197,11 @@ class PolicyClient:
             raise
 
     def _wait(self, deadline: float, seconds: float, error: Exception) -> None:
-        """Sleep, or say that there is no server."""
+        """Sleep, or raise PolicyServerError after the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise PolicyServerError(
-                f"There is no policy at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
+                f"No policy answers at {self.url} after {self.connect_timeout_s:g} s (model.connect_timeout_s): {error}. Start it with "
                 "rlinf serve checkpoint=<folder>, or set model.url=<its address>"
             ) from error
         time.sleep(min(seconds, left))

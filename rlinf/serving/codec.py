@@ -153,7 +153,7 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
     try:
         return dtype.type(number)
     except (OverflowError, ValueError) as error:
-        raise MessageError(f"{number} is no {dtype}") from error
+        raise MessageError(f"{number} is not a {dtype}") from error
 
 
 def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
@@ -191,6 +191,6 @@ def _shape(shape: Any) -> tuple[int, ...]:
     fits = isinstance(shape, list) and len(shape) <= MAX_AXES
     if not fits or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
         raise MessageError(f"An array has the shape {shape!r}; required: at most {MAX_AXES} sizes, none negative")
-    if math.prod(max(1, size) for size in shape) >= 2**31:
+    if math.prod(max(1, size) for size in shape) >= 2**31:  # a size of 0 must not hide the others
         raise MessageError(f"An array has the shape {shape}; required: a product of the sizes above 0 below 2**31")
     return tuple(shape)

@@ -1,4 +1,4 @@
-"""Where the parts of an observation are in a request, for each robot that openpi's protocol knows, and for ours."""
+"""Places of an observation's parts in a request, for each robot that openpi's protocol knows, and for ours."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Layout:
         """Return ``images``, ``state`` and ``instruction`` of a request. Raise MessageError if a part is missing or malformed.
 
         Args:
-            request: The decoded message.
             cameras: Names that the policy has for ``images``; more pictures than that are ignored.
             reads_state: The policy has a state.
             image_size: Pictures must have so many rows and columns; None: any.
@@ -159,10 +158,7 @@ class Names:
 
 
 def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
-    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map.
-
-    Raise ConfigError if there is no such layout.
-    """
+    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map."""
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
@@ -179,13 +175,12 @@ def check_layout(
 
     Args:
         keys: Name of the layout, or the map.
-        layout: The layout.
-        cameras, state_dim: Names of the pictures, and the width of the state: 0: there is none; None: not known.
+        cameras, state_dim: Names of the pictures, and the width of the state; 0: without one; None: not known.
         owner: What has them, for the message.
         fix: Override that changes the layout.
 
     Raises:
-        ConfigError: There are more cameras than places, the state has another width, or a key of a map is that of nothing.
+        ConfigError: There are more cameras than places, the state has another width, or a key of a map names nothing.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]

@@ -59,7 +59,6 @@ class PolicyServer:
         act: Rows -> float32 ``[C, D]`` for each, or the exception that refuses it. Runs in a thread of its own, so that a long call
             delays nothing but actions.
         metadata: What a client is told first: plain values.
-        limits: See there.
         chunks: How ``/vla-eval`` reads requests, and what it is told first.
         api_key: What clients must send as ``Authorization: Api-Key <key>``; None: nothing.
     """
@@ -111,15 +110,15 @@ class PolicyServer:
         await server.wait_closed()
 
     def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer what is no WebSocket of a client that may ask; None: go on."""
+        """Answer all but the WebSocket of a client that may ask; None: go on."""
         path = request.path.partition("?")[0]
         if path in HEALTH:
             text = "OK\n" if path == HEALTH[0] else json.dumps({"status": "ok"})
             return connection.respond(http.HTTPStatus.OK, text)
         if path not in ("/", vla_eval.PATH):
             places = f"/ (openpi), {vla_eval.PATH}, {HEALTH[0]}"
-            return connection.respond(http.HTTPStatus.NOT_FOUND, f"there is no {path}; there are {places}\n")
-        if "Origin" in request.headers:
+            return connection.respond(http.HTTPStatus.NOT_FOUND, f"{path} is unknown; there are {places}\n")
+        if "Origin" in request.headers:  # which only browsers send
             return connection.respond(http.HTTPStatus.FORBIDDEN, "pages of a browser may not ask\n")
         if self.api_key is not None:
             given = request.headers.get("Authorization", "")
@@ -230,7 +229,7 @@ class PolicyServer:
         vla-eval counts the episode of an error, and of a connection that is closed, as failed. So nobody is told that the server is
         busy: a client has one observation under way, and ``max_clients`` bounds how many there are.
         """
-        session = vla_eval.Session(self.chunks)
+        session = vla_eval.ClientSession(self.chunks)
         async for message in self._messages(connection):
             try:
                 seq, request = session.read(await asyncio.to_thread(decode, message, self.limits.max_prompt))

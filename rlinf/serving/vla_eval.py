@@ -27,7 +27,6 @@ class Hello:
 
     Attributes:
         name: Of the policy; results of vla-eval keep it.
-        action_dim: ``D``.
         reads_state: Benchmarks are asked to send a state.
         num_cameras: Benchmarks with a wrist camera are asked to send it where there are two or more.
         execute: Actions of a chunk until the policy is asked again.
@@ -40,7 +39,7 @@ class Hello:
     execute: int
 
     def payload(self, version: str) -> dict[str, Any]:
-        """Return the payload of the server's hello; ``version`` is that of the client's harness."""
+        """Return the payload of the server's hello; ``version`` is the client's harness version."""
         parameters = {"send_wrist_image": self.num_cameras > 1, "send_state": self.reads_state}
         return {
             "harness_version": version,
@@ -53,7 +52,7 @@ class Hello:
         }
 
 
-class Session:
+class ClientSession:
     """One connection; the caller asks the policy in between: ``read``, perhaps ``take``, then ``reply``."""
 
     def __init__(self, hello: Hello) -> None:
@@ -66,7 +65,7 @@ class Session:
     def read(self, message: Any) -> tuple[int, dict[str, Any] | None]:
         """Take a message; return its number, and the request to the policy if a new chunk is needed.
 
-        Raise MessageError if the message is none of the protocol.
+        Raise MessageError if it breaks the protocol.
         """
         self._answer, self._acts, self._seq = None, False, 0
         if not isinstance(message, dict) or any(name not in message for name in FIELDS):
@@ -102,7 +101,7 @@ class Session:
         return None if self._answer is None else _message(*self._answer, seq)
 
     def failed(self, error: object) -> bytes:
-        """Return the answer to a message that could not be answered. What was queued is forgotten."""
+        """Return the answer to a message that failed, and drop the queued actions."""
         self._queue.clear()
         return _message("error", {"error": f"observation_failed: {error}"}, self._seq)
 

@@ -14,5 +14,5 @@ class TrackingConfig:
     tensorboard: bool = option(True, "Write TensorBoard event files.")
     wandb: bool = option(False, "Log to Weights & Biases; offline when WANDB_API_KEY is not set.")
     wandb_project: str = option("rlinf", "Weights & Biases project.")
-    wandb_name: str | None = option(None, "Name of the run in Weights & Biases; null: that of its folder.")
+    wandb_name: str | None = option(None, "Name of the run in Weights & Biases; null: the name of its folder.")
     progress: bool = option(True, "Show one live line with success, steps/s and time left.")

@@ -20,76 +20,59 @@ METRICS: dict[str, Metric] = {
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
     "rollout/actions_clipped_fraction": Metric(
-        "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were cut; a warning above 5 %.",
-        "1",
-    ),
+        "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were "
+        "cut; a warning above 5 %.", "1"),
     "rollout/actions_max_abs": Metric("Largest magnitude of these numbers before the cut.", "env units"),
     "rollout/num_episodes": Metric("First episodes of the envs, which the five above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
-        "Episodes that began again because their simulator was lost; their first part is not trained on, and where it was the "
-        "first episode of an env, the envs of that process have no success, return and length.",
-        "episodes",
-    ),
+        "Episodes that began again because their simulator was lost; their first part is not trained on, and "
+        "where it was the first episode of an env, the envs of that process have no success, return and length.", "episodes"),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
     "rollout/zero_variance_group_fraction": Metric("Share of groups whose returns are equal, but for rounding.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_exp_mean": Metric(
-        "Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"
-    ),
+        "Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"),
     "rollout/importance_ratio_mean": Metric(
-        "Mean trainer / rollout probability of a sampled action before the update; 1 if the two agree.", "1"
-    ),
+        "Mean trainer / rollout probability of a sampled action before the update; 1 if the two agree.", "1"),
     "rollout/importance_ratio_max": Metric(
-        "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
-    ),
+        "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"),
     "rollout/staleness_iterations": Metric(
-        "Iterations of training between the weights that played the rollout and those before its update; at most `cluster.max_staleness`.",
-        "iterations",
-    ),
+        "Iterations of training between the weights that played the rollout and those before its update; at most "
+        "`cluster.max_staleness`.", "iterations"),
     "rollout/staleness_updates": Metric(
-        "The same in optimiser steps. Of a head: the most updates that the weights of an action lacked (`algorithm.overlap`).",
-        "updates",
-    ),
+        "The same in optimiser steps. Of a head: the most updates that the weights of an action lacked "
+        "(`algorithm.overlap`).", "updates"),
     "rollout/value_gap_max": Metric(
-        "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where all are smaller).",
-        "1",
-    ),
+        "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where "
+        "all are smaller).", "1"),
     "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run went on (16 bits), else 0.", "1"),
     "rollout/reward_mean": Metric(
-        "Mean reward of the answers of a recipe, weighted sum of its parts; `rollout/reward_mean/<part>`: of a part, unweighted.",
-        "reward",
-    ),
+        "Mean reward of the answers of a recipe, weighted sum of its parts; `rollout/reward_mean/<part>`: of a "
+        "part, unweighted.", "reward"),
     "rollout/reward_std": Metric("Standard deviation of these rewards over all answers.", "reward"),
     "rollout/completion_length_mean": Metric("Mean length of an answer, with the token that ends it.", "tokens"),
     "rollout/completion_length_max": Metric("Length of the longest answer.", "tokens"),
     "rollout/truncated_fraction": Metric("Share of answers that reached the largest length without an end.", "1"),
     "rollout/replaced_groups": Metric("Groups of answers with equal rewards that were replaced.", "groups"),
     "rollout/base_calls_total": Metric(
-        "Observations about which the frozen policy below a head was asked, each once, since the run began.",
-        "observations",
-    ),
+        "Observations about which the frozen policy below a head was asked, each once, since the run began.", "observations"),
     "rollout/correction": Metric(
-        "Mean absolute difference of a number between the head without noise and the greedy action of the frozen policy, in halves "
-        "of the range of the env; not during the warm-up.",
-        "1",
-    ),
+        "Mean absolute difference of a number between the head without noise and the greedy action of the frozen "
+        "policy, in halves of the range of the env; not during the warm-up.", "1"),
     "rollout/base_chosen": Metric("Share of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
     "rollout/success_rate_offline": Metric(
-        "Share of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"
-    ),
+        "Share of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"),
     "rollout/base_calls_offline": Metric(
-        "Observations of demonstrations about which the frozen policy was asked; 0 where its answers were on disk.",
-        "observations",
-    ),
+        "Observations of demonstrations about which the frozen policy was asked; 0 where its answers were on "
+        "disk.", "observations"),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be drawn.", "transitions"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
     "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
     "train/entropy": Metric(
-        "Mean entropy of one action token (or action number); of a trained token of a recipe with `logging.report_entropy`.",
-        "nat",
-    ),
+        "Mean entropy of one action token (or action number); of a trained token of a recipe with "
+        "`logging.report_entropy`.", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
     "train/clip_fraction": Metric("Share of importance ratios at which the clipped loss is the larger one.", "1"),
     "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
@@ -98,9 +81,8 @@ METRICS: dict[str, Metric] = {
     "train/kl_to_reference": Metric("Estimated KL(policy || reference policy).", "nat"),
     "train/advantage_mean": Metric("Mean advantage before normalisation.", "reward"),
     "train/return_mean": Metric(
-        "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the episode (GRPO, RLOO).",
-        "reward",
-    ),
+        "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the "
+        "episode (GRPO, RLOO).", "reward"),
     "train/preference_accuracy": Metric("DPO: share of pairs whose chosen answer has the higher implicit reward.", "1"),
     "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen answers (Rafailov et al. 2023).", "nat"),
     "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected answers.", "nat"),
@@ -112,24 +94,20 @@ METRICS: dict[str, Metric] = {
     "train/target_mean": Metric("Mean target of the critics.", "reward"),
     "train/alpha": Metric("Weight of the entropy (SAC).", "reward/nat"),
     "train/at_bound": Metric(
-        "Share of the numbers of a head at their bound: above about 0.5, algorithm.head.scale is too small.", "1"
-    ),
+        "Share of the numbers of a head at their bound: above about 0.5, algorithm.head.scale is too small.", "1"),
     "train/correction": Metric("Mean size of the numbers of a head, in shares of its scale.", "1"),
     "train/q_first": Metric(
-        "What the critics expect of the first action of the episodes above, at the time.", "reward"
-    ),
+        "What the critics expect of the first action of the episodes above, at the time.", "reward"),
     "train/return_first": Metric(
-        "Discounted return that these episodes reached; far below train/q_first, the critics dream. An episode that a time limit "
-        "cut counts with what it had reached until then, and the critics also value what would have followed.",
-        "reward",
-    ),
+        "Discounted return that these episodes reached; far below train/q_first, the critics dream. An episode "
+        "that a time limit cut counts with what it had reached until then, and the critics also value what would "
+        "have followed.", "reward"),
     "train/updates_total": Metric("Updates since RL began (off-policy).", "updates"),
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
-        "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"
-    ),
+        "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
     "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
     "eval/successes": Metric("Successful evaluation episodes.", "episodes"),
@@ -138,14 +116,11 @@ METRICS: dict[str, Metric] = {
     "eval/interval_high": Metric("Upper end of the 95 % Wilson interval of the success rate.", "1"),
     "eval/return_mean": Metric("Mean undiscounted return of the evaluation episodes.", "reward"),
     "eval/return_low": Metric(
-        "Lower end of its 95 % interval (Student's t over the episodes); null for one episode.", "reward"
-    ),
+        "Lower end of its 95 % interval (Student's t over the episodes); null for one episode.", "reward"),
     "eval/return_high": Metric("Upper end of that interval.", "reward"),
     "eval/loss": Metric("Loss on the validation rows of a recipe: per learned token (SFT), or per pair (DPO).", "nat"),
     "eval/reward_mean": Metric(
-        "Mean reward of the most likely answers to the validation prompts; `eval/reward_mean/<part>`: of a part.",
-        "reward",
-    ),
+        "Mean reward of the most likely answers to the validation prompts; `eval/reward_mean/<part>`: of a part.", "reward"),
     "eval/reward_std": Metric("Standard deviation of these rewards.", "reward"),
     "eval/num_answers": Metric("Number of these answers.", "answers"),
     "eval/completion_length_mean": Metric("Mean length of these answers, with the token that ends it.", "tokens"),
@@ -166,17 +141,14 @@ METRICS: dict[str, Metric] = {
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
     "throughput/tokens_per_s": Metric(
-        "Tokens of the rows of a recipe's step, without padding / time of the step.", "tokens/s"
-    ),
+        "Tokens of the rows of a recipe's step, without padding / time of the step.", "tokens/s"),
     "throughput/mfu": Metric(
-        "Model FLOPs of these tokens / time / peak of the GPUs in bfloat16; only where the GPU's peak is known.", "1"
-    ),
+        "Model FLOPs of these tokens / time / peak of the GPUs in bfloat16; only where the GPU's peak is known.", "1"),
     "throughput/data_wait_fraction": Metric(
-        "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"
-    ),
+        "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"),
     "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
     "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run began.", "GiB"),
-}
+}  # fmt: skip
 
 
 def register_metric(name: str, meaning: str, unit: str) -> None:

@@ -16,7 +16,6 @@ class Progress:
     Args:
         enabled: False prints nothing.
         updates: False prints notes only.
-        stream: Defaults to stderr.
         interval_s: Minimum seconds between two lines if ``stream`` is not a terminal.
         clock: Returns seconds of a monotonic clock.
     """
@@ -49,10 +48,8 @@ class Progress:
         """Show a new state.
 
         Args:
-            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
+            phase: ``"sft"``, ``"rl"``, ``"eval"``, ..., whose time left is shown.
             step: Steps done; the first call of a resumed run passes the step at which it resumes.
-            num_steps: Steps of the phase.
-            success_rate: Latest success rate in [0, 1].
             env_steps_per_s, **extra: More numbers to show, by name.
         """
         if not (self._enabled and self._updates):

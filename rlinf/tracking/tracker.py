@@ -70,8 +70,6 @@ class Tracker:
     written after the last checkpoint; they are dropped, so that every step appears once.
 
     Args:
-        folder: Run folder.
-        config: Which sinks to write.
         run_config: Resolved configuration, for Weights & Biases.
         run_id: Identity of the run to continue; None starts a new one.
         resume_step: First step that will be logged again; None keeps all lines.

@@ -10,7 +10,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
-from rlinf.evaluation.evaluator import Episodes, episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import Episodes, EvaluationPlan, RankGroup, episode_list, evaluate_policy
 from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
@@ -48,6 +48,13 @@ class Evaluator:
         settings = self.config.evaluation
         is_summary, folder = tag in SUMMARY_TAGS.values(), evaluation_folder(self.config, tag)
         with_videos = is_summary and settings.num_videos_per_task > 0
+        plan = EvaluationPlan(
+            video_folder=folder / VIDEOS_FOLDER if with_videos else None,
+            num_videos_per_task=settings.num_videos_per_task,
+            video_size=settings.video_size,
+            ranks=self._ranks(),
+            episodes=self.episodes,
+        )
         try:
             with self.autocast():
                 return evaluate_policy(
@@ -57,19 +64,16 @@ class Evaluator:
                     greedy=settings.greedy,
                     temperature=self.config.rollout.temperature,
                     seed=self.config.seed,
-                    video_folder=folder / VIDEOS_FOLDER if with_videos else None,
-                    num_videos_per_task=settings.num_videos_per_task,
-                    video_size=settings.video_size,
-                    rank=rank(),
-                    num_ranks=world_size(),
                     on_result=lambda _: go_on(),
-                    together=self.stop_signal.together,
-                    episodes=self.episodes,
+                    plan=plan,
                 )
         except StopRequested:
             return None
         finally:
             self.env.offload()
+
+    def _ranks(self) -> RankGroup:
+        return RankGroup(rank(), world_size(), self.stop_signal.together)
 
     def record(self, model: ActionModel, tag: str, result: EvaluationResult) -> None:
         """Record episodes of an evaluation whose result is written (a collective call); a signal gives that up.
@@ -88,9 +92,7 @@ class Evaluator:
                     folder / RECORDINGS_FOLDER,
                     settings.record_episodes,
                     settings.video_size,
-                    rank=rank(),
-                    num_ranks=world_size(),
-                    together=self.stop_signal.together,
+                    self._ranks(),
                 )
         except StopRequested:
             logger.warning(

@@ -13,7 +13,7 @@ import torch
 from rlinf.config.schema import RunConfig
 from rlinf.evaluation.result import Success, success_table
 from rlinf.files import write_text
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 from rlinf.rollout.parity import EXCEEDED
 from rlinf.run_folder import EVALUATIONS_FOLDER, SUMMARY_FILE
 from rlinf.tracking.tracker import read_metrics

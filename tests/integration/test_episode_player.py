@@ -19,8 +19,8 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import record_episodes
 from rlinf.models import build_policy
 from rlinf.report.compare_folders import compare_folders
-from rlinf.report.player import parting_step
-from rlinf.report.run import write_report
+from rlinf.report.episode_player import parting_step
+from rlinf.report.run_page import write_report
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -39,14 +39,8 @@ def evaluated(folder: Path, model, env) -> Path:
 def folders(tmp_path_factory):
     """Evaluations of a policy and of one whose weights differ, compared with each other."""
     parent = tmp_path_factory.mktemp("out puts")
-    overrides = [
-        "model=mlp",
-        "env=tabletop",
-        "env.tasks=[reach,push]",
-        "env.max_episode_steps=8",
-        "model.action_chunks_len=3",
-    ]
-    config = run_config(parent / "unused", *overrides)
+    words = "model=mlp env=tabletop env.tasks=[reach,push] env.max_episode_steps=8 model.action_chunks_len=3"
+    config = run_config(parent / "unused", *words.split())
     env = make_env(config.env, 4, auto_reset=False)
     torch.manual_seed(0)
     model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
@@ -118,11 +112,10 @@ def test_a_click_shows_both_policies_and_keys_go_through_the_steps(folders, tmp_
     a, b = folders
     seen = watched(b / "report.html", tmp_path)
     pair = [recording(a, 1), recording(b, 1)]
-    assert len(seen["opened"]["sides"]) == 2 and seen["opened"]["sides"] != seen["clicked"]["sides"], (
-        "control: the first episode"
-    )
+    opened, clicked = (seen[name]["sides"] for name in ("opened", "clicked"))
+    assert len(opened) == 2 and opened != clicked, "control: the first episode"
     assert seen["clicked"]["step"] == "0" and seen["two on"]["step"] == "2" and seen["one back"]["step"] == "1"
-    assert all(side["drawn"] == SIZE and side["wide"] > 150 for side in seen["clicked"]["sides"]), "pictures are shown"
+    assert all(side["drawn"] == SIZE and side["wide"] > 150 for side in clicked), "pictures are shown"
     for side, one, name in zip(seen["two on"]["sides"], pair, "ab", strict=True):
         call = one["calls"][0]
         assert side["caption"].startswith(f"{name}: ") and side["picture"] == one["frames"][2]
@@ -130,15 +123,10 @@ def test_a_click_shows_both_policies_and_keys_go_through_the_steps(folders, tmp_
         np.testing.assert_allclose(numbers_of(side["passed"]), call["path"][:3], atol=0.006)
         assert side["bars"] == 6 and f"value {call['value']:#.3g}" in side["numbers"]
         assert f"reward {one['rewards'][1]:#.3g}" in side["numbers"] or abs(one["rewards"][1]) < 1e-3
-    assert seen["clicked"]["sides"][0]["picture"] == seen["clicked"]["sides"][1]["picture"], (
-        "one episode, one first picture"
-    )
+    assert clicked[0]["picture"] == clicked[1]["picture"], "one episode, one first picture"
     assert seen["end"]["sides"][0]["picture"] == pair[0]["frames"][-1] and seen["end"]["step"] == "8"
-    assert (
-        seen["paused"]["step"] == "0"
-        and seen["played"]["step"] == "8"
-        and "action" not in seen["played"]["sides"][0]["numbers"]
-    )
+    assert seen["paused"]["step"] == "0" and seen["played"]["step"] == "8"
+    assert "action" not in seen["played"]["sides"][0]["numbers"]
     assert seen["parting"]["step"] == str(parting_step(*pair)), "the button goes to where they part"
     at_0, at_2, at_8 = (seen[name]["cursors"] for name in ("clicked", "two on", "end"))
     assert len(at_0) == 3 and np.allclose(np.subtract(at_2, at_0) * 4, np.subtract(at_8, at_0)) and at_8 > at_0
@@ -164,12 +152,14 @@ def test_the_page_is_small_and_asks_nobody_for_anything(folders):
     assert len(sources) == 8 and {source.split("/")[0] for source in sources} == {RECORDINGS_FOLDER, BASELINE_FOLDER}
 
 
-def test_a_task_cannot_end_the_script(folders, tmp_path):
+def test_a_task_cannot_end_the_script_and_pages_without_recordings_have_none(folders, tmp_path):
     moved = shutil.copytree(folders[0], tmp_path / "moved")
     for path in (moved / RECORDINGS_FOLDER).glob("*.js"):
         path.write_text(path.read_text().replace('"instruction": "', '"instruction": "</script><b>'))
     text = write_report(moved).read_text(encoding="utf-8")
     assert text.count("</script>") == 1 and "<b>reach" not in text and "\\u003c/script>" in text
+    shutil.rmtree(moved / RECORDINGS_FOLDER)
+    assert "<script" not in write_report(moved).read_text(encoding="utf-8")
 
 
 def test_a_bad_recording_is_left_out_with_a_note(folders, tmp_path):
@@ -191,8 +181,3 @@ def test_first_pictures_of_other_sizes_are_not_compared(folders, tmp_path):
     write_recording(path, read_recording(path) | {"size": SIZE + 1})
     text = write_report(moved).read_text(encoding="utf-8")
     assert text.count('"same_start": null') == 1 and text.count('"same_start": true') == 3
-
-
-def test_pages_without_recordings_have_no_script(folders, tmp_path):
-    shutil.copy(folders[0] / "result.json", tmp_path)
-    assert "<script" not in write_report(tmp_path).read_text(encoding="utf-8")

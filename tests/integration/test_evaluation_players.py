@@ -67,11 +67,6 @@ def test_three_players_write_the_file_of_one_process(cluster, of_one, tmp_path):
     assert not partial_files(tmp_path)
 
 
-def test_control_other_actions_write_another_file(of_one, tmp_path):
-    evaluate(configured(tmp_path, "seed=1", "evaluation.greedy=false"))
-    assert result_content(tmp_path)["results"] != of_one["results"]
-
-
 def kill_a_player(made: list[Players], folder: Path, number: int, killed: list[int]) -> None:
     """Kill a player as soon as ``number`` results are on disk."""
     import ray
@@ -145,20 +140,11 @@ def test_players_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothin
 
 def test_nothing_outlives_the_command(tmp_path):
     """It is ended by SIGTERM while players play, in a cluster of its own."""
-    mark = f"EVALUATION_OF_THIS_TEST={tmp_path}"
+    name, mark = "EVALUATION_OF_THIS_TEST", f"EVALUATION_OF_THIS_TEST={tmp_path}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    words = [
-        sys.executable,
-        "-m",
-        "rlinf",
-        "evaluate",
-        *WORDS,
-        *players(2),
-        "env.sleep_s=0.05",
-        f"output_dir={tmp_path}",
-    ]
-    name, _, value = mark.partition("=")
-    process = subprocess.Popen(words, env=kept | SURROUNDINGS | {name: value}, stdout=subprocess.DEVNULL)
+    words = ["evaluate", *WORDS, *players(2), "env.sleep_s=0.05", f"output_dir={tmp_path}"]
+    environment = kept | SURROUNDINGS | {name: str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-m", "rlinf", *words], env=environment, stdout=subprocess.DEVNULL)
     while num_kept(tmp_path) < 4:
         assert process.poll() is None
         time.sleep(0.05)

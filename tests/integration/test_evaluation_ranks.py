@@ -30,7 +30,7 @@ from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "slow_tabletop.py"
-NUM_EPISODES = 200
+NUM_EPISODES = 120
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,9 +57,8 @@ def of_one(tmp_path_factory) -> dict:
     return result_content(folder)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_write_the_file_of_one(of_one, tmp_path, num_ranks):
-    result = evaluate(configured(tmp_path, f"cluster.num_processes={num_ranks}"))
+def test_ranks_write_the_file_of_one(of_one, tmp_path):
+    result = evaluate(configured(tmp_path, "cluster.num_processes=3"))
     assert result_content(tmp_path) == of_one and result == EvaluationResult.from_json(tmp_path / "result.json")
     assert len(result.results) == NUM_EPISODES and not partial_files(tmp_path)
 
@@ -82,7 +81,7 @@ def kill_a_rank_after(folder: Path, numbers: list[int], killed: list[int]) -> No
 
 def test_the_death_of_ranks_changes_nothing(of_one, tmp_path, caplog):
     killed: list[int] = []
-    numbers = sorted(random.Random(0).sample(range(1, NUM_EPISODES - 30), 3))
+    numbers = [NUM_EPISODES // 10, NUM_EPISODES // 3, 2 * NUM_EPISODES // 3]  # each start must find new results
     thread = threading.Thread(target=kill_a_rank_after, args=(tmp_path, numbers, killed), daemon=True)
     thread.start()
     evaluate(configured(tmp_path, "cluster.num_processes=2", "env.sleep_s=0.01"))
@@ -166,9 +165,8 @@ def test_every_episode_has_one_rank_and_every_rank_all_tasks(num_ranks):
 
 
 def test_images_are_prepared_once_for_each_call_of_the_policy(monkeypatch):
-    config = build_config(
-        compose_config(["model=openvla_tiny", "env=tabletop", "env.max_episode_steps=4", "output_dir=unused"])
-    )
+    words = ["model=openvla_tiny", "env=tabletop", "env.max_episode_steps=4", "output_dir=unused"]
+    config = build_config(compose_config(words))
     env = make_env(config.env, 20, auto_reset=False)
     model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
     prepared, acted = [], []

@@ -18,6 +18,7 @@ from rlinf.cli.diagnose import _checker
 from rlinf.cli.doctor import check_choice
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.commands.train import build, train
+from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.envs import make_env
 from rlinf.evaluation.evaluator import RowPolicy, episode_list, evaluate_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
@@ -96,29 +97,20 @@ def test_checkpoint_and_export_take_the_same_actions_and_end_the_same_episodes_a
     assert results_of(run / "eval" / "before_rl") != results_of(run / "eval" / "after_rl"), "control"
 
 
-def test_an_export_of_an_export_is_the_same_policy(run, tmp_path):
+def test_an_export_of_an_export_is_the_same_policy_and_compare_pairs_it_with_its_frozen_one(run, tmp_path, capsys):
     assert main(["export", f"checkpoint={run.parent / 'export'}", f"output={tmp_path / 'again'}"]) == 0
     for name in ("head.safetensors", "head.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (run.parent / "export" / name).read_bytes()
-
-
-def test_compare_pairs_a_headed_policy_with_its_frozen_one(run, capsys):
-    assert main(["evaluate", "--compare", str(run / "eval" / "before_rl"), str(run / "eval" / "after_rl")]) == 0
-    table, successes = capsys.readouterr().out, {
-        tag: sum(one["success"] for one in results_of(run / "eval" / tag)) for tag in ("before_rl", "after_rl")
-    }  # fmt: skip
-    assert f"{successes['before_rl']}/12" in table and f"{successes['after_rl']}/12" in table
+    folders = [run / "eval" / tag for tag in ("before_rl", "after_rl")]
+    assert main(["evaluate", "--compare", *map(str, folders)]) == 0
+    table = capsys.readouterr().out
+    assert all(f"{sum(one['success'] for one in results_of(folder))}/12" in table for folder in folders)
 
 
 def test_a_dataset_of_a_headed_policy_holds_what_it_executed(run, tmp_path):
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
-    from rlinf.data.lerobot_dataset import open_dataset
-
-    command = [
-        "collect", f"checkpoint={run.parent / 'export'}", f"dataset={tmp_path / 'data'}", "collect.num_episodes=4",
-        "collect.only_success=false",
-    ]  # fmt: skip
-    assert main(command) == 0
+    words = ["collect.num_episodes=4", "collect.only_success=false"]
+    assert main(["collect", f"checkpoint={run.parent / 'export'}", f"dataset={tmp_path / 'data'}", *words]) == 0
     dataset = open_dataset(tmp_path / "data", {}, "observation.state")
     dataset.chunk_len = 1
     observation, actions = dataset.rows(np.arange(len(dataset)))
@@ -173,10 +165,8 @@ def test_a_head_on_merged_adapters_is_exported_like_any_other(tmp_path):
 
 def test_controls_are_evaluated_once_reported_and_not_repeated(run, tmp_path, capsys):
     found = json.loads((run / "controls.json").read_text(encoding="utf-8"))
-    assert [control["name"].partition(" of ")[0] for control in found[:3]] == [
-        "the frozen policy",
-        *["uniform noise"] * 2,
-    ]
+    names = [control["name"].partition(" of ")[0] for control in found[:3]]
+    assert names == ["the frozen policy", "uniform noise", "uniform noise"]
     assert "the best of 24 on 2 training episodes" in found[3]["name"] and all(one["episodes"] == 12 for one in found)
     config = read_config(run / "checkpoints" / "rl_000003")
     env = make_env(config.env, 8, auto_reset=False)
@@ -201,9 +191,9 @@ def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
     built = build(config)
     session = built.session
 
-    def interrupted(*_args, together, **_options):
+    def interrupted(*_args, plan, **_options):
         session.stop_signal.number = signal.SIGTERM
-        return together(lambda: None)
+        return plan.ranks.gather(lambda: None)
 
     monkeypatch.setattr("rlinf.offpolicy.controls.evaluate_noise", interrupted)
     monkeypatch.setattr(session, "evaluate", lambda tag, step: None)

@@ -13,12 +13,9 @@ import pytest
 from rlinf.tracking.tracker import read_metrics
 
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "policy.parallelism.dp_shard_size=2",
-    "policy.device=cpu",
-    "train.param_dtype=float32",
-    "policy.model_max_length=96",
-]
+TINY = (
+    "policy.parallelism.dp_shard_size=2 policy.device=cpu train.param_dtype=float32 policy.model_max_length=96".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +39,8 @@ def launch(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess:
         "HF_TOKEN": "a-secret",
         "AWS_SECRET_ACCESS_KEY": "a-secret",
     }
-    words = [
-        *words,
-        *TINY,
-        f"policy.model_name_or_path={folder}/model",
-        f"train.output_dir={folder}/out",
-        f"train.timestamp={run}",
-    ]
-    command = [sys.executable, "-m", "rlinf", "launch", "--config", *words]
+    places = [f"policy.model_name_or_path={folder}/model", f"train.output_dir={folder}/out", f"train.timestamp={run}"]
+    command = [sys.executable, "-m", "rlinf", "launch", "--config", *words, *TINY, *places]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -70,10 +61,7 @@ def test_two_ranks_fine_tune_a_tiny_model_by_the_command_of_the_guide(arithmetic
 
 
 def test_a_bad_row_of_a_rank_is_named_once(arithmetic):
-    words = [
-        "./tools/dataset/dummy_sft.py",
-        f"train.train_policy.dataset.name={arithmetic}/test.jsonl",
-    ]
+    words = ["./tools/dataset/dummy_sft.py", f"train.train_policy.dataset.name={arithmetic}/test.jsonl"]
     done = launch(arithmetic, "bad", "mistral-7b-fsdp4-sft", *words, "train.train_batch_per_replica=4")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("cannot be used") == 1 and "Row 0 of" in done.stderr and "Traceback" not in done.stderr

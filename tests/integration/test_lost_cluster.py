@@ -56,16 +56,13 @@ def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path,
     short = [f"cluster.deadlines.{name}=10" for name in ("update", "save", "push")] if number == signal.SIGSTOP else []
     words = [*STATE, f"cluster.num_processes={ranks}", "trainer.max_steps=2000", "cluster.deadlines.rollout=20"]
     words += ["cluster.max_restarts=0"] if ranks > 1 else []  # else lost ranks start again
-    kept = (
-        {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | RAY | {MARK: str(tmp_path)}
-    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept |= RAY | {MARK: str(tmp_path)}
+    command = [sys.executable, "-m", "rlinf", "train", *words, *short, *SPLIT, f"output_dir={run}"]
     with (
         open(tmp_path / "log", "w+", encoding="utf-8") as log,
-        subprocess.Popen(
-            [sys.executable, "-m", "rlinf", "train", *words, *short, *SPLIT, f"output_dir={run}"],
-            env=kept, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        ) as process,
-    ):  # fmt: skip
+        subprocess.Popen(command, env=kept, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as process,
+    ):
         try:
             while process.poll() is None and not any(step > 1 for step in saved_steps(run)):
                 time.sleep(0.05)

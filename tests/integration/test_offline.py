@@ -117,16 +117,9 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
     trainer = build(config_of(tmp_path / "clone", *resumed)).rl  # the control: the same
     trainer._begin(trainer.session.worker.model)
     assert trainer.replay.num_transitions == 40
-    with pytest.raises(
-        ConfigError, match="one reward in a buffer"
-    ):  # one that has a buffer of its own is not asked about another
-        config_of(
-            tmp_path / "one",
-            f"resume={tmp_path / 'one'}",
-            "trainer.max_steps=2",
-            *resumed[-1:],
-            "env.reward_mode=sparse",
-        )
+    own = [f"resume={tmp_path / 'one'}", "trainer.max_steps=2", resumed[-1], "env.reward_mode=sparse"]
+    with pytest.raises(ConfigError, match="one reward in a buffer"):  # its own buffer, not the other one
+        config_of(tmp_path / "one", *own)
 
 
 def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations):

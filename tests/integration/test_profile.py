@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlinf.commands.train import train
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
+from rlinf.training.rl_trainer import RLTrainer
 from tests.run_results import run_config, untimed_metrics, weights_of
 
 SMALL = [
@@ -58,22 +59,19 @@ def test_a_window_of_rl_is_written_and_linked_and_changes_no_number(tmp_path):
     assert "Profile</h2>" not in write_report(tmp_path / "plain").read_text(encoding="utf-8")
 
 
-def test_a_window_of_a_run_that_only_clones(tmp_path):
-    train(run_config(tmp_path, *SMALL, *CLONING, "trainer.profile_steps=[3,3]"))
+@pytest.mark.parametrize(
+    ("overrides", "inside", "outside"),
+    [(["trainer.profile_steps=[3,3]"], {"sft step 3", "update"}, {"sft step 2", "policy call"}),
+     (["trainer.max_steps=1", "trainer.profile_steps=[0,0]"], {"rl step 0"}, {"sft step 0"})],
+    ids=["a run that only clones", "cloning before RL"],
+)  # fmt: skip
+def test_a_window_holds_steps_of_the_last_phase_only(tmp_path, overrides, inside, outside):
+    train(run_config(tmp_path, *SMALL, *CLONING, *overrides))
     names = names_of(trace_of(tmp_path))
-    assert {"sft step 3", "update"} <= names
-    assert "sft step 2" not in names and "policy call" not in names
-
-
-def test_cloning_before_rl_is_not_in_the_window(tmp_path):
-    train(run_config(tmp_path, *SMALL, *CLONING, "trainer.max_steps=1", "trainer.profile_steps=[0,0]"))
-    names = names_of(trace_of(tmp_path))
-    assert "rl step 0" in names and "sft step 0" not in names
+    assert inside <= names and names.isdisjoint(outside)
 
 
 def test_a_run_that_fails_within_the_window_leaves_what_was_recorded(tmp_path, monkeypatch):
-    from rlinf.training.rl_trainer import RLTrainer
-
     played = RLTrainer.iteration
 
     def fails(self, step):

@@ -67,20 +67,10 @@ def test_ranks_write_the_file_of_one(folder, monkeypatch, capfd):
     for name, more in {"one": [], "two": TWO, "control": ["seed=1"]}.items():
         assert main(["evaluate", *WORDS, *more, f"output_dir={name}"]) == 0
         assert capfd.readouterr().out.count("report: ") == 1, "one rank prints"
-    launched = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "rlinf",
-        "evaluate",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlinf"]
+    words = [*torchrun, "evaluate", *WORDS, "output_dir=torchrun"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launched, *WORDS, "output_dir=torchrun"], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("report: ") == 1, done.stderr[-3000:]
     expected = content(folder / "one")
     assert len(expected["answers"]) == NUM_QUESTIONS and expected["questions"] == NUM_QUESTIONS

@@ -58,13 +58,10 @@ def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
     write_run(group / "ppo_seed3", [0.3, 0.5], frozen=False)
     (group / "ppo_seed3" / "summary.json").unlink()  # it was stopped
     runs = race.runs_of(group)
-    assert {method: sorted(by_seed) for method, by_seed in runs.items()} == {
-        "ppo": [0, 1, 2], "residual": [0, 1, 2], "edit": [0, 1, 2]
-    }  # fmt: skip
-    rows = {
-        row.split(" | ")[0]: row
-        for row in race.table("quickstart", {"uniform noise 1": [(39, 50), (41, 50), (40, 50)]}, runs)
-    }
+    seeds = {method: sorted(by_seed) for method, by_seed in runs.items()}
+    assert seeds == dict.fromkeys(("ppo", "residual", "edit"), [0, 1, 2])
+    table = race.table("quickstart", {"uniform noise 1": [(39, 50), (41, 50), (40, 50)]}, runs)
+    rows = {row.split(" | ")[0]: row for row in table}
     # 94 % and s = 2 points over three seeds: 94 +- 4.303 * 2 / sqrt(3); noise 80 +- the same
     assert "| 94.0 % (89.0 - 99.0) | yes | 1,024 | 2 | 2 |" in rows["| residual"]
     assert "0*, 1*, 2" in rows["| residual"]
@@ -128,18 +125,8 @@ def test_a_head_on_the_experiment_of_a_gap_reads_the_features_of_the_race(gap):
 def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     folder, method = tmp_path, race.METHODS["residual"]
     monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))
-    command = [
-        "race",
-        "--gaps",
-        "quickstart_two_headed",
-        "--methods",
-        "residual",
-        "--seeds",
-        "0",
-        "--output",
-        str(folder),
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, *TINY])
+    command = "race --gaps quickstart_two_headed --methods residual --seeds 0 --output".split()
+    monkeypatch.setattr(sys, "argv", [*command, str(folder), *TINY])
     monkeypatch.setattr(race, "LENGTHS", (0.5,))
     monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
     race.main()
@@ -148,9 +135,8 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     counts = json.loads(controls.read_text())["counts"]
     assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == {
-        "quickstart_two_headed, own clones": {"residual": 1}
-    }
+    seeds = json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"]
+    assert seeds == {"quickstart_two_headed, own clones": {"residual": 1}}
     assert race.curve(left)[-1].cpu_s > 0
     trained = []
     monkeypatch.setattr(race, "train", lambda config: trained.append(Path(config.output_dir).name))
@@ -161,14 +147,12 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         patch.setitem(race.METHODS, "residual", replace(present, overrides=(*present.overrides, "algorithm.gamma=0.9")))
         with pytest.raises(ConfigError, match=r"residual_seed0 was made with other settings: .* -> 0.9\. Delete it"):
             race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
-    with pytest.raises(
-        ConfigError, match=r"controls_seed0.json was made with other settings: env.image_size \d+ -> 40\. Delete"
-    ):
+    said = r"controls_seed0.json was made with other settings: env.image_size \d+ -> 40\. Delete"
+    with pytest.raises(ConfigError, match=said):
         race.controls(folder, "quickstart_two_headed", 0, [*TINY, "env.image_size=40"])
     controls.write_text(json.dumps(counts))
-    with pytest.raises(
-        ConfigError, match=r"controls_seed0.json does not say with which settings it was made\. Delete it"
-    ):
+    said = r"controls_seed0.json does not say with which settings it was made\. Delete it"
+    with pytest.raises(ConfigError, match=said):
         race.main()
     (left / "summary.json").unlink()
     race.race(folder, "quickstart_two_headed", "residual", 0, TINY)

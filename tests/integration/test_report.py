@@ -18,16 +18,14 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.video import write_video
 from rlinf.number_formats import format_number
 from rlinf.report.charts import Series, difference_bar, line_chart, log_ticks, nice_ticks
-from rlinf.report.run import _evaluated, write_report
+from rlinf.report.run_page import _evaluated, write_report
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 TASKS = ("reach", "reach_two", "push")
 INSTRUCTIONS = (
-    "reach the red block",
-    "reach the blue block, then the red one",
-    "push the green block to the yellow zone",
-)
+    "reach the red block", "reach the blue block, then the red one", "push the green block to the yellow zone",
+)  # fmt: skip
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -52,9 +50,8 @@ def record_videos(folder: Path, result: EvaluationResult) -> None:
             frames.append(frame)
         instruction = INSTRUCTIONS[TASKS.index(task)]
         path = write_video(folder / "videos" / f"task_{number}_#1.mp4", frames, instruction, success)
-        result.videos.append(
-            {"path": f"videos/{path.name}", "task": task, "instruction": instruction, "success": success}
-        )
+        video = {"path": f"videos/{path.name}", "task": task, "instruction": instruction, "success": success}
+        result.videos.append(video)
 
 
 def make_run(folder: Path, num_steps: int = 60) -> Path:
@@ -173,13 +170,19 @@ def test_headline_holds_the_numbers_of_the_results(run):
         assert f"{result.interval[0]:.1%} to {result.interval[1]:.1%}" in text
         for success in result.per_task.values():
             assert f"({success.successes}/{success.episodes}," in text
-    assert f"{100 * (after.success_rate - before.success_rate):+.1f}" in text
+    assert (
+        title_of(run / "report.html")
+        == f"quickstart on tabletop: {after.success_rate:.1%} ({after.successes}/200) - rlinf"
+    )
+    total = compare(before, after).total
+    low, high = (100 * end for end in total.interval)
+    assert "Paired comparison" in text and total.p_value < 1e-10
+    assert f"{100 * total.difference:+.1f} ({low:+.1f} to {high:+.1f})" in text and f"{total.p_value:.3g}" in text
 
 
 def gain_tile(page: Path) -> str:
-    return re.search(
-        r'Gain by RL</div>.*?<div class="detail">([^<]*)</div>', page.read_text(encoding="utf-8"), re.DOTALL
-    )[1]
+    tile = r'Gain by RL</div>.*?<div class="detail">([^<]*)</div>'
+    return re.search(tile, page.read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 @pytest.mark.parametrize("rates", [(0.41, 0.91), (0.5, 0.52)])
@@ -223,27 +226,6 @@ def test_the_browser_tab_names_what_was_evaluated_the_suite_and_the_result(tmp_p
     assert title_of(write_report(folder)) == f"{name} on libero_goal: {share} - rlinf"
 
 
-@pytest.mark.parametrize(("greedy", "words"), [(True, "greedy"), (False, "sampled at temperature 0.7")])
-def test_the_head_of_the_page_says_how_actions_were_drawn(tmp_path, greedy, words):
-    replace(evaluation(0.5), greedy=greedy, temperature=0.7).to_json(tmp_path / "result.json")
-    assert f"<span>actions <b>{words}</b></span>" in write_report(tmp_path).read_text(encoding="utf-8")
-
-
-def test_the_browser_tab_of_a_run_names_the_experiment_and_the_success_after_rl(run):
-    after = EvaluationResult.from_json(run / "eval" / "after_rl" / "result.json")
-    expected = f"quickstart on tabletop: {after.success_rate:.1%} ({after.successes}/200) - rlinf"
-    assert title_of(run / "report.html") == expected
-
-
-def test_gain_by_rl_is_compared_pair_by_pair(run):
-    text = re.sub(r"<[^>]+>", " ", (run / "report.html").read_text())
-    results = [EvaluationResult.from_json(run / "eval" / tag / "result.json") for tag in ("before_rl", "after_rl")]
-    total = compare(*results).total
-    low, high = (100 * end for end in total.interval)
-    assert "Paired comparison" in text and total.p_value < 1e-10
-    assert f"{100 * total.difference:+.1f} ({low:+.1f} to {high:+.1f})" in text and f"{total.p_value:.3g}" in text
-
-
 def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
     evaluation(0.4).to_json(tmp_path / "eval" / "before_rl" / "result.json")
     evaluation(0.9, 100).to_json(tmp_path / "eval" / "after_rl" / "result.json")
@@ -255,14 +237,17 @@ def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
     assert "Paired comparison" not in write_report(tmp_path).read_text(), "actions were sampled in one of them"
 
 
-def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
+def test_warnings_of_the_evaluation_are_shown_and_escaped_and_the_head_says_how_actions_were_drawn(tmp_path):
     result = evaluation(0.5)
     result.to_json(tmp_path / "result.json")
-    assert "Before you trust" not in write_report(tmp_path).read_text()
+    page = write_report(tmp_path).read_text()
+    assert "Before you trust" not in page and "<span>actions <b>greedy</b></span>" in page
+    result = replace(result, greedy=False, temperature=0.7)
     result.warnings = ['renderer: saved <b>, present "osmesa"']
     result.to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
     assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &#34;osmesa&#34;" in text
+    assert "<span>actions <b>sampled at temperature 0.7</b></span>" in text
 
 
 @pytest.mark.parametrize("beyond", [[], [1, 2]])
@@ -331,34 +316,25 @@ def test_gaps_and_values_that_are_no_numbers_are_not_drawn():
     assert chart.count("<polyline") == 2 and "nan" not in chart.lower().replace("polyline", "")
     assert line_chart([Series("a", [(0, None)])], x_label="x", y_label="y") == ""
     assert line_chart([Series("a", [(0, -2.0), (1, -1.0)])], x_label="x", y_label="y", log=True) == ""
+    zeros = line_chart([Series("gap", [(0, 0.0), (1, 0.0)])], x_label="x", y_label="y", log=True)
+    assert zeros.count("<polyline") == 1 and "gap 0<" in zeros, "the axis is linear then"
 
 
 @pytest.mark.parametrize(("steps", "lines"), [([0], 0), ([0, 9], 0), ([0, 5, 9], 1)])
 def test_no_line_joins_an_evaluation_before_and_one_after(steps, lines):
     names = ("success_rate", "interval_low", "interval_high")
-    rows = [
-        {"step": s, "eval/success_rate": 0.5, "eval/interval_low": 0.4, "eval/interval_high": 0.6, "phase": "rl"}
-        for s in steps
-    ]
-    chart = line_chart(
-        [_evaluated(rows, "step", "held-out episodes", names)], x_label="step", y_label="rate", percent=True
-    )
+    found = {"eval/success_rate": 0.5, "eval/interval_low": 0.4, "eval/interval_high": 0.6, "phase": "rl"}
+    series = _evaluated([{"step": step, **found} for step in steps], "step", "held-out episodes", names)
+    chart = line_chart([series], x_label="step", y_label="rate", percent=True)
     assert chart.count("<polyline") == lines and chart.count('class="hit"') == len(steps)
     assert chart.count("evaluation 50% (40% to 60%)") == len(steps)
 
 
-def test_zeros_are_drawn_on_what_would_be_a_logarithmic_axis():
-    zeros = line_chart([Series("gap", [(0, 0.0), (1, 0.0)])], x_label="x", y_label="y", log=True)
-    assert zeros.count("<polyline") == 1 and "gap 0<" in zeros
-
-
-@pytest.mark.parametrize(
-    "points", [[(0, 0.0)], [(3, 5.0), (4, 5.0)], [(0, -1e-9), (1, 1e-9)], [(0, 1e12), (1e7, -1e12)]]
-)
-def test_degenerate_ranges_are_drawn(points):
-    chart = line_chart([Series("a", points, markers=True)], x_label="x", y_label="y")
-    numbers = [float(n) for n in re.findall(r'c[xy]="([-\d.e+]+)"', chart)]
-    assert numbers and all(0 <= n <= 520 for n in numbers)
+def test_degenerate_ranges_are_drawn():
+    for points in ([(0, 0.0)], [(3, 5.0), (4, 5.0)], [(0, -1e-9), (1, 1e-9)], [(0, 1e12), (1e7, -1e12)]):
+        chart = line_chart([Series("a", points, markers=True)], x_label="x", y_label="y")
+        numbers = [float(n) for n in re.findall(r'c[xy]="([-\d.e+]+)"', chart)]
+        assert numbers and all(0 <= n <= 520 for n in numbers)
 
 
 def test_ticks_are_round_and_cover_the_range():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -421,8 +422,9 @@ def stop_in_evaluation(monkeypatch, number: int, within: bool = True) -> None:
     def stopped(*args, **kwargs):
         calls.append(None)
         if within and len(calls) == number:
-            together = kwargs["together"]
-            kwargs["together"] = lambda part: together(interrupted)
+            plan, gather = kwargs["plan"], kwargs["plan"].ranks.gather
+            ranks = replace(plan.ranks, gather=lambda part: gather(interrupted))
+            kwargs["plan"] = replace(plan, ranks=ranks)
         result = evaluate(*args, **kwargs)
         if len(calls) == number:
             signal.raise_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ SMALL = [
     "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 SHARDED = "trainer.sharding=fsdp2"
+WHOLE = ModuleReceiver._copy
 REPLICA = "differs from the trained policy after the weight push"
 
 
@@ -46,11 +46,11 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 def skipping(part: str):
     """A ``ModuleReceiver._copy`` that later leaves out the tensors with ``part`` in their names; the empty string is in all."""
-    whole, held = ModuleReceiver._copy, set()
+    held = set()
 
     def copy(self, name, tensor):
         if part not in name or name not in held:
-            whole(self, name, tensor)
+            WHOLE(self, name, tensor)
         held.add(name)
 
     return copy
@@ -60,29 +60,26 @@ def steps_of(folder: Path) -> list[int]:
     return [line["step"] for line in metrics_of(folder) if "rollout/return_mean" in line]
 
 
-@pytest.mark.parametrize("part", ["", "policy.2", "value_head", "log_std"])
-def test_a_replica_that_lacks_an_update_is_refused_at_the_push_by_name(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
-    with pytest.raises(RLinfError, match=rf"{REPLICA} in .*{part or 'log_std'}"):
-        train(config_of(tmp_path, SHARDED))
-    assert steps_of(tmp_path) == [0]  # the first push is one of equal weights
-
-
 @pytest.mark.parametrize(("part", "what"), [
     ("", "log-probabilities"), ("policy.2", "log-probabilities"), ("value_head", "values"),
 ])  # fmt: skip
-def test_the_gate_sees_a_replica_that_lacks_an_update(tmp_path, monkeypatch, part, what):
+def test_a_replica_that_lacks_an_update_is_refused_at_the_push_by_name_and_else_by_the_gate(
+    tmp_path, monkeypatch, part, what
+):
+    """The first push is one of equal weights."""
+    monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
+    with pytest.raises(RLinfError, match=rf"{REPLICA} in .*{part or 'log_std'}"):
+        train(config_of(tmp_path / "push", SHARDED, "trainer.max_steps=2"))
     monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
     monkeypatch.setattr(WeightPush, "_check_replica", lambda self: None)
     with pytest.raises(ParityError, match=f"{what} differ by .* at step 1 .*agreed until .* were updated"):
-        train(config_of(tmp_path, SHARDED))
-    assert steps_of(tmp_path) == [0]
+        train(config_of(tmp_path / "gate", SHARDED, "trainer.max_steps=2"))
+    assert steps_of(tmp_path / "push") == steps_of(tmp_path / "gate") == [0]
 
 
 def test_a_replica_that_gets_every_update_runs_to_the_end(tmp_path):
     train(config_of(tmp_path, SHARDED))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    gaps = [line for line in lines if "rollout/logprob_gap_max" in line]
+    gaps = [line for line in metrics_of(tmp_path) if "rollout/logprob_gap_max" in line]
     assert len(gaps) == 3
     assert max(line["rollout/logprob_gap_max"] for line in gaps) < 1e-4
     assert max(line["rollout/value_gap_max"] for line in gaps) < 1e-4
@@ -167,15 +164,11 @@ def test_a_model_that_computes_something_else_in_training_mode_is_stopped(tmp_pa
 
 @pytest.mark.parametrize("phase", ["rl", "sft"])
 def test_a_loss_without_a_gradient_for_the_policy_is_refused(tmp_path, monkeypatch, phase):
-    monkeypatch.setattr(
-        MLPForRLActionPrediction, "_distribution", torch.no_grad()(MLPForRLActionPrediction._distribution)
-    )
+    model = MLPForRLActionPrediction
+    loss, without_gradient = model.sft_loss, torch.no_grad()(model._distribution)
+    monkeypatch.setattr(model, "_distribution", without_gradient)
     if phase == "sft":  # a loss that requires a gradient, of which nothing arrives
-        loss = MLPForRLActionPrediction.sft_loss
-        monkeypatch.setattr(
-            MLPForRLActionPrediction, "sft_loss",
-            lambda self, *args: loss(self, *args) + 0.0 * self.log_std.sum(),
-        )  # fmt: skip
+        monkeypatch.setattr(model, "sft_loss", lambda self, *args: loss(self, *args) + 0.0 * self.log_std.sum())
     cloning = ["sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=8"] if phase == "sft" else []
     with pytest.raises(ConfigError, match=f"No gradient reaches the policy in the first update of {phase}"):
         train(config_of(tmp_path, *cloning))

@@ -14,12 +14,12 @@ from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.env import MOVED_M, TabletopVectorEnv
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, ZONE_COLOURS
 from rlinf.errors import ConfigError
-from rlinf.evaluation.audit import Audit, Auditor, brighten, check_episodes, paraphrased, shift, swapped
+from rlinf.evaluation.auditor import Audit, Auditor, brighten, paraphrased, shift, swapped
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, Push, fixed, push_of, pushed
+from rlinf.evaluation.disturbed_env import DisturbedEnv, NoPolicy, TimedPush, fixed, push_of, pushed
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import Success
-from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, Effect, Row, verdicts
+from rlinf.evaluation.verdicts import NO, UNCLEAR, UNTOLD, YES, ConditionRow, Effect, verdicts
 from tests.fixtures.audited_policies import (
     Blind,
     Deaf,
@@ -77,21 +77,8 @@ def answers(audit: Audit) -> dict[str, str]:
 
 def test_an_honest_policy_is_not_accused(table, sees, tmp_path):
     audit = audited(Honest(sees), table, with_moved=True)
-    expected = {
-        "better": YES,
-        "at reset": NO,
-        "reads": YES,
-        "looks": YES,
-        "state": YES,
-        "reacts": YES,
-        "remembers": NO,
-        "breaks": NO,
-    }
-    assert (
-        answers(audit) == expected
-        and audit.faults == []
-        and audit.summary() == "Cheats: nothing found. Breaks when: nothing found. Partly: nothing found."
-    )
+    assert list(answers(audit).values()) == [YES, NO, YES, YES, YES, YES, NO, NO] and audit.faults == []
+    assert audit.summary() == "Cheats: nothing found. Breaks when: nothing found. Partly: nothing found."
     rates = {row.key: row.success.success_rate for row in audit.rows if row.success is not None}
     assert rates["clean"] == rates["paraphrased"] == rates["moved_objects"] == rates["seen"] == 1.0
     assert rates["idle"] == rates["black"] == rates["blank"] == 0.0
@@ -126,21 +113,18 @@ def test_the_headline_tells_what_is_done_in_part_only():
     """And each yes its share, by hand-made rows: another sentence costs half of the success, another picture all of it."""
     clean, nothing = Success(96, 100), Success(0, 100)
     half, all_of_it = Pairs(48, 48, 0, 4), Pairs(0, 96, 0, 4)
-    none = Row("", "", note="not possible")
+    none = ConditionRow("", "", note="not possible")
     keys = "frozen other_state black seen other_actions pushed_replay".split()
-    rows = {"clean": Row("clean", "", clean), "idle": Row("idle", "", nothing), "random": Row("random", "", nothing)}
-    rows |= dict.fromkeys(keys, none)
-    rows |= {"swapped": Row("", "", Success(48, 100), half), "other_pictures": Row("", "", nothing, all_of_it)}
+    rows = {"clean": ConditionRow("clean", "", clean)} | dict.fromkeys(
+        ("idle", "random"), ConditionRow("", "", nothing)
+    )
+    rows |= dict.fromkeys(keys, none) | {"swapped": ConditionRow("", "", Success(48, 100), half)}
+    rows["other_pictures"] = ConditionRow("", "", nothing, all_of_it)
     found = verdicts(rows, 0, {"baseline": Pairs(0, 0, 96, 4)})
-    reads, looks = found[2], found[3]
-    assert (reads.shown, reads.is_partial) == ("yes (50%)", True) and (looks.shown, looks.is_partial) == (
-        "yes (100%)",
-        False,
-    )
+    assert [(one.shown, one.is_partial) for one in found[2:4]] == [("yes (50%)", True), ("yes (100%)", False)]
     audit = Audit(list(rows.values()), found, 100)
-    assert audit.summary().startswith(
-        "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
-    )
+    partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
+    assert audit.summary().startswith(partly)
     assert "Does it read the instruction? YES (50%): another instruction costs +48.0 points of 96.0" in audit.answers()
 
 
@@ -156,7 +140,7 @@ def test_a_policy_that_reads_only_the_state_is_found_in_python():
     found = answers(audit)
     assert {row.key: row for row in audit.rows}["black"].success.successes == 0, "which is no sign that it looks"
     assert audit.num_episodes == NUM_EPISODES and "not known" in {row.key: row.note for row in audit.rows}["seen"]
-    with pytest.raises(ConfigError, match="1 episodes says nothing"):
+    with pytest.raises(ConfigError, match="1 episodes says nothing.*Set evaluation.num_episodes=100"):
         rlinf.audit(StateOnly(), CONFIG, episodes=1)
     with pytest.raises(ConfigError, match="evaluation.split=train in an audit compares .* Set evaluation.split=eval"):
         rlinf.audit(StateOnly(), CONFIG, overrides=["evaluation.split=train"])
@@ -194,7 +178,7 @@ def test_replayed_actions_give_the_same_episodes_and_pushes_are_where_they_are_s
     for num_actions in (1, 3, 16):
         again = DisturbedEnv(full_state, motion=fixed(actions))
         assert evaluate_policy(NoPolicy(2, num_actions), again, specs).results == played
-    pushes = {spec: Push(2, 4, np.array([1.0, -1.0])) for spec in specs}
+    pushes = {spec: TimedPush(2, 4, np.array([1.0, -1.0])) for spec in specs}
     after: dict = {}
     disturbed = DisturbedEnv(full_state, motion=pushed(pushes, fixed(actions)), records=after)
     evaluate_policy(NoPolicy(2, 3), disturbed, specs)
@@ -222,41 +206,30 @@ def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
 
 def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     """And what was not possible is told, by hand-made rows."""
-    rate, none = Success(15, 20), Row("", "", note="the env shows no pictures")
+    rate, none = Success(15, 20), ConditionRow("", "", note="the env shows no pictures")
     pairs = Pairs(15, 0, 0, 5)
-    rows = {
-        key: Row(key, key, rate, pairs)
-        for key in ("clean", "idle", "random", "swapped", "frozen", "pushed_replay", "other_actions")
-    }
+    keys = "clean idle random swapped frozen pushed_replay other_actions".split()
+    rows = {key: ConditionRow(key, key, rate, pairs) for key in keys}
     rows |= {key: none for key in ("other_pictures", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
     assert [one.answer for one in found] == [NO, YES, *[UNTOLD] * 6]
     assert [one.is_fault for one in found] == [True, True, *[False] * 6]
-    better = rows | {"idle": Row("", "", Success(0, 20)), "random": Row("", "", Success(0, 20))}
+    better = rows | {"idle": ConditionRow("", "", Success(0, 20)), "random": ConditionRow("", "", Success(0, 20))}
     found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})
     assert found[3].reason == "the env shows no pictures" and not found[3].is_fault
-    brighter = better | {"brighter_front": Row("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))}
-    broken = verdicts(brighter, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
-    assert (
-        broken.answer == YES and "camera front brighter: +75.0 points of 75.0" in broken.reason and not broken.is_fault
-    )
+    brighter = ConditionRow("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))
+    broken = verdicts(better | {"brighter_front": brighter}, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
+    assert (broken.answer, broken.is_fault) == (YES, False)
+    assert "camera front brighter: +75.0 points of 75.0" in broken.reason
 
 
 def test_other_sentences_ask_for_something_else():
-    tasks = {
-        "reach": ["reach the red block", "reach the blue block", "reach the red block"],
-        "push": [
-            f"push the {one} block to the {other} zone"
-            for one in ("red", "green", "blue")
-            for other in ("cyan", "yellow")
-        ],
-        "open": ["open the drawer"],
-    }
+    red, blue = "reach the red block", "reach the blue block"
+    pairs = [(one, other) for one in ("red", "green", "blue") for other in ("cyan", "yellow")]
+    pushes = [f"push the {one} block to the {other} zone" for one, other in pairs]
+    tasks = {"reach": [red, blue, red], "push": pushes, "open": ["open the drawer"]}
     found = swapped(tasks)
-    assert (
-        found["reach the red block"] == "reach the blue block"
-        and found["reach the blue block"] == "reach the red block"
-    )
+    assert found[red] == blue and found[blue] == red
     assert all(one.split()[2] != found[one].split()[2] for one in tasks["push"]), "the first object, too"
     assert found["open the drawer"] not in ("open the drawer", None)
     assert swapped({"open": ["open the drawer"]}) == {}
@@ -294,23 +267,15 @@ def test_the_table_moves_its_objects_and_its_cameras_and_nothing_else(table):
     assert TabletopVectorEnv.moved(CONFIG, "lamps") is None
 
 
-def test_one_episode_is_no_audit():
-    with pytest.raises(ConfigError, match="1 episodes says nothing.*Set evaluation.num_episodes=100"):
-        check_episodes([None])
-
-
 def test_what_an_audit_does_not_do_is_refused(tmp_path):
     config = build_config(compose_config(["model=cnn", "env=tabletop", f"output_dir={tmp_path / 'new'}"]))
     check(config)
-    for section, key, value in (
-        ("evaluation", "stop_when", 0.1),
-        ("evaluation", "compare", "a"),
-        ("evaluation", "split", "train"),
-        ("cluster", "num_players", 2),
-        ("cluster", "num_processes", 2),
-    ):
+    wrongs = {
+        "evaluation": {"stop_when": 0.1, "compare": "a", "split": "train"},
+        "cluster": {"num_players": 2, "num_processes": 2},
+    }
+    for section, key, value in ((section, *item) for section, values in wrongs.items() for item in values.items()):
         wrong = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-        with pytest.raises(
-            ConfigError, match=f"{section}.{key}={value} (with `rlinf audit`|in an audit).* Set {section}.{key}="
-        ):
+        said = f"{section}.{key}={value} (with `rlinf audit`|in an audit).* Set {section}.{key}="
+        with pytest.raises(ConfigError, match=said):
             check(wrong)

@@ -15,12 +15,12 @@ from rlinf.errors import (
     RefusedRequestError,
     SimulatorError,
 )
-from rlinf.evaluation.audit import Auditor
+from rlinf.evaluation.auditor import Auditor
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.disturbed_env import Record
+from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.verdicts import NO, UNTOLD, YES, Row, verdicts
+from rlinf.evaluation.verdicts import NO, UNTOLD, YES, ConditionRow, verdicts
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 
@@ -93,16 +93,16 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
 
 def test_questions_whose_conditions_were_refused_cannot_be_told():
     """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
-    clean, none = Row("clean", "", Success(90, 100)), Row("", "", note="refused")
+    clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="refused")
     costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)
-    changed = {key: Row(key, key, pairs.b, pairs) for key, pairs in (
+    changed = {key: ConditionRow(key, key, pairs.b, pairs) for key, pairs in (
         ("swapped", costs), ("other_pictures", costs), ("other_state", costs), ("frozen", costs), ("other_actions", costs),
         ("pushed_replay", costs), ("paraphrased", nothing), ("idle", costs), ("random", costs),
     )}  # fmt: skip
-    rows = {"clean": clean, "seen": Row("seen", "", Success(90, 100)), **changed}
+    rows = {"clean": clean, "seen": ConditionRow("seen", "", Success(90, 100)), **changed}
     matched = {"baseline": Pairs(5, 0, 85, 10), "pushed": Pairs(5, 0, 85, 10)}
 
-    def answers(**refused: Row) -> list[str]:
+    def answers(**refused: ConditionRow) -> list[str]:
         return [f"{one.answer}: {one.reason}" for one in verdicts(rows | refused, 0, matched)[5:]]
 
     reacts, remembers, breaks = answers()
@@ -117,7 +117,7 @@ def test_conditions_that_need_another_episode_play_those_that_have_one():
     env = make_env(replace(CONFIG, tasks=["reach", "reach_zone"], max_episode_steps=None), 4, auto_reset=False)
     reach, zone = ([spec for spec in env.episode_specs("eval")[:8] if spec.task_id == task] for task in (0, 1))
 
-    def rows_of(specs) -> dict[str, Row]:
+    def rows_of(specs) -> dict[str, ConditionRow]:
         auditor = Auditor(StateOnly(), env, specs)
         return {row.key: row for row in auditor.run([], "not known", lambda what: None).rows}
 
@@ -134,7 +134,7 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
     random = np.random.default_rng(0)
     specs = [EpisodeSpec("dots", 0, number, 1) for number in range(3)]
     records = {
-        spec: Record(
+        spec: EpisodeRecord(
             {"front/left": random.integers(0, 256, (4, 5, 3), dtype=np.uint8)},
             random.random(2).astype(np.float32),
             f"go to {number}",
@@ -156,9 +156,8 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         assert found.instruction == expected.instruction and np.array_equal(found.state, expected.state)
         assert np.array_equal(found.images["front/left"], expected.images["front/left"])
         assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
-    with pytest.raises(
-        ConfigError, match="2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
-    ):
+    said = "2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
+    with pytest.raises(ConfigError, match=said):
         KeptAudit(tmp_path, "two", {"weights": {"a": 2}})
     with pytest.raises(CheckpointError, match="holds other episodes"):
         again.result("clean", specs[::-1])

@@ -179,7 +179,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     words = [f"checkpoint={run}", "evaluation.num_episodes=3"]
     assert main(["audit", *words]) == 0
     printed = capsys.readouterr().out
-    for part in ("as evaluated", "/3", "all cameras black", "not possible here: the env shows no pictures", "those of its first rollouts",
+    for part in ("as evaluated", "/3", "all cameras black", "not possible here: the env shows no pictures", "of its first rollouts",
                  "Does it read the instruction?", "Does it use the robot's state?"):  # fmt: skip
         assert part in printed, part
     (folder,) = here.glob("outputs/tabletop_ppo_mlp/audit_*")
@@ -241,7 +241,7 @@ def test_what_a_policy_has_seen_follows_from_its_own_run_and_not_from_the_settin
     draws = [derive_seed(0, "episode", 0, group, 0, 0) % 100_000 for group in range(8)]
     num_tasks = len(split) // 100_000
     played = [split[draw * num_tasks + group % num_tasks] for group, draw in enumerate(draws)]
-    assert (seen, note) == (played, "those of its first rollouts"), "one iteration of eight envs"
+    assert (seen, note) == (played, "of its first rollouts"), "one iteration of eight envs"
     others = [
         "seed=7",
         "trainer.max_steps=50",

@@ -15,39 +15,33 @@ from rlinf import cli
 from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
 from rlinf.cli.table import format_columns, format_table
 from rlinf.commands import hydra_app
-from rlinf.commands.hydra_app import sweep_jobs
-from rlinf.errors import ConfigError, NonFiniteError, RankError
+from rlinf.errors import NonFiniteError, RankError
 from rlinf.options import to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
 
 
-def test_help_lists_every_command_and_no_command_is_an_error(capsys):
+def test_help_lists_every_command_and_no_or_a_misspelt_command_is_an_error(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n  {name}" in text for name in cli.COMMANDS)
     assert main([]) == EXIT_USER_ERROR
-
-
-def test_misspelt_command_gets_a_suggestion(capsys):
     assert main(["trian"]) == EXIT_USER_ERROR
     assert "Did you mean 'train'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train output_dir", "evaluate checkpoint", "collect dataset", "train resume"])
-def test_a_path_with_an_equals_sign_gets_the_quotes_to_type(command, capsys):
-    """As the folders of a sweep have it, ``trainer.learning_rate=1e-4``."""
+@pytest.mark.parametrize(
+    ("command", "path"),
+    # The folders of a sweep have an equals sign: ``trainer.learning_rate=1e-4``.
+    [("train output_dir", "runs/lr=1e-4"), ("evaluate checkpoint", "runs/lr=1e-4"), ("collect dataset", "runs/lr=1e-4"),
+     ("train resume", "runs/lr=1e-4"), ("evaluate checkpoint", "runs/a,b"), ("collect checkpoint", "runs/a,b"),
+     ("train resume", "runs/a,b")],
+)  # fmt: skip
+def test_a_path_with_an_equals_sign_or_a_comma_gets_the_quotes_to_type(command, path, capsys):
     name, key = command.split()
-    assert main([name, f"{key}=runs/lr=1e-4"]) == EXIT_USER_ERROR
-    assert f"Set '{key}=\"runs/lr=1e-4\"'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["evaluate checkpoint", "collect checkpoint", "train resume"])
-def test_a_path_with_a_comma_gets_the_quotes_to_type(command, capsys):
-    name, key = command.split()
-    assert main([name, f"{key}=runs/a,b"]) == EXIT_USER_ERROR
-    assert f"Set '{key}=\"runs/a,b\"'" in capsys.readouterr().err
+    assert main([name, f"{key}={path}"]) == EXIT_USER_ERROR
+    assert f"Set '{key}=\"{path}\"'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "audit", "serve", "play", "collect", "export"])
@@ -61,34 +55,29 @@ def test_a_folder_that_comes_first_is_the_checkpoint(command, tmp_path, capsys):
     assert f"{run} holds no usable checkpoint" in capsys.readouterr().err
 
 
-def test_a_list_that_is_not_closed_is_one_line(capsys):
-    assert main(["train", "env.tasks=[reach"]) == EXIT_USER_ERROR
-    assert capsys.readouterr().err.startswith("ConfigError: The override 'env.tasks=[reach' cannot be read: ")
-
-
-def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
+def test_train_runs_in_one_folder_below_the_present_one_or_in_output_dir(here, started, capsys):
     assert main(["train", *SMALL]) == 0
     ((name, config),) = started
     folder = Path(config.output_dir)
     assert name == "train" and folder.is_dir() and folder.parent == here / "outputs" / "tabletop_ppo_mlp"
     assert Path.cwd() == here
     assert "samples" in capsys.readouterr().out
+    assert main(["train", *SMALL, "output_dir=my runs/first"]) == 0
+    assert Path(started[1][1].output_dir) == here / "my runs" / "first"
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (
-            "seed=9223372036854775808",
-            "seed is 9223372036854775808; required: at least 0 and at most 9223372036854775807",
-        ),
+        ("env.tasks=[reach", "ConfigError: The override 'env.tasks=[reach' cannot be read: "),
+        ("seed=9223372036854775808", "seed is 9223372036854775808; required: at least 0 and at most 9223372036854775807"),
         ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 1e-12 and at most 1"),
         ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; required: a finite number"),
         ("rollout.temperature=inf", "rollout.temperature is inf; required: a finite number"),
         (f"resume={'x' * 316}", "is longer than a path may be"),
         (f"output_dir={'x' * 316}", "is longer than a path may be"),
     ],
-)
+)  # fmt: skip
 def test_values_that_no_machine_can_hold_are_one_line(override, said, here, started, capsys):
     assert main(["train", *SMALL, override]) == EXIT_USER_ERROR
     printed = capsys.readouterr().err
@@ -115,13 +104,9 @@ def test_a_pipe_whose_reader_is_gone_ends_without_a_traceback(words, here):
     assert (result.returncode, result.stderr) == (cli.EXIT_PIPE, "")
 
 
-def test_sft_starts_cloning(here, started):
-    assert main(["sft", "experiment=tabletop_sft_openvla_tiny"]) == 0
-    assert started[0][0] == "sft"
-
-
 def test_sft_shows_no_plan_of_an_rl_phase_that_it_does_not_run(here, started, capsys):
     assert main(["sft", "experiment=quickstart"]) == 0
+    assert started[0][0] == "sft"
     assert "behaviour cloning" in (shown := capsys.readouterr().out) and "iterations" not in shown
     assert main(["train", "experiment=quickstart"]) == 0
     assert "iterations" in capsys.readouterr().out
@@ -155,50 +140,34 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("train experiment quickstart", "Set experiment=quickstart"),
         ("train model openvla_tiny seed=3", "Set model=openvla_tiny"),
         ("audit .", ". holds no usable checkpoint"),
-        (
-            "train experiment=quikstart",
-            "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart",
-        ),
+        ("train experiment=quikstart", "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart"),
         ("train experiment=zzz", "no experiment 'zzz'. `rlinf models` lists them"),
         ("train experiment=your_config", "register it in a plugin (docs/adding_a_model.md)"),
     ],
-)
+)  # fmt: skip
 def test_a_likely_mistake_is_answered_with_what_to_type(arguments, typed, here, started, capsys):
     assert main(arguments.split()) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert typed in said and "libero_ppo_openvla" not in said and len(said.splitlines()) == 1
 
 
-def test_output_dir_is_the_run_folder(here, started):
-    assert main(["train", *SMALL, "output_dir=my runs/first"]) == 0
-    assert Path(started[0][1].output_dir) == here / "my runs" / "first"
-
-
-def test_config_name_of_an_experiment_is_the_same_as_experiment(here, started):
+def test_config_name_takes_an_experiment_or_a_complete_config_of_the_user(here, started):
     assert main(["train", "--config-name", "tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
     assert main(["train", *SMALL]) == 0
     first, second = (to_mapping(config) | {"output_dir": None} for _, config in started)
     assert first == second
-
-
-def test_complete_config_of_the_user_is_taken_as_the_primary_one(here, started):
     (here / "mine").mkdir()
-    (here / "mine" / "whole.yaml").write_text(
-        "defaults:\n  - train\n  - override model: mlp\n  - _self_\ntrainer: {max_steps: 2}\n"
-    )
+    whole = "defaults:\n  - train\n  - override model: mlp\n  - _self_\ntrainer: {max_steps: 2}\n"
+    (here / "mine" / "whole.yaml").write_text(whole)
     assert main(["train", "--config-dir", "mine", "--config-name", "whole", "env.tasks=[reach]"]) == 0
-    config = started[0][1]
+    config = started[2][1]
     assert (config.model.model_type, config.trainer.max_steps) == ("mlp", 2)
 
 
 def test_multirun_starts_one_run_per_value_each_in_its_own_folder(here, started):
     assert main(["train", "-m", *SMALL, "seed=1,2", "trainer.learning_rate=1e-4,1e-3"]) == 0
-    assert [(config.seed, config.trainer.learning_rate) for _, config in started] == [
-        (1, 1e-4),
-        (1, 1e-3),
-        (2, 1e-4),
-        (2, 1e-3),
-    ]
+    pairs = [(config.seed, config.trainer.learning_rate) for _, config in started]
+    assert pairs == [(1, 1e-4), (1, 1e-3), (2, 1e-4), (2, 1e-3)]
     folders = [Path(config.output_dir) for _, config in started]
     assert len(set(folders)) == 4 and all(here / "multirun" in folder.parents for folder in folders)
 
@@ -236,15 +205,9 @@ def test_a_launcher_plugin_starts_the_runs_in_its_own_processes(here):
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert [line for line in result.stdout.splitlines() if line.startswith("job ")] == [
-        "job 0: COMPLETED",
-        "job 1: COMPLETED",
-    ]
+    jobs = [line for line in result.stdout.splitlines() if line.startswith("job ")]
+    assert jobs == ["job 0: COMPLETED", "job 1: COMPLETED"]
     assert len(list(here.glob("multirun/tabletop_ppo_mlp/latest/*/summary.json"))) == 2
-
-
-def test_sweep_jobs_are_the_product_of_the_values():
-    assert sweep_jobs(["seed=1,2", "a.b=x"]) == [["seed=1", "a.b=x"], ["seed=2", "a.b=x"]]
 
 
 def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, capsys):
@@ -257,106 +220,61 @@ def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, caps
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train"],
-        ["train", "experiment=quickstrat"],
-        ["train", "experiment=quickstart", "trainer.minibatch_size=100"],
-        ["train", "experiment=quickstart", "env.tasks=[raech]"],
-        ["train", "-m", "experiment=quickstart", "trainer.max_stps=1,2"],
-        ["train", "--config-name", "quickstrat"],
-        ["train", "--cfg", "job", "env.tsks=[reach]"],
-        ["train", "--cfg", "job", "-m", "experiment=quickstart", "seed=1,2"],
-        ["evaluate", "--cfg", "job", "env.tsks=[reach]"],
-        ["collect", "--cfg", "job", "algorithm.gama=1"],
-        ["train", "--config-dir", "nowhere", "experiment=quickstart"],
-        ["evaluate"],
-        ["evaluate", "checkpoint=nowhere"],
-        ["evaluate", "-m", "seed=1,2"],
-        ["export"],
-        ["export", "checkpoint=nowhere", "output=new"],
-        ["export", "chekpoint=nowhere"],
-        ["export", "nowhere"],
-        ["models", "x=1"],
+        "train", "train experiment=quickstart trainer.minibatch_size=100", "train experiment=quickstart env.tasks=[raech]",
+        "train -m experiment=quickstart trainer.max_stps=1,2", "train --config-name quickstrat",
+        "train --cfg job env.tsks=[reach]", "train --cfg job -m experiment=quickstart seed=1,2",
+        "evaluate --cfg job env.tsks=[reach]", "collect --cfg job algorithm.gama=1",
+        "train --config-dir nowhere experiment=quickstart", "evaluate", "evaluate checkpoint=nowhere", "evaluate -m seed=1,2",
+        "export", "export checkpoint=nowhere output=new", "export chekpoint=nowhere", "export nowhere", "models x=1",
     ],
-)
+)  # fmt: skip
 def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(arguments, here, started, capsys):
-    assert main(arguments) == EXIT_USER_ERROR
+    assert main(arguments.split()) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err + captured.out
     assert len(captured.err.strip().splitlines()) == 1 and "Error: " in captured.err
     assert started == [] and list(here.iterdir()) == []
 
 
-def test_an_export_that_cannot_be_written_names_its_own_key(here, capsys):
+def test_errors_of_the_run_become_exit_status_and_one_line_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):
+    def status_of(error: BaseException) -> tuple[int, str]:
+        """Exit status, and stderr, of a training that ends with an error."""
+
+        def fail(config):
+            raise error
+
+        monkeypatch.setattr("rlinf.commands.train.train", fail)
+        return main(["train", *SMALL]), capsys.readouterr().err
+
+    diverged = NonFiniteError("loss is nan")
+    diverged.add_note("Report of the batch: failed_batch")
+    report = "NonFiniteError: loss is nan\n  Report of the batch: failed_batch\n"
+    assert status_of(diverged) == (EXIT_USER_ERROR, report)
+    status, printed = status_of(OSError(errno.ENOSPC, "No space left on device"))
+    assert status == EXIT_USER_ERROR and "Traceback" not in printed
+    assert "The disk is full: [Errno 28] No space left" in printed
+    killed = "Rank 1 was killed by SIGKILL"
+    assert status_of(RankError(killed)) == (EXIT_FAULT, f"RankError: {killed}\n")
+    assert status_of(KeyboardInterrupt())[0] == EXIT_INTERRUPTED
+    with pytest.raises(ZeroDivisionError):
+        status_of(ZeroDivisionError("a bug"))
+    with pytest.raises(SystemExit) as caught:
+        status_of(SystemExit(143))
+    assert caught.value.code == 143, "the status of the trainer is passed on"
+
+
+def test_export_shows_its_usage_and_refuses_a_folder_that_is_full_or_cannot_be_written(here, capsys):
+    assert main(["export", "--help"]) == 0
+    printed = capsys.readouterr().out
+    usage = "usage: rlinf export checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]"
+    assert printed.startswith(usage) and "from_pretrained" in printed
+    (here / "old").mkdir()
+    (here / "old" / "file").write_text("")
+    assert main(["export", "checkpoint=x", "output=old"]) == EXIT_USER_ERROR
+    assert "not empty" in capsys.readouterr().err
     assert main(["export", "checkpoint=nowhere", "output=/proc/new"]) == EXIT_USER_ERROR
     printed = capsys.readouterr().err
     assert "Error: output='/proc/new'" in printed and "Set output=<another folder>" in printed
-
-
-def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):
-    import rlinf.commands.train as run
-
-    def diverge(config):
-        error = NonFiniteError("loss is nan")
-        error.add_note("Report of the batch: failed_batch")
-        raise error
-
-    monkeypatch.setattr(run, "train", diverge)
-    assert main(["train", *SMALL]) == EXIT_USER_ERROR
-    assert capsys.readouterr().err == "NonFiniteError: loss is nan\n  Report of the batch: failed_batch\n"
-
-    def write(config):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run, "train", write)
-    assert main(["train", *SMALL]) == EXIT_USER_ERROR
-    printed = capsys.readouterr().err
-    assert "The disk is full: [Errno 28] No space left" in printed and "Traceback" not in printed
-
-    def killed(config):
-        raise RankError("Rank 1 was killed by SIGKILL")
-
-    monkeypatch.setattr(run, "train", killed)
-    assert main(["train", *SMALL]) == EXIT_FAULT
-    assert capsys.readouterr().err == "RankError: Rank 1 was killed by SIGKILL\n"
-
-    def bug(config):
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(run, "train", bug)
-    with pytest.raises(ZeroDivisionError):
-        main(["train", *SMALL])
-
-
-def test_interruption_exits_with_130_and_the_status_of_the_trainer_is_passed_on(here, monkeypatch):
-    import rlinf.commands.train as run
-
-    def interrupt(config):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "train", interrupt)
-    assert main(["train", *SMALL]) == EXIT_INTERRUPTED
-    monkeypatch.setattr(run, "train", lambda config: sys.exit(143))
-    with pytest.raises(SystemExit) as caught:
-        main(["train", *SMALL])
-    assert caught.value.code == 143
-
-
-def test_help_of_export_is_its_usage(here, capsys):
-    assert main(["export", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "usage: rlinf export checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]"
-    )
-    assert "from_pretrained" in printed
-
-
-def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):
-    (here / "old").mkdir()
-    (here / "old" / "file").write_text("")
-    from rlinf.cli.run import export
-
-    with pytest.raises(ConfigError, match="not empty"):
-        export(["checkpoint=x", "output=old"])
 
 
 def test_models_lists_what_is_registered_and_which_groups_there_are(capsys):
@@ -415,13 +333,8 @@ def test_tables_and_lists_are_no_wider_than_the_terminal(monkeypatch, capsys):
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
 def test_example_scripts_work_from_any_folder(script, here):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "embodiment" / script),
-        "model=mlp",
-        "env=tabletop",
-        "algorithm=pppo",
-    ]
+    file = ROOT / "examples" / "embodiment" / script
+    command = [sys.executable, str(file), "model=mlp", "env=tabletop", "algorithm=pppo"]
     result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == EXIT_USER_ERROR, result.stderr
     assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")

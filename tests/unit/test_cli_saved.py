@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.errors import CheckpointError
 from rlinf.manifest import Manifest
@@ -36,17 +37,20 @@ def saved_run(here):
     return folder
 
 
-def test_resume_goes_on_in_the_same_folder_with_the_saved_configuration(saved_run, started):
-    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7"]) == 0
-    ((_, config),) = started
+def test_resume_goes_on_in_the_same_folder_with_the_saved_configuration_or_a_fresh_experiment(
+    saved_run, started, capsys
+):
+    resumed = ["train", f"resume={saved_run}", "trainer.max_steps=7"]
+    assert main([*resumed, "--cfg", "job"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["seed"], printed["model"]["model_type"], printed["trainer"]["max_steps"]) == (5, "mlp", 7)
+    assert started == []
+    assert main(resumed) == 0
+    assert main(["train", *SMALL[:1], "seed=5", f"resume={saved_run}", "output_dir=elsewhere"]) == 0
+    (_, config), (_, fresh) = started
     assert (config.seed, config.trainer.max_steps, config.model.model_type) == (5, 7, "mlp")
     assert Path(config.output_dir) == saved_run.parent.parent and config.resume == str(saved_run)
-
-
-def test_resume_with_an_experiment_composes_it_afresh_and_output_dir_is_free(saved_run, started, here):
-    assert main(["train", *SMALL[:1], "seed=5", f"resume={saved_run}", "output_dir=elsewhere"]) == 0
-    ((_, config),) = started
-    assert (config.seed, config.experiment_name, config.output_dir) == (5, "tabletop_ppo_mlp", "elsewhere")
+    assert (fresh.seed, fresh.experiment_name, fresh.output_dir) == (5, "tabletop_ppo_mlp", "elsewhere")
 
 
 def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started, capsys):
@@ -66,31 +70,16 @@ def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started
     ("command", "overrides", "said"),
     [
         ("train", ["seed=9"], "seed=9, and {} was made with seed=5; required: one seed in a run. Set seed=5"),
-        (
-            "train",
-            ["trainer.max_steps=5"],
-            "trainer.max_steps=5 for {}; required: at least the 6 iterations that it has done",
-        ),
+        ("train", ["trainer.max_steps=5"], "trainer.max_steps=5 for {}; required: at least the 6 iterations that it has done"),
         ("train", ["experiment=quickstart", "seed=5"], "{} holds a 'mlp' and model.model_type is 'openvla'"),
         ("sft", ["sft.max_steps=9"], "{} has finished cloning and is in RL. Run rlinf train resume="),
         ("train", ["env=metaworld"], 'env.name: saved "tabletop", present "metaworld"\n'),
-        (
-            "train",
-            ["env.cameras=[front]", "env.image_size=32"],
-            'preprocessing.cameras: saved [], present ["front"]\n  env.image_size: saved 64, present 32',
-        ),
-        (
-            "train",
-            ["env.max_episode_steps=9"],
-            "init_from={} resume=null output_dir=<a new folder>):\n  env.max_episode_steps.",
-        ),
-        (
-            "train",
-            ["model.precision=bf16-mixed"],
-            "or accept the differences with 'evaluation.allow_mismatch=[precision]'",
-        ),
+        ("train", ["env.cameras=[front]", "env.image_size=32"],
+         'preprocessing.cameras: saved [], present ["front"]\n  env.image_size: saved 64, present 32'),
+        ("train", ["env.max_episode_steps=9"], "init_from={} resume=null output_dir=<a new folder>):\n  env.max_episode_steps."),
+        ("train", ["model.precision=bf16-mixed"], "or accept the differences with 'evaluation.allow_mismatch=[precision]'"),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_cannot_go_on_so_is_refused_before_any_work(saved_run, started, capsys, command, overrides, said):
     assert main([command, f"resume={saved_run}", *overrides]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
@@ -108,27 +97,14 @@ def test_a_superseded_checkpoint_is_moved_back_before_it_is_resumed(saved_run, s
 
 
 def test_conditions_may_differ_where_the_user_names_them(saved_run, started):
-    assert (
-        main(["train", f"resume={saved_run}", "model.precision=bf16-mixed", "evaluation.allow_mismatch=[precision]"])
-        == 0
-    )
+    allowed = ["model.precision=bf16-mixed", "evaluation.allow_mismatch=[precision]"]
+    assert main(["train", f"resume={saved_run}", *allowed]) == 0
     assert started[0][1].model.precision == "bf16-mixed"
-
-
-def test_cfg_job_of_a_resumed_run_prints_what_would_run(saved_run, started, capsys):
-    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7", "--cfg", "job"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
-    assert (printed["seed"], printed["model"]["model_type"], printed["trainer"]["max_steps"]) == (5, "mlp", 7)
-    assert started == []
 
 
 @pytest.mark.parametrize(
     ("command", "key", "typed"),
-    [
-        ("train", "checkpoint", "resume="),
-        ("train", "checkpoint", "init_from="),
-        ("sft", "dataset", "Set sft.dataset="),
-    ],
+    [("train", "checkpoint", "resume="), ("train", "checkpoint", "init_from="), ("sft", "dataset", "Set sft.dataset=")],
 )
 def test_a_folder_that_training_would_not_read_is_refused(saved_run, started, capsys, command, key, typed):
     assert main([command, "experiment=quickstart", f"{key}={saved_run}"]) == EXIT_USER_ERROR
@@ -154,75 +130,38 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
     assert "can only be started again" in capsys.readouterr().err
 
 
-def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, monkeypatch, here):
-    import rlinf.commands.evaluate as run
-
-    calls = []
-    monkeypatch.setattr(run, "evaluate", calls.append)
-    assert main(["evaluate", f"checkpoint={saved_run}", "evaluation.num_episodes=7"]) == 0
-    (config,) = calls
-    assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
-    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
-
-
-def test_how_a_checkpoint_was_trained_does_not_say_who_evaluates_it(saved_run, monkeypatch, here):
+def test_evaluate_takes_the_saved_configuration_but_not_who_trained_it_and_the_overrides(saved_run, monkeypatch):
     pytest.importorskip("ray", reason="not installed: ray; extra 'ray'")
-    import rlinf.commands.evaluate as run
-
     trained = {"num_processes": 2, "num_players": 4, "start": "ray", "placement": "split", "max_restarts": 7}
     saved = yaml.safe_load((saved_run / "config.yaml").read_text())
     saved["cluster"] |= trained
     (saved_run / "config.yaml").write_text(yaml.safe_dump(saved))
     calls = []
-    monkeypatch.setattr(run, "evaluate", calls.append)
-    given = ["cluster.start=ray", "cluster.num_players=3"]
-    for words in ([], given):
+    monkeypatch.setattr("rlinf.commands.evaluate.evaluate", calls.append)
+    for words in (["evaluation.num_episodes=7"], ["cluster.start=ray", "cluster.num_players=3"]):
         assert main(["evaluate", f"checkpoint={saved_run}", *words]) == 0
-    without, players = (config.cluster for config in calls)
-    assert (without.num_processes, without.num_players, without.start, without.placement) == (
-        1,
-        None,
-        "auto",
-        "colocated",
-    )
-    assert (players.num_processes, players.num_players, players.start, players.placement) == (1, 3, "ray", "colocated")
-    assert without.max_restarts == players.max_restarts == 7, "a control: other keys are those of the checkpoint"
+    config = calls[0]
+    assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
+    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
+    names = ("num_processes", "num_players", "start", "placement", "max_restarts")
+    found = [[getattr(each.cluster, name) for name in names] for each in calls]
+    # The last one is a control: other keys come from the checkpoint.
+    assert found == [[1, None, "auto", "colocated", 7], [1, 3, "ray", "colocated", 7]]
 
 
-def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
-    import rlinf.commands.export as module
-
+def test_export_passes_folders_and_choice_on(saved_run, monkeypatch):
     calls = []
-    monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("rlinf.commands.export.export", lambda *arguments: calls.append(arguments))
     assert main(["export", f"checkpoint={saved_run}", "output=policy", "merge_lora=true"]) == 0
     assert calls == [(saved_run, Path("policy"), True, [])]
 
 
-def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
-    from rlinf.checkpoints.saved_config import read_saved_config
-
+def test_a_saved_configuration_that_is_damaged_or_has_aliases_is_refused_before_it_grows(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_saved_config(tmp_path)
     (tmp_path / "config.yaml").write_text("- a list")
     with pytest.raises(CheckpointError, match="holds no configuration"):
         read_saved_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("override", "typed"),
-    [
-        ("~evaluation.video_size", "Set evaluation.video_size=<value>"),
-        ("num_episodes=3", "Set collect.num_episodes=3 or evaluation.num_episodes=3"),
-    ],
-)
-def test_a_likely_mistake_on_top_of_a_checkpoint_is_answered_with_what_to_type(override, typed, saved_run, capsys):
-    assert main(["evaluate", f"checkpoint={saved_run}", override]) == EXIT_USER_ERROR
-    assert typed in capsys.readouterr().err
-
-
-def test_a_saved_configuration_with_aliases_is_refused_before_it_grows(tmp_path):
-    from rlinf.checkpoints.saved_config import read_saved_config
-
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]  # 9 ** 9 words
     (tmp_path / "config.yaml").write_text("\n".join(levels))
@@ -230,6 +169,16 @@ def test_a_saved_configuration_with_aliases_is_refused_before_it_grows(tmp_path)
         read_saved_config(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 1")
     assert read_saved_config(tmp_path) == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "typed"),
+    [("~evaluation.video_size", "Set evaluation.video_size=<value>"),
+     ("num_episodes=3", "Set collect.num_episodes=3 or evaluation.num_episodes=3")],
+)  # fmt: skip
+def test_a_likely_mistake_on_top_of_a_checkpoint_is_answered_with_what_to_type(override, typed, saved_run, capsys):
+    assert main(["evaluate", f"checkpoint={saved_run}", override]) == EXIT_USER_ERROR
+    assert typed in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_names_the_newest_one_beside_it(tmp_path):

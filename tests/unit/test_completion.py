@@ -118,22 +118,12 @@ def test_tab_completes_an_experiment_in_a_shell(shell, tmp_path, monkeypatch, ca
     assert after in output, output
 
 
-def test_help_of_train_is_one_screen(capsys):
+def test_help_of_train_is_one_screen_and_the_help_of_hydra_is_still_there(capsys):
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 140
-    for word in (
-        "usage: rlinf train",
-        "experiment=quickstart",
-        "quickstart_chunk",
-        "openvla_tiny",
-        "grpo",
-        "--hydra-help",
-    ):
-        assert word in text
-
-
-def test_the_help_of_hydra_is_still_there(capsys):
+    words = ["usage: rlinf train", "experiment=quickstart", "quickstart_chunk", "openvla_tiny", "grpo", "--hydra-help"]
+    assert [word for word in words if word not in text] == []
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--hydra-help"])
     assert "--multirun" in capsys.readouterr().out

@@ -1,16 +1,15 @@
 """Evaluation: intervals by hand, and results that depend on the policy and the list of episodes only."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import on_threads
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.evaluator import NUM_ROWS, evaluate_policy
+from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
@@ -71,25 +70,14 @@ class NumberLineEnv:
             ended |= done
         success = self.position >= 3
         rows = np.flatnonzero(ended)
+        tasks = [None if spec is None else TASKS[spec.task_id] for spec in self.specs]
         episodes = [
-            EpisodeResult(
-                self.specs[i], TASKS[self.specs[i].task_id], bool(success[i]), self.returns[i], int(self.steps[i])
-            )
-            for i in rows
+            EpisodeResult(self.specs[i], tasks[i], bool(success[i]), self.returns[i], int(self.steps[i])) for i in rows
         ]
         observation = self._observe()
-        rewards = np.where(executed, -0.1, 0).astype(np.float32)
-        return ChunkStep(
-            observation,
-            rewards,
-            executed,
-            ended & success,
-            ended & ~success,
-            success,
-            rows,
-            observation.select(rows) if len(rows) else None,
-            episodes,
-        )
+        final = observation.select(rows) if len(rows) else None
+        rewards, ends = np.where(executed, -0.1, 0).astype(np.float32), (ended & success, ended & ~success)
+        return ChunkStep(observation, rewards, executed, *ends, success, rows, final, episodes)
 
     def render_frames(self, ids, size):
         return np.stack([np.full((size, size, 3), 20 * self.steps[i], np.uint8) for i in ids])
@@ -161,8 +149,7 @@ def test_wilson_interval_equals_published_values(successes, trials, low, high):
 
 def test_wilson_interval_is_symmetric_and_shrinks():
     low, high = wilson_interval(30, 200)
-    mirrored = wilson_interval(170, 200)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high))
+    assert wilson_interval(170, 200) == pytest.approx((1 - high, 1 - low))
     wide = wilson_interval(3, 20)
     assert wide[1] - wide[0] > high - low
     assert wilson_interval(0, 0) == (0.0, 1.0)
@@ -187,32 +174,20 @@ def test_no_episode_is_started_twice_to_fill_rows(tmp_path):
     env = NumberLineEnv(8)
     evaluate_policy(BinPolicy(), env, specs_of(11))
     assert env.num_episodes == 11
-    result = evaluate_policy(BinPolicy(), env, specs_of(3), video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(BinPolicy(), env, specs_of(3), plan=EvaluationPlan(tmp_path, video_size=32))
     assert result.videos and env.num_episodes == 11 + 3 + len(result.videos)
 
 
 def test_ranks_together_return_what_one_process_returns(tmp_path):
     """Three threads in the place of ranks, with different numbers of envs; the videos are shared out, too."""
-    specs, policy, num_ranks = specs_of(31), BinPolicy().eval(), 3
-    options = {"greedy": False, "seed": 3, "num_videos_per_task": 3, "video_size": 32}
-    alone = evaluate_policy(policy, NumberLineEnv(8), specs, video_folder=tmp_path / "videos", **options)
-    barrier, made = threading.Barrier(num_ranks), [None] * num_ranks
-    envs = [NumberLineEnv(num_envs) for num_envs in (2, 5, 16)]
+    policy, envs = BinPolicy().eval(), [NumberLineEnv(num_envs) for num_envs in (2, 5, 16)]
 
-    def evaluate(rank):
-        def together(part):
-            made[rank] = part()
-            barrier.wait()
-            everything = list(made)
-            barrier.wait()
-            return everything
+    def evaluate(env, folder, ranks=RankGroup()):
+        plan = EvaluationPlan(folder / "videos", num_videos_per_task=3, video_size=32, ranks=ranks)
+        return evaluate_policy(policy, env, specs_of(31), greedy=False, seed=3, plan=plan)
 
-        folder = tmp_path / "ranks" / "videos"
-        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
-        return evaluate_policy(policy, envs[rank], specs, video_folder=folder, **options, **shared)
-
-    with ThreadPoolExecutor(num_ranks) as ranks:
-        results = list(ranks.map(evaluate, range(num_ranks)))
+    alone = evaluate(NumberLineEnv(8), tmp_path)
+    results = on_threads(3, lambda ranks: evaluate(envs[ranks.rank], tmp_path / "ranks", ranks))
     assert len(alone.videos) == 6
     assert [env.num_episodes for env in envs] == [10 + 2, 10 + 2, 11 + 2], "31 episodes and 6 videos, dealt to 3 ranks"
     for result in results:
@@ -234,12 +209,9 @@ def test_lost_episodes_begin_again_and_each_counts_once():
     assert sorted(result.spec for result in seen) == sorted(specs)
     silent = evaluate_policy(policy, LosingEnv(7, LOSSES, forget=True), specs, greedy=False, seed=3).results
     assert silent != expected, "a control: a stream that goes on gives other actions"
-
-
-def test_more_losses_than_the_horizon_has_steps_are_no_endless_episode():
-    specs, policy = specs_of(3), BinPolicy()
-    expected = evaluate_policy(policy, NumberLineEnv(3), specs).results
-    assert evaluate_policy(policy, LosingEnv(3, {chunk: [1] for chunk in range(20)}), specs).results == expected
+    few = evaluate_policy(policy, NumberLineEnv(3), specs[:3]).results
+    often = LosingEnv(3, {chunk: [1] for chunk in range(20)})
+    assert evaluate_policy(policy, often, specs[:3]).results == few, "more losses than the horizon has steps"
 
 
 def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
@@ -251,7 +223,7 @@ def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
     for env in (NumberLineEnv(8), LosingEnv(8, {chunk: [chunk % 3] for chunk in range(4, 60, 3)})):
-        evaluate_policy(BinPolicy(), env, specs_of(30), greedy=False, video_folder=tmp_path, video_size=16)
+        evaluate_policy(BinPolicy(), env, specs_of(30), greedy=False, plan=EvaluationPlan(tmp_path, video_size=16))
     expected, found = recorded[: len(recorded) // 2], recorded[len(recorded) // 2 :]
     assert env.num_lost > 5 and len(expected) == 4
     for one, other in zip(expected, found, strict=True):
@@ -259,21 +231,18 @@ def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
         np.testing.assert_array_equal(one[1], other[1])
 
 
-def test_sampling_depends_on_seed_and_temperature_and_greedy_does_not():
+def test_sampling_depends_on_seed_and_temperature_and_not_on_other_episodes_and_greedy_on_neither():
     specs, policy = specs_of(40), BinPolicy()
-    sampled = evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
-    assert sampled == evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
-    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=1).results
-    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0, temperature=0.1).results
-    greedy = evaluate_policy(policy, NumberLineEnv(16), specs, seed=0).results
-    assert greedy == evaluate_policy(policy, NumberLineEnv(16), specs, seed=1).results
 
+    def results(specs=specs, **options):
+        return evaluate_policy(policy, NumberLineEnv(16), specs, **options).results
 
-def test_sampled_episode_does_not_depend_on_the_other_episodes():
-    specs, policy = specs_of(20), BinPolicy()
-    every = evaluate_policy(policy, NumberLineEnv(20), specs, greedy=False).results
-    alone = evaluate_policy(policy, NumberLineEnv(3), specs[5:6], greedy=False).results
-    assert alone == every[5:6]
+    sampled = results(greedy=False, seed=0)
+    assert sampled == results(greedy=False, seed=0)
+    assert sampled != results(greedy=False, seed=1)
+    assert sampled != results(greedy=False, seed=0, temperature=0.1)
+    assert results(seed=0) == results(seed=1)
+    assert results(specs[5:6], greedy=False) == sampled[5:6]
 
 
 def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
@@ -284,19 +253,11 @@ def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
     second = [result for result in every if result.task == TASKS[1]]
     monkeypatch.setitem(globals(), "TASKS", TASKS[1:])
     monkeypatch.setattr(NumberLineEnv, "task_names", TASKS)
-    alone = evaluate_policy(
-        policy, NumberLineEnv(20), [replace(one.spec, task_id=0) for one in second], greedy=False
-    ).results
+    renamed = [replace(one.spec, task_id=0) for one in second]
+    alone = evaluate_policy(policy, NumberLineEnv(20), renamed, greedy=False).results
     assert [replace(one, spec=two.spec) for one, two in zip(alone, second, strict=True)] == second
     other = evaluate_policy(policy, NumberLineEnv(20), [one.spec for one in alone], greedy=False, seed=1).results
     assert other != alone, "a control"
-
-
-def test_every_policy_call_has_the_same_number_of_rows():
-    policy = BinPolicy()
-    for num_envs in (1, NUM_ROWS + 1, 40):
-        evaluate_policy(policy, NumberLineEnv(num_envs), specs_of(45))
-    assert set(policy.row_counts) == {NUM_ROWS}
 
 
 class PromptPolicy(BinPolicy):
@@ -305,8 +266,10 @@ class PromptPolicy(BinPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.widths: list[int] = []
+        self.preprocessed: list[int] = []
 
     def preprocess(self, observation):
+        self.preprocessed.append(len(observation))
         lengths = [len(text) for text in observation.instruction]
         prompts = torch.tensor([[1] * length + [0] * (max(lengths) - length) for length in lengths])
         return {**super().preprocess(observation), "prompts": prompts}
@@ -319,35 +282,21 @@ class PromptPolicy(BinPolicy):
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_prompts_of_different_lengths_are_never_in_one_call(greedy):
-    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers."""
+    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers.
+
+    Each call preprocesses its rows at once, because images are decoded and resized there.
+    """
     policy, specs = PromptPolicy(), specs_of(45)
     results = [evaluate_policy(policy, NumberLineEnv(n), specs, greedy=greedy).results for n in (1, 7, 45)]
     assert results[0] == results[1] == results[2]
     assert set(policy.widths) == {len(task) for task in TASKS} and set(policy.row_counts) == {NUM_ROWS}
+    assert policy.preprocessed == policy.row_counts and len(policy.preprocessed) > 10
 
 
-def test_a_call_of_the_policy_preprocesses_once_and_as_many_rows():
-    """Not row by row, which costs more than the policy itself where images are decoded and resized."""
-
-    class Watched(PromptPolicy):
-        def preprocess(self, observation):
-            preprocessed.append(len(observation))
-            return super().preprocess(observation)
-
-    policy, preprocessed = Watched(), []
-    evaluate_policy(policy, NumberLineEnv(40), specs_of(45))
-    assert preprocessed == policy.row_counts and len(preprocessed) > 10
-
-
-@pytest.mark.parametrize("was_training", [True, False])
-def test_model_mode_is_restored(was_training):
-    policy = BinPolicy().train(was_training)
-    evaluate_policy(policy, NumberLineEnv(4), specs_of(4))
-    assert policy.training is was_training
-
-
-def test_counts_and_metrics_are_those_of_the_results():
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(10), specs_of(41))
+def test_counts_and_metrics_are_those_of_the_results_and_the_mode_of_the_model_is_restored():
+    policies = [BinPolicy().train(was_training) for was_training in (True, False)]
+    result, _ = (evaluate_policy(policy, NumberLineEnv(10), specs_of(41)) for policy in policies)
+    assert [policy.training for policy in policies] == [True, False]
     per_task = result.per_task
     assert {task: success.episodes for task, success in per_task.items()} == {TASKS[0]: 21, TASKS[1]: 20}
     assert sum(success.successes for success in per_task.values()) == result.successes
@@ -370,14 +319,22 @@ def test_json_round_trip(tmp_path):
         EvaluationResult.from_json(path)
 
 
-def test_videos_show_the_first_success_and_failure_of_each_task(tmp_path):
-    specs = specs_of(30)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs, video_folder=tmp_path / "videos", video_size=64)
-    expected = {(r.task, r.success) for r in result.results}
-    assert {(v["task"], v["success"]) for v in result.videos} == expected
-    assert all((tmp_path / v["path"]).stat().st_size > 500 for v in result.videos)
-    plain = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs)
+def test_videos_show_the_first_success_and_failure_of_each_task_of_any_name(tmp_path, monkeypatch):
+    names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
+    monkeypatch.setitem(globals(), "TASKS", names)
+    monkeypatch.setattr(NumberLineEnv, "task_names", names)
+
+    def evaluate(specs, **plan):
+        return evaluate_policy(BinPolicy(), NumberLineEnv(8), specs, plan=EvaluationPlan(**plan))
+
+    filmed = {"video_folder": tmp_path / "videos", "video_size": 64}
+    result, plain = evaluate(specs_of(30), **filmed), evaluate(specs_of(30))
     assert plain.results == result.results and plain.videos == []
+    expected = {(one.task, one.success) for one in result.results}
+    assert {(video["task"], video["success"]) for video in result.videos} == expected and len(expected) == 4
+    assert all((tmp_path / video["path"]).stat().st_size > 500 for video in result.videos)
+    good = evaluate([one.spec for one in result.results if one.success], **filmed)
+    assert good.videos and all(video["success"] for video in good.videos), "no failure, no video of one"
 
 
 def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_path, monkeypatch):
@@ -388,7 +345,7 @@ def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_
         return path
 
     monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30), greedy=False, video_folder=tmp_path)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30), greedy=False, plan=EvaluationPlan(tmp_path))
     for video, (_, num_frames, instruction, success) in zip(result.videos, recorded, strict=True):
         first = next(r for r in result.results if (r.task, r.success) == (video["task"], video["success"]))
         assert (num_frames, instruction, success) == (first.num_env_steps + 1, first.task, first.success)
@@ -404,33 +361,16 @@ class ForgetfulEnv(NumberLineEnv):
 
 @pytest.mark.parametrize(("env", "warned"), [(ForgetfulEnv, True), (NumberLineEnv, False)])
 def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, warned):
-    result = evaluate_policy(BinPolicy(), env(8), specs_of(30), video_folder=tmp_path, video_size=32)
+    result = evaluate_policy(BinPolicy(), env(8), specs_of(30), plan=EvaluationPlan(tmp_path, video_size=32))
     found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended differently" in text]
     assert result.warnings == found and bool(found) == warned
     assert result.results == evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30)).results, "counts stay"
 
 
-def test_a_task_of_any_name_gets_a_video(tmp_path, monkeypatch):
-    names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
-    monkeypatch.setitem(globals(), "TASKS", names)
-    monkeypatch.setattr(NumberLineEnv, "task_names", names)
-    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(8), video_folder=tmp_path, video_size=32)
-    assert {video["task"] for video in result.videos} == set(names)
-    assert all((tmp_path.parent / video["path"]).is_file() for video in result.videos)
-
-
-def test_no_failure_no_failure_video(tmp_path):
-    specs = [spec for spec in specs_of(60)]
-    policy = BinPolicy()
-    good = [r.spec for r in evaluate_policy(policy, NumberLineEnv(30), specs).results if r.success]
-    result = evaluate_policy(policy, NumberLineEnv(30), good, video_folder=tmp_path, video_size=32)
-    assert result.videos and all(video["success"] for video in result.videos)
-
-
 @pytest.mark.parametrize(("num_episodes", "warned"), [(1, True), (2, False), (5, False)])
 def test_tasks_without_an_episode_are_warned_of(num_episodes, warned):
     result = evaluate_policy(BinPolicy(), NumberLineEnv(2), specs_of(num_episodes))
-    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total is that of the other tasks"
+    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total leaves them out"
     assert result.warnings == [expected] * warned
 
 

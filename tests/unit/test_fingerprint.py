@@ -33,7 +33,7 @@ CHANGES = {
     "softer motors": ('kp="400.0"', 'kp="360.0"', "numbers of the state differ"),
     "camera": ('pos="0 -0.28 0.86"', 'pos="0.04 -0.28 0.86"', "at the start: camera front"),
     "pusher higher": ('<joint name="pusher_z" type="slide"', '<joint name="pusher_z" ref="0.01" type="slide"', "at the start: pusher is 10.0 mm"),
-    "name": ('name="block_red"', 'name="cube_red"', "there is no object block_red"),
+    "name": ('name="block_red"', 'name="cube_red"', "the object block_red is missing"),
 }  # fmt: skip
 
 

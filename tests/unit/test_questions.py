@@ -63,39 +63,30 @@ def test_questions_may_have_the_layout_of_sharegpt(tmp_path):
     assert [message["role"] for message in messages] == ["system", "user"], "the answer is not shown to the model"
     assert messages[1]["content"] == [{"type": "image"}, {"type": "text", "text": " What is it? One word."}]
     assert "What is it? One word." in prompt and expected == "a cup" and media == [("image", "cup.png")]
+    bad = [{"conversations": [{"from": "narrator", "value": "a"}], "answer": "b"}]
     with pytest.raises(ConfigError, match="message 0 has 'from': 'narrator'"):
-        asked(
-            rows_file(tmp_path / "bad.jsonl", [{"conversations": [{"from": "narrator", "value": "a"}], "answer": "b"}])
-        )
+        asked(rows_file(tmp_path / "bad.jsonl", bad))
 
 
 @pytest.mark.parametrize(
     ("completion", "anywhere", "tagged"),
     # By hand, by the rule: the first capital letter, of the whole text or of what is between the first answer tags.
     [
-        ("B", "B", None),
-        ("The answer is B", "T", None),
-        ("<answer>B</answer>", "B", "B"),
+        ("B", "B", None), ("The answer is B", "T", None), ("<answer>B</answer>", "B", "B"), ("<answer>B", "B", None), ("", None, None),
         ("<think>It is A or C.</think>\n\n<answer>\n(C) because\n</answer>", "I", "C"),
-        ("<think>I see</think>\n\n<answer>b</answer>", "I", None),
-        ("<answer>none</answer><answer>D</answer>", "D", None),
-        ("<answer>B", "B", None),
-        ("", None, None),
+        ("<think>I see</think>\n\n<answer>b</answer>", "I", None), ("<answer>none</answer><answer>D</answer>", "D", None),
     ],
-)
+)  # fmt: skip
 def test_the_letter_is_the_first_one_of_the_text_or_of_the_tags(completion, anywhere, tagged):
     assert first_letter(completion) == anywhere
     assert tagged_letter(completion) == tagged
 
 
-def test_a_letter_counts_only_if_it_is_the_right_one():
+def test_rewards_say_what_they_compare_and_a_letter_counts_only_if_it_is_the_right_one():
     name, reward, _ = scoring(None, has_options=True)
     assert name == "reasoning"
     assert reward("<answer>B</answer>", "B") == 1 and reward("<answer>A</answer>", "B") == 0 and reward("B", "B") == 0
     assert scoring("letter", has_options=True)[1]("B", "B") == 1
-
-
-def test_rewards_say_what_they_compare():
     _, reward, find = scoring("gsm8k", has_options=False)
     assert find("so 7 #### 1,042") == "1042" and reward("so 7 #### 1,042", "#### 1042") == 1
     assert find("so 7") is None
@@ -116,11 +107,8 @@ def test_options_and_request_are_those_of_the_dataset_script(tmp_path, monkeypat
     assert questions[0].messages == packer.messages(CHOICES[0])
     assert questions[1].messages[1]["content"].endswith(f"(A) red\n(B) blue\n{REASONING_REQUEST}")
     assert [(one.id, one.category, one.expected) for one in questions] == [("a", "sky", "A"), ("b", "sea", "B")]
-
-
-def test_options_may_be_a_list_and_the_answer_a_number(tmp_path):
-    row = {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2}
-    (question,) = asked(rows_file(tmp_path / "q.jsonl", [row]), answer_type="letter")
+    listed = {"question": "Which?", "choices": ["x", "y", "z"], "answer": 2}
+    (question,) = asked(rows_file(tmp_path / "q.jsonl", [listed]), answer_type="letter")
     assert question.expected == "C" and question.prompt.startswith("Which?\n(A) x\n(B) y\n(C) z\nAnswer")
 
 
@@ -153,14 +141,6 @@ def test_every_image_and_video_of_a_question_is_in_its_messages_once(tmp_path, r
     assert contents == expected
 
 
-def test_a_mark_without_its_image_is_refused_beside_a_video(tmp_path):
-    rows = rows_file(tmp_path / "rows.jsonl", [{"question": "<image>What happens?", "video": "v.mp4", "answer": "x"}])
-    with pytest.raises(
-        ConfigError, match="Row 0 .*its question has <image>, and its columns have a video and no image"
-    ):
-        asked(rows)
-
-
 def test_json_and_parquet_give_the_same_questions(tmp_path):
     import pyarrow
     from pyarrow import parquet
@@ -188,9 +168,11 @@ def test_json_and_parquet_give_the_same_questions(tmp_path):
         ('{"question": "1?", "answer": "D", "options": ["x", "y"]}\n', {}, "the letter of an option"),
         ('{"id": 1, "question": "1?", "answer": "2"}\n' * 2, {}, "Rows 0 and 1 .* the same id '1'"),
         ("[1]\n", {}, "required: columns"),
+        ('{"question": "<image>What happens?", "video": "v.mp4", "answer": "x"}', {},
+         "Row 0 .*its question has <image>, and its columns have a video and no image"),
         ('{"question": "1?", "answer": "2"}\n', {"category_column": "topic"}, "no column 'topic'"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_used_is_named_with_its_row(tmp_path, text, settings, message):
     path = tmp_path / "q.jsonl"
     if text is not None:
@@ -247,21 +229,16 @@ def test_the_command_writes_answers_manifest_and_report_and_counts_right_ones(mo
     out = capsys.readouterr().out
     assert "b - a = +50.0 percentage points" in out and "2/4" in out
     files = sorted((tmp_path / "b" / "questions").rglob("*.json"))
-    assert [path.relative_to(tmp_path / "b" / "questions").as_posix() for path in files] == [
-        "even/1.json", "even/2.json", "even/3.json", "odd/0.json",
-    ]  # fmt: skip
+    names = [path.relative_to(tmp_path / "b" / "questions").as_posix() for path in files]
+    assert names == ["even/1.json", "even/2.json", "even/3.json", "odd/0.json"]
     assert sum(json.loads(path.read_text())["is_correct"] for path in files) == 2
     report = (tmp_path / "b" / "report.html").read_text()
     assert "Paired comparison" in report and "4 questions that both have run" in report
 
 
 def test_results_on_other_lists_are_refused_until_allowed(model, tmp_path, capsys):
-    shuffled = random.Random(1).sample(SUMS, 4)
-    for name, rows in (
-        ("a", SUMS),
-        ("b", [*SUMS[:3], {"question": "What is 1 + 1?", "answer": "#### 2"}]),
-        ("c", shuffled),
-    ):
+    other = {"question": "What is 1 + 1?", "answer": "#### 2"}
+    for name, rows in (("a", SUMS), ("b", [*SUMS[:3], other]), ("c", random.Random(1).sample(SUMS, 4))):
         file = rows_file(tmp_path / f"{name}.jsonl", [row | {"id": row["question"]} for row in rows])
         assert evaluate(f"checkpoint={model}", f"questions={file}", f"output_dir={tmp_path / name}") == 0
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
@@ -302,10 +279,8 @@ def test_sampling_depends_on_the_question_and_not_on_the_batch(model, tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_the_model_loads(model, tmp_path, monkeypatch, capsys, words, message):
-    def no_model(*arguments, **settings):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr("rlinf.commands.evaluate_questions.HuggingFaceGeneration", no_model)
+    name = "rlinf.commands.evaluate_questions.HuggingFaceGeneration"
+    monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "result.json").write_text("{}")
     places = {

@@ -20,9 +20,8 @@ WORK = Workload(
 def test_a_line_goes_through_what_was_measured():
     assert Line.through([(10, 3.0), (30, 7.0)]) == Line(1.0, 0.2)
     assert Line.through([(10, 3.0)]) == Line(0.0, 0.3)
-    assert Line.through([(10, 1.0), (20, 3.0)]) == Line(
-        0.0, pytest.approx((10 + 60) / 500)
-    )  # not a negative fixed part
+    no_negative_part = Line(0.0, pytest.approx((10 + 60) / 500))
+    assert Line.through([(10, 1.0), (20, 3.0)]) == no_negative_part
     assert Line.through([(10, 3.0), (20, 1.0)]) == Line(2.0, 0.0)
 
 
@@ -69,19 +68,16 @@ def test_the_best_division_leaves_nobody_idle_for_long():
 
 def test_what_limits():
     assert predict(WORK, MACHINE, "colocated", 32, 32).limit == "too few blocks of envs"
-    assert (
-        predict(replace(WORK.times(4), gradient_bytes=32e9), MACHINE, "colocated", 64, 64).limit
-        == "adding up gradients"
-    )
+    heavy = replace(WORK.times(4), gradient_bytes=32e9)
+    assert predict(heavy, MACHINE, "colocated", 64, 64).limit == "adding up gradients"
     assert predict(WORK.times(100), MACHINE, "colocated", 4, 4).limit == "main memory"
 
 
 def test_the_slowest_of_many():
     assert slowest_of(1, 0.3) == 1.0
     assert slowest_of(1024, 0.1) == pytest.approx(1 + 0.1 * math.sqrt(2 * math.log(1024)))
-    slow = predict(
-        Workload(1024, 1024, Line(0, 1), Line(0, 0), Line(0, 0), spread=0.1), MACHINE, "colocated", 1024, 1024
-    )
+    work = Workload(1024, 1024, Line(0, 1), Line(0, 0), Line(0, 0), spread=0.1)
+    slow = predict(work, MACHINE, "colocated", 1024, 1024)
     assert slow.seconds == pytest.approx(1.372, abs=1e-3)
 
 
@@ -91,29 +87,23 @@ LIBERO_SAMPLES, IMAGE_BYTES = 8192, 256 * 256 * 3
 
 @pytest.mark.parametrize(
     ("gpus", "images", "small_objects", "large_objects", "uniforms"),
-    [
-        (8, 12.9e9, 72e6, 2.2e9, 0.8e9),
-        (64, 103e9, 0.6e9, 17e9, 6.7e9),
-        (1024, 1.65e12, 9e9, 276e9, 107e9),
-    ],
+    [(8, 12.9e9, 72e6, 2.2e9, 0.8e9), (64, 103e9, 0.6e9, 17e9, 6.7e9), (1024, 1.65e12, 9e9, 276e9, 107e9)],
 )
 def test_a_design_that_gathers_all_samples_is_the_desk_check(gpus, images, small_objects, large_objects, uniforms):
     """Bytes on every rank of what was gathered; OFT has 1.1 kB and pi0 33 kB of objects a sample, pi0 12.8 kB of uniforms."""
-    line = Line(0.0, 0.0)
+    sizes = (LIBERO_SAMPLES * gpus, 128 * gpus, *[Line(0.0, 0.0)] * 3)
     for sample_bytes, wanted in (
         (IMAGE_BYTES, images),
         (1.1e3, small_objects),
         (33e3, large_objects),
         (12.8e3, uniforms),
     ):
-        work = Workload(
-            LIBERO_SAMPLES * gpus, 128 * gpus, line, line, line, sample_bytes=sample_bytes, gathers_samples=True
-        )
+        work = Workload(*sizes, sample_bytes=sample_bytes, gathers_samples=True)
         everywhere = predict(work, Machine(memory=800e9), "colocated", gpus, gpus)
         assert everywhere.memory / 8 == pytest.approx(wanted, rel=0.06)
         if sample_bytes == IMAGE_BYTES:
             assert (everywhere.limit == "main memory") == (gpus >= 64)  # 825 GB of a machine at 64 GPUs
-    now = Workload(LIBERO_SAMPLES * gpus, 128 * gpus, line, line, line, sample_bytes=IMAGE_BYTES)
+    now = Workload(*sizes, sample_bytes=IMAGE_BYTES)
     assert predict(now, Machine(memory=800e9), "colocated", gpus, gpus).memory == 8 * LIBERO_SAMPLES * IMAGE_BYTES
 
 

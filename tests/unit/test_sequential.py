@@ -3,17 +3,16 @@
 import itertools
 import json
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from thread_ranks import on_threads
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation import sequential
 from rlinf.evaluation.compare import compare, mcnemar_exact
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import EvaluationPlan, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.stopping import UntilDecided, UntilNarrow, episode_of
 from rlinf.report.page import pages
@@ -79,11 +78,8 @@ def test_the_p_value_never_grows_and_is_at_the_level_where_the_test_decides():
     values = [sequential.sequential_p_value(signs[:count], 100) for count in range(0, 101, 4)]
     assert values[0] == 1.0 and values == sorted(values, reverse=True)
     assert 10 < decided < 100
-    assert (
-        sequential.sequential_p_value(signs[:decided], 100)
-        <= 0.05
-        < sequential.sequential_p_value(signs[: decided - 1], 100)
-    )
+    before, after = (sequential.sequential_p_value(signs[:count], 100) for count in (decided - 1, decided))
+    assert after <= 0.05 < before
     assert sequential.decided_at([-sign for sign in signs], 100) == decided, "two-sided"
     assert sequential.decided_at(signs[: decided - 1], 100) is None
 
@@ -93,9 +89,7 @@ def test_the_forecast_is_where_a_steady_difference_decides():
     decided = sequential.decided_at(pattern * 30, 150)
     for played in (10, 20):
         assert decided - 7 <= played + sequential.episodes_to_decide(pattern * (played // 5), 150) <= decided + 7
-    assert (
-        sequential.episodes_to_decide([1, -1] * 20, 150) is None and sequential.episodes_to_decide([0] * 9, 150) is None
-    )
+    assert [sequential.episodes_to_decide(signs, 150) for signs in ([1, -1] * 20, [0] * 9)] == [None, None]
 
 
 def test_a_forecast_beyond_the_list_is_that_of_a_longer_list_planned_from_the_start():
@@ -114,11 +108,8 @@ def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
     """The definition, on a grid of shares instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):
         grid = np.linspace(1e-4, 1 - 1e-4, 20_001)
-        average = (
-            np.exp(successes * np.log(grid) + (episodes - successes) * np.log(1 - grid))
-            / np.sqrt(grid * (1 - grid))
-            / np.pi
-        )
+        likelihood = np.exp(successes * np.log(grid) + (episodes - successes) * np.log(1 - grid))
+        average = likelihood / np.sqrt(grid * (1 - grid)) / np.pi
         mixture = average.sum() * (grid[1] - grid[0])
         inside = grid[mixture < 20 * grid**successes * (1 - grid) ** (episodes - successes)]
         found = sequential.rate_confidence_sequence(successes, episodes)
@@ -130,9 +121,8 @@ def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
         likely = only_a * np.log(a) + only_b * np.log(b) + same * np.log(rest) >= least
         found = sequential.difference_confidence_sequence(only_a, only_b, same)
         assert found == pytest.approx(((b - a)[likely].min(), (b - a)[likely].max()), abs=5e-3)
-    assert sequential.rate_confidence_sequence(0, 0) == (0, 1) and sequential.difference_confidence_sequence(
-        0, 0, 0
-    ) == (-1, 1)
+    assert sequential.rate_confidence_sequence(0, 0) == (0, 1)
+    assert sequential.difference_confidence_sequence(0, 0, 0) == (-1, 1)
 
 
 def test_confidence_sequences_miss_seldom_at_any_moment():
@@ -145,7 +135,8 @@ def test_confidence_sequences_miss_seldom_at_any_moment():
 
 
 def played(num_envs: int, stop, policy=None, **options) -> EvaluationResult:
-    return evaluate_policy(policy or BinPolicy(), NumberLineEnv(num_envs), specs_of(40), stop=stop, **options)
+    plan = EvaluationPlan(stop=stop, **options)
+    return evaluate_policy(policy or BinPolicy(), NumberLineEnv(num_envs), specs_of(40), plan=plan)
 
 
 @pytest.fixture(scope="module")
@@ -180,34 +171,17 @@ def test_no_task_is_left_out_by_an_end():
 
     specs = sorted(specs_of(20), key=lambda spec: spec.task_id)
     for num_envs in (1, 4, 16):
-        found = evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs, stop=AtOnce())
+        found = evaluate_policy(BinPolicy(), NumberLineEnv(num_envs), specs, plan=EvaluationPlan(stop=AtOnce()))
         assert [one.spec for one in found.results] == specs[:11] and found.warnings == []
     assert len(played(1, AtOnce()).results) == 2, "tasks that take turns"
 
 
 def test_an_end_does_not_depend_on_the_ranks(whole):
-    stop, num_ranks = rule_that_ends(whole, 30), 3
-    barrier, made = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
-    policies = [BinPolicy() for _ in range(num_ranks)]  # not by the threads, which share torch's generator
-
-    def evaluate(rank):
-        def together(part):
-            made[rank] = part()
-            barrier.wait()
-            everything = list(made)
-            barrier.wait()
-            return everything
-
-        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
-        try:
-            return played(1 + rank, stop, policies[rank], look_every=6, **shared).results
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(num_ranks) as ranks:
-        for results in ranks.map(evaluate, range(num_ranks)):
-            assert results == whole.results[: stop.stop_at(whole.results)]
+    stop = rule_that_ends(whole, 30)
+    policies = [BinPolicy() for _ in range(3)]  # not by the threads, which share torch's generator
+    expected = whole.results[: stop.stop_at(whole.results)]
+    found = on_threads(3, lambda ranks: played(1 + ranks.rank, stop, policies[ranks.rank], look_every=6, ranks=ranks))
+    assert [one.results for one in found] == [expected] * 3
 
 
 def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that_may_be_read_at_any_moment(tmp_path):
@@ -219,9 +193,8 @@ def test_a_comparison_with_an_evaluation_that_could_end_early_uses_the_test_that
     assert found.total.p_value == sequential.crossing_probability(sequential.log_e_value(11, 11), 20)
     assert found.total.p_value > mcnemar_exact(0, 11) and found.total.interval[0] < 1
     text = found.table()
-    assert (
-        "Decided after 11 of 20 episodes: b is better." in text and "p (sequential)" in text and "McNemar" not in text
-    )
+    assert "Decided after 11 of 20 episodes: b is better." in text
+    assert "p (sequential)" in text and "McNemar" not in text
     data = json.loads(json.dumps(found.as_dict()))
     assert data["total"]["p_value"] == found.total.p_value
     shown = pages().get_template("parts.html").module.comparison(data)

@@ -1,7 +1,7 @@
 """Messages of the policy server: the bytes of other projects, and what is refused before it becomes an array."""
 
-import ast
 import io
+import re
 import struct
 import tracemalloc
 import zlib
@@ -29,9 +29,8 @@ ARRAYS = [
 
 
 def array_of(**changes) -> dict:
-    return {b"__ndarray__": True, b"data": b"\0" * 8, b"dtype": "<f4", b"shape": [2]} | {
-        name.encode(): value for name, value in changes.items()
-    }
+    array = {"__ndarray__": True, "data": b"\0" * 8, "dtype": "<f4", "shape": [2]} | changes
+    return {name.encode(): value for name, value in array.items()}
 
 
 def png(width: int, height: int) -> bytes:
@@ -126,9 +125,15 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BROKEN)
+BYTES = {
+    "empty": b"", "cut off": GOLDEN[:-1], "more than one": GOLDEN + b"\0", "list of 4 G": b"\xdd\xff\xff\xff\xff",
+    "map of 4 G": b"\xdf\xff\xff\xff\xff", "4 G of bytes": b"\xc6\xff\xff\xff\xffx", "no code": b"\xc1", "text": "text",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*BROKEN, *BYTES])
 def test_a_broken_message_is_refused_without_memory(what):
-    message = packed(BROKEN[what])
+    message = BYTES[what] if what in BYTES else packed(BROKEN[what])
     tracemalloc.start()
     try:
         with pytest.raises(MessageError):
@@ -144,16 +149,6 @@ def packed(value) -> bytes:
     while isinstance(value, dict) and set(value) == {"a"}:
         value, depth = value["a"], depth + 1
     return b"\x81\xa1a" * depth + msgpack.packb(value)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [b"", GOLDEN[:-1], GOLDEN + b"\0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xffx", b"\xc1", "text"],
-    ids=["empty", "cut off", "more than one", "list of 4 G", "map of 4 G", "4 G of bytes", "no code", "text"],
-)  # fmt: skip
-def test_bytes_that_are_no_message_are_refused(message):
-    with pytest.raises(MessageError):
-        decode(message)
 
 
 def test_pictures_of_a_message_share_one_budget(monkeypatch):
@@ -183,7 +178,7 @@ def test_random_bytes_give_a_value_or_a_message_error():
     generator = np.random.default_rng(0)
     whole = encode({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "state": np.zeros(3), "prompt": "go"})
     outcomes = set()
-    for _ in range(3000):
+    for _ in range(1000):
         data = bytearray(whole)
         for position in generator.integers(0, len(whole), generator.integers(1, 6)):
             data[position] = generator.integers(256)
@@ -205,14 +200,11 @@ def test_what_nobody_could_read_is_not_written(value):
 def test_no_module_imports_pickle():
     files = list(Path(rlinf.serving.__file__).parent.glob("*.py"))
     assert len(files) > 5
-    for file in files:
-        names = {
-            alias.name
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in [*node.names, ast.alias(getattr(node, "module", None) or "")]
-        }
-        assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve", "msgpack_numpy"} & names
+    loaders = re.compile(
+        r"^\s*(import|from) .*\b(pickle|cloudpickle|dill|marshal|shelve|msgpack_numpy)\b", re.MULTILINE
+    )
+    assert [file.name for file in files if loaders.search(file.read_text(encoding="utf-8"))] == []
+    assert loaders.search("x\n    from a import b, pickle as p"), "a control"
 
 
 # -- observations ------------------------------------------------------------------------------------------------
@@ -251,23 +243,19 @@ def test_pictures_of_floats_are_those_of_bytes():
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ({"prompt": "x"}, "no images['front']; there is prompt"),
-        ({"images": {"side": 1}, "prompt": "x"}, "no images['front']; there is side"),
-        ({"images": 3, "prompt": "x"}, "no images['front']; there is a int"),
-        ({"images": {"front": "x"}, "prompt": "x"}, "required: a picture"),
-        ({"images": {"front": np.zeros((4, 4))}, "prompt": "x"}, "[4, 4]; required: a picture"),
-        ({"images": {"front": np.full((4, 4, 3), 2.0)}, "prompt": "x"}, "outside 0 to 1"),
-        ({"images": {"front": np.full((4, 4, 3), np.nan)}, "prompt": "x"}, "outside 0 to 1"),
-        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}}, "no prompt"),
-        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x"}, "no state"),
-        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": "far"}, "state is"),
-        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": ["1", "2"]}, "state is a list; required: numbers"),
-        ({"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x", "state": [[1], [2, 3]]}, "state is"),
+        ({"images": {}}, "no images['front']; there is nothing"), ({"images": {"side": 1}}, "no images['front']; there is side"),
+        ({"images": 3}, "no images['front']; there is a int"), ({"images": {"front": "x"}}, "required: a picture"),
+        ({"images": {"front": np.zeros((4, 4))}}, "[4, 4]; required: a picture"),
+        ({"images": {"front": np.full((4, 4, 3), 2.0)}}, "outside 0 to 1"),
+        ({"images": {"front": np.full((4, 4, 3), np.nan)}}, "outside 0 to 1"), ({"prompt": None}, "no prompt"), ({}, "no state"),
+        ({"state": "far"}, "state is"), ({"state": ["1", "2"]}, "state is a list; required: numbers"), ({"state": [[1], [2, 3]]}, "state is"),
     ],
 )  # fmt: skip
 def test_an_observation_that_does_not_fit_is_refused_by_name(request_, said):
-    with pytest.raises(MessageError, match=said.replace("[", r"\[").replace("]", r"\]")):
-        layout_of("rlinf", ["front"]).read(request_, ["front"], reads_state=True)
+    whole = {"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "prompt": "x"} | request_
+    request = {name: value for name, value in whole.items() if value is not None}
+    with pytest.raises(MessageError, match=re.escape(said)):
+        layout_of("rlinf", ["front"]).read(request, ["front"], reads_state=True)
 
 
 def test_widths_are_those_of_each_part_and_sizes_are_compared_before_anything_is_computed():

@@ -32,17 +32,20 @@ def set_up(
     }.items():  # fmt: skip
         (folder / name).write_text(code)
         (folder / name).chmod(0o755)
+    result = repeat(folder, *options, index=index)
+    log = folder / "log"
+    return result, [line for line in log.read_text().splitlines() if " install " in line]
+
+
+def repeat(folder: Path, *options: str, index: str | None = None):
+    """Run the script with the stubs of ``set_up``."""
     environment = {name: value for name, value in os.environ.items() if name != "RLINF_TORCH_INDEX"}
     environment |= {
         "RLINF_VENV": str(folder / "venv"), "PYTHON": sys.executable, "LOG": str(folder / "log"),
-        "PATH": f"{folder / 'path'}{os.pathsep}{environment['PATH']}",
+        "PATH": f"{folder / 'path'}{os.pathsep}{environment['PATH']}", **({} if index is None else {"RLINF_TORCH_INDEX": index}),
     }  # fmt: skip
-    if index is not None:
-        environment["RLINF_TORCH_INDEX"] = index
     command = ["bash", str(ROOT / "scripts" / "setup.sh"), *options]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    log = folder / "log"
-    return result, [line for line in log.read_text().splitlines() if " install " in line]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 def of_torch(commands: list[str]) -> list[str]:
@@ -84,22 +87,9 @@ def test_locked_gives_the_lock_to_every_command_that_installs_and_nothing_else_d
 
 def test_an_environment_that_is_up_to_date_is_not_when_it_is_to_be_locked(tmp_path):
     first, _ = set_up(tmp_path, None)
-    again = repeat(tmp_path)
-    locked = repeat(tmp_path, "--locked")
-    assert ["up to date" in output for output in (first.stdout, again, locked)] == [False, True, False]
-
-
-def repeat(folder: Path, *options: str) -> str:
-    """Run the script a second time with the stubs of ``set_up``."""
-    environment = os.environ | {
-        "RLINF_VENV": str(folder / "venv"),
-        "PYTHON": sys.executable,
-        "LOG": str(folder / "log"),
-    }
-    environment["PATH"] = f"{folder / 'path'}{os.pathsep}{environment['PATH']}"
-    environment.pop("RLINF_TORCH_INDEX", None)
-    command = ["bash", str(ROOT / "scripts" / "setup.sh"), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True).stdout
+    again, locked = repeat(tmp_path), repeat(tmp_path, "--locked")
+    assert again.returncode == locked.returncode == 0
+    assert ["up to date" in each.stdout for each in (first, again, locked)] == [False, True, False]
 
 
 # -- the lock ----------------------------------------------------------------------------------------------------
@@ -134,9 +124,8 @@ def test_the_lock_has_a_version_that_fits_for_everything_that_pyproject_names():
 
 
 def test_the_lock_holds_what_is_needed_and_what_that_needs_and_public_versions():
-    found = load_lock_script().installed_versions(
-        ["pytest", "torch", "no-such-package", 'pyyaml; python_version < "3"']
-    )
+    asked = ["pytest", "torch", "no-such-package", 'pyyaml; python_version < "3"']
+    found = load_lock_script().installed_versions(asked)
     assert {"pytest", "pluggy", "torch", "sympy", "mpmath"} <= set(found)
     assert not {"no-such-package", "pyyaml", "numpy"} & set(found)
     assert found["torch"] == TORCH.removeprefix("torch==")

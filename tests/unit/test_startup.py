@@ -17,70 +17,46 @@ from rlinf.cli import doctor
 from rlinf.envs import ENVS
 
 HEAVY = ("torch", "transformers", "peft", "mujoco", "gymnasium", "ray", "vllm", "pyarrow", "numpy", "hydra")
-SMALL_RUN = [
-    "train",
-    "experiment=tabletop_ppo_mlp",
-    "trainer.max_steps=1",
-    "rollout.num_envs=8",
-    "trainer.minibatch_size=128",
-    "evaluation.num_episodes=4",
-]
+SMALL_RUN = "train experiment=tabletop_ppo_mlp trainer.max_steps=1 rollout.num_envs=8 trainer.minibatch_size=128 evaluation.num_episodes=4"
 RUN = """
 import contextlib, io, json, sys
 from rlinf.cli import main
-with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-    status = main(sys.argv[2:])
-print(json.dumps([status, said.getvalue(), [name for name in json.loads(sys.argv[1]) if name in sys.modules]]))
+for words in sys.argv[2:]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(json.loads(words))
+    print(json.dumps([status, said.getvalue(), [name for name in json.loads(sys.argv[1]) if name in sys.modules]]))
 """
 
 
-def run(*words):
-    """Run a command in a process of its own; return its exit status, what it said on stderr, and the heavy packages it has loaded."""
-    command = [sys.executable, "-c", RUN, json.dumps(HEAVY), *words]
-    return json.loads(subprocess.check_output(command, text=True, timeout=280))
-
-
 @pytest.mark.parametrize(
-    ("words", "status", "loaded"),
+    ("commands", "loaded"),
     [
-        (["--help"], 0, []),
-        (["train", "--help"], 0, []),
-        (["launch", "--help"], 0, []),
-        (["diagnose", "--help"], 0, []),
-        (["--complete", "rlinf train experiment="], 0, []),
-        (["models"], 0, ["hydra"]),
-        (["train", "experiment=quickstrat"], 2, ["hydra"]),
-        (["train", "experiment=quickstart", "trainer.max_step=3"], 2, ["hydra"]),
-        (["train", "experiment=tabletop_ppo_mlp", "--cfg", "job"], 0, ["hydra"]),
-        (["evaluate", "checkpoint=no_such_folder"], 2, ["hydra"]),
-        (["audit", "checkpoint=no_such_folder"], 2, ["hydra"]),
-        (["serve", "checkpoint=no_such_folder"], 2, ["hydra"]),
-        (["export", "checkpoint=no_such_folder", "output=no_such_output"], 2, ["hydra"]),
-        (SMALL_RUN, 0, ["torch", "mujoco", "gymnasium", "numpy", "hydra"]),
+        ({"--help": 0, "train --help": 0, "launch --help": 0, "diagnose --help": 0, "--complete|rlinf train experiment=": 0}, []),
+        ({"models": 0, "train experiment=quickstrat": 2, "train experiment=quickstart trainer.max_step=3": 2,
+          "train experiment=tabletop_ppo_mlp --cfg job": 0, "evaluate checkpoint=no_such_folder": 2, "audit checkpoint=no_such_folder": 2,
+          "serve checkpoint=no_such_folder": 2, "export checkpoint=no_such_folder output=no_such_output": 2}, ["hydra"]),
+        ({SMALL_RUN: 0}, ["torch", "mujoco", "gymnasium", "numpy", "hydra"]),
     ],
-)
-def test_a_command_loads_only_what_it_needs(words, status, loaded, tmp_path, monkeypatch):
+    ids=["help", "refusals", "a run"],
+)  # fmt: skip
+def test_a_command_loads_only_what_it_needs(commands, loaded, tmp_path, monkeypatch):
+    """The commands of a case run one after the other in a process of their own; the last case is the control."""
     monkeypatch.setenv("PYTHONPATH", str(manifest.Path(rlinf.__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
-    found, said, packages = run(*words)
-    assert (found, packages) == (status, loaded), said
-    assert bool(said) == (status == 2 or words == SMALL_RUN), said
+    words = [json.dumps(each.split("|" if "|" in each else None)) for each in commands]
+    command = [sys.executable, "-c", RUN, json.dumps(HEAVY), *words]
+    printed = subprocess.check_output(command, text=True, timeout=280).splitlines()
+    for line, (each, status) in zip(printed, commands.items(), strict=True):
+        found, said, packages = json.loads(line)
+        assert (found, packages) == (status, loaded), (each, said)
+        assert bool(said) == (status == 2 or each == SMALL_RUN), said
 
 
-def test_a_run_loads_torch_and_this_test_sees_it():
-    code = RUN.replace("main(sys.argv[2:])", "__import__('torch') and 0")
-    found = json.loads(subprocess.check_output([sys.executable, "-c", code, json.dumps(HEAVY)], text=True))
-    assert "torch" in found[2]
-
-
-@pytest.mark.parametrize("registry", [ENVS, ALGORITHMS], ids=lambda registry: registry.kind)
-def test_a_configuration_that_loads_alone_is_the_one_of_its_class(registry):
-    assert registry._configs
-    for name in registry._configs:
-        assert registry.config_class(name) is registry.get(name).config_class
-
-
-def test_a_class_that_replaces_a_built_in_one_brings_its_own_configuration():
+def test_a_configuration_that_loads_alone_is_the_one_of_its_class_also_of_one_that_replaces_a_built_in_one():
+    for registry in (ENVS, ALGORITHMS):
+        assert registry._configs
+        for name in registry._configs:
+            assert registry.config_class(name) is registry.get(name).config_class
     mine = SimpleNamespace(config_class=dict)
     before = ALGORITHMS.entries()["ppo"]
     ALGORITHMS.register("ppo", mine)

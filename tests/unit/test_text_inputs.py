@@ -17,9 +17,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text(
-        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
-    )
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
@@ -49,28 +48,20 @@ def test_what_is_no_text_gets_its_own_sentence(here, started, capsys):
         assert words.partition("=")[2] in said and PAGE not in said
     assert main(["sft", "experiment=quickstart", "sft.dataset=chat.jsonl"]) == EXIT_USER_ERROR
     assert "`rlinf sft` needs demonstrations" in capsys.readouterr().err
-
-
-def test_a_dataset_that_nothing_clones_is_refused(here, started, capsys):
     assert main(["train", "experiment=tabletop_ppo_mlp", "sft.dataset=demos"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "sft.dataset=demos with sft.max_steps=0" in said
-    assert "Set sft.max_steps=500, or sft.dataset=null" in said
+    assert "sft.dataset=demos with sft.max_steps=0" in said and "Set sft.max_steps=500, or sft.dataset=null" in said
 
 
 def test_runs_checkpoints_and_other_models_with_a_log_beside_them_are_no_text(here, started, capsys):
-    for name, file in (
-        ("run_a", "metrics.jsonl"),
-        ("other_run", "log.jsonl"),
-        ("policy_b", "log.jsonl"),
-        ("saved", "a.jsonl"),
-    ):
+    files = {"run_a": "metrics.jsonl", "other_run": "log.jsonl", "policy_b": "log.jsonl", "saved": "a.jsonl"}
+    for name, file in files.items():
         (here / name).mkdir()
         (here / name / file).write_text("{}\n")
     (here / "other_run" / "checkpoints").mkdir()
     (here / "policy_b" / "config.json").write_text(json.dumps({"model_type": "mlp"}))
     (here / "saved" / "state.json").write_text("{}")
-    for name in ("run_a", "other_run", "policy_b", "saved"):
+    for name in files:
         assert main(["evaluate", name]) == EXIT_USER_ERROR
         said = capsys.readouterr().err
         assert name in said and "text" not in said and PAGE not in said

@@ -15,7 +15,7 @@ from rlinf.errors import CheckpointError
 from rlinf.recipes.loop import write_samples
 from rlinf.recipes.packers import preview
 from rlinf.report.recipe_data import is_token_folder, read_token_run
-from rlinf.report.run import write_report
+from rlinf.report.run_page import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BEFORE, AFTER = [1, 0, 0, 0], [1, 1, 1, 0]
@@ -54,9 +54,8 @@ def run(tmp_path):
     (folder / "samples" / "step_0.jsonl").write_text(samples(BEFORE, "dunno"))
     (folder / "samples" / "step_20.jsonl").write_text(samples(BEFORE, "halfway"))
     (folder / "samples" / "step_100.jsonl").write_text(samples(AFTER, "worked out"))
-    (folder / "config.yaml").write_text(
-        "train: {train_policy: {type: grpo}, seed: 3}\nlogging: {experiment_name: sums}\n"
-    )
+    config = "train: {train_policy: {type: grpo}, seed: 3}\nlogging: {experiment_name: sums}\n"
+    (folder / "config.yaml").write_text(config)
     (folder / "checkpoints" / "step_100").mkdir(parents=True)
     (folder / "checkpoints" / "step_100" / "state.json").write_text("{}")
     (folder / "checkpoints" / "step_100" / "manifest.json").write_text('{"versions": {"torch": "2.13.0"}}')
@@ -102,9 +101,8 @@ def test_images_of_prompts_are_in_the_page_once_for_each_row_that_has_some(run):
     stored = [base64.b64encode(picture).decode() for picture in pictures]
     assert [page.count(f'src="data:image/jpeg;base64,{each}"') for each in stored] == [2, 1]
     files[0].unlink()
-    assert write_report(run).read_text(encoding="utf-8").count("data:image/jpeg") in (1, 2), (
-        "a missing file is left out"
-    )
+    left = write_report(run).read_text(encoding="utf-8").count("data:image/jpeg")
+    assert left in (1, 2), "a missing file is left out"
 
 
 def test_the_page_holds_the_curves_of_the_run_and_nothing_from_elsewhere(run):
@@ -122,6 +120,7 @@ def test_the_page_holds_the_curves_of_the_run_and_nothing_from_elsewhere(run):
 def test_before_and_after_are_paired_and_steps_are_ordered_as_numbers(run):
     """By hand: 1 of 4 before, 3 of 4 after, 2 only after, 0 only before: p = 2 / 2^2 = 0.5, the gain 50 points."""
     data = read_token_run(run)
+    assert [line["steps"] for line in data.lines] == [0, 1, 2, 3, 4, 5, 6, 6], "validations at the steps done by then"
     assert [one.step for one in data.samples] == [0, 20, 100], "as text, step_100 would come before step_20"
     pairs = data.paired("gsm8k")
     assert (pairs.both, pairs.only_a, pairs.only_b, pairs.neither) == (1, 0, 2, 1) and pairs.p_value == 0.5
@@ -140,11 +139,6 @@ def test_other_prompts_are_not_paired(run):
     assert read_token_run(run).before_and_after is None
     text = write_report(run).read_text(encoding="utf-8")
     assert "Gain in" not in text and "worked out #### 3" in text and "dunno" not in text
-
-
-def test_a_validation_stands_at_the_steps_that_were_done(run):
-    lines = read_token_run(run).lines
-    assert [line["steps"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 6]
 
 
 def test_fine_tuning_without_completions_has_a_report_too(tmp_path):

@@ -1,9 +1,9 @@
 """Tracking: pinned names, lines that appear once whatever is interrupted, and sinks that resume."""
 
-import builtins
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,22 +47,17 @@ def test_documentation_lists_every_metric_with_its_meaning_and_unit():
     assert documented == {name: tuple(metric) for name, metric in METRICS.items()}
 
 
-def test_unknown_metric_names_the_closest(tmp_path):
+def test_an_unknown_metric_names_the_closest_and_an_algorithm_can_pin_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.tracking.metrics.METRICS", dict(METRICS))
+    register_metric("train/mine", "A test.", "1")
     with Tracker(tmp_path, JSONL, {}) as tracker:
         with pytest.raises(ConfigError, match="train/polcy_loss.*Did you mean 'train/policy_loss'"):
             tracker.log(0, {"train/polcy_loss": 1.0})
         with pytest.raises(ConfigError, match="Unknown metric"):
             tracker.log(0, {"other/success_rate/reach": 1.0})
-        tracker.log(0, {"eval/success_rate/reach the red block": 1.0})
-    assert len(read_metrics(tmp_path)) == 1
-
-
-def test_an_algorithm_can_pin_its_own_metric(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.tracking.metrics.METRICS", dict(METRICS))
-    register_metric("train/mine", "A test.", "1")
-    with Tracker(tmp_path, JSONL, {}) as tracker:
-        tracker.log(0, {"train/mine": 2})
-    assert read_metrics(tmp_path)[0]["train/mine"] == 2.0
+        tracker.log(0, {"eval/success_rate/reach the red block": 1.0, "train/mine": 2})
+    (line,) = read_metrics(tmp_path)
+    assert line["train/mine"] == 2.0
 
 
 def test_lines_are_on_disk_at_once_and_valid_json(tmp_path):
@@ -85,6 +80,9 @@ def test_resume_drops_lines_at_or_beyond_the_resumed_step(tmp_path):
             tracker.log(step, {"sft/loss": 1.0})
         for step in range(5):
             tracker.log(step, {"train/loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "phase": "rl", "ti')  # cut by a crash
+    assert steps_of(tmp_path)[30:] == [("rl", step) for step in range(5)]
     before = read_metrics(tmp_path)[32]["time_s"]
     with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=3) as resumed:
         assert resumed.state_dict() == tracker.state_dict()
@@ -96,17 +94,6 @@ def test_resume_drops_lines_at_or_beyond_the_resumed_step(tmp_path):
         assert steps_of(tmp_path) == [("sft", s) for s in range(10)]
     with Tracker(tmp_path, JSONL, {}):
         assert steps_of(tmp_path) == [], "a new run starts an empty file"
-
-
-def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
-    with Tracker(tmp_path, JSONL, {}) as tracker:
-        tracker.log(0, {"train/loss": 1.0})
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1, "phase": "rl", "ti')
-    assert steps_of(tmp_path) == [("rl", 0)]
-    with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=1) as resumed:
-        resumed.log(1, {"train/loss": 1.0})
-    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +141,8 @@ def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, mon
     with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
         tracker.log(0, {"train/loss": 1.0})
     assert steps_of(tmp_path) == [("rl", 0)]
-    (record,) = caplog.records
-    assert (
-        "WANDB_API_KEY invalid: API key must have" in record.getMessage()
-        and "tracking.wandb=false" in record.getMessage()
-    )
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "WANDB_API_KEY invalid: API key must have" in said and "tracking.wandb=false" in said
 
 
 def test_the_real_wandb_refuses_a_key_with_the_error_that_is_caught(tmp_path, monkeypatch, caplog):
@@ -206,15 +190,6 @@ class FakeWandb:
         self.calls.append("finish")
 
 
-def test_a_run_of_wandb_may_have_a_name_of_its_own(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
-    named = TrackingConfig(tensorboard=False, wandb=True, wandb_project="mine", wandb_name="experiment/1")
-    with Tracker(tmp_path, named, {}):
-        pass
-    assert (fake.calls[0]["project"], fake.calls[0]["name"]) == ("mine", "experiment/1")
-
-
 @pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("secret", "online")])
 def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monkeypatch, capsys, key, mode):
     fake = FakeWandb()
@@ -234,17 +209,16 @@ def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monke
     assert first["id"] == second["id"] == tracker.run_id and first["config"] == {"seed": 3}
     assert fake.logged == [{"train/loss": 1.0, "global_step": 4}]
     assert (f"wandb: {fake.url}" in capsys.readouterr().out) == (mode == "online"), "the link of the run"
+    with Tracker(tmp_path, replace(config, wandb_project="mine", wandb_name="experiment/1"), {}):
+        pass
+    assert (fake.calls[4]["project"], fake.calls[4]["name"]) == ("mine", "experiment/1")
 
 
 def test_a_missing_sink_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    real_import = builtins.__import__
+    def fail(name):
+        raise ImportError(name)
 
-    def fail(name, *args, **kwargs):
-        if name.startswith(("wandb", "torch.utils.tensorboard")):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr("importlib.import_module", lambda name: fail(name))
+    monkeypatch.setattr("importlib.import_module", fail)
     with pytest.raises(MissingDependencyError, match="pip install wandb.*tracking.wandb=false"):
         Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {})
     with pytest.raises(MissingDependencyError, match="pip install tensorboard.*tracking.tensorboard=false"):
@@ -256,42 +230,33 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_rewrites_one_line_on_a_terminal():
+def shown(stream: io.StringIO, *updates: tuple, seconds: float, **options) -> str:
+    """What a progress line writes for updates so many seconds apart."""
     now = [0.0]
-    stream = Terminal()
-    progress = Progress(stream=stream, clock=lambda: now[0])
-    for step in range(3):
-        progress.update("rl", step, 10, success_rate=0.5, env_steps_per_s=1234)
-        now[0] += 30
+    progress = Progress(stream=stream, clock=lambda: now[0], **options)
+    for phase, step, num_steps, more in updates:
+        progress.update(phase, step, num_steps, **more)
+        now[0] += seconds
     progress.close()
-    written = stream.getvalue()
+    return stream.getvalue()
+
+
+def test_progress_rewrites_one_line_on_a_terminal():
+    numbers = {"success_rate": 0.5, "env_steps_per_s": 1234}
+    written = shown(Terminal(), *(("rl", step, 10, numbers) for step in range(3)), seconds=30)
     assert written.count("\n") == 1 and written.count("\r") == 3
     assert "rl 2/10 | success 50.0% | 1,234 env steps/s | 4m00s left" in written
 
 
 def test_progress_prints_a_line_every_ten_seconds_elsewhere():
-    now = [0.0]
-    stream = io.StringIO()
-    progress = Progress(stream=stream, clock=lambda: now[0])
-    for step in range(100):
-        progress.update("sft", step, 100)
-        now[0] += 1
-    progress.update("sft", 100, 100)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 11 and lines[-1].startswith("sft 100/100") and "\r" not in stream.getvalue()
-    disabled = io.StringIO()
-    Progress(enabled=False, stream=disabled).update("sft", 1, 2)
-    assert disabled.getvalue() == ""
+    written = shown(io.StringIO(), *(("sft", step, 100, {}) for step in range(101)), seconds=1)
+    lines = written.splitlines()
+    assert len(lines) == 11 and lines[-1].startswith("sft 100/100") and "\r" not in written
 
 
 def test_time_left_of_a_resumed_run_counts_its_own_steps_only():
-    now = [0.0]
-    stream = io.StringIO()
-    progress = Progress(stream=stream, interval_s=0, clock=lambda: now[0])
-    progress.update("rl", 50, 100)
-    now[0] = 10.0
-    progress.update("rl", 51, 100)
-    assert stream.getvalue().splitlines()[-1].endswith("8m10s left")
+    written = shown(io.StringIO(), ("rl", 50, 100, {}), ("rl", 51, 100, {}), seconds=10, interval_s=0)
+    assert written.splitlines()[-1].endswith("8m10s left")
 
 
 @pytest.mark.parametrize(
@@ -315,16 +280,14 @@ def test_real_wandb_writes_offline_runs_of_one_id(tmp_path, monkeypatch):
     assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
 
 
-def test_a_disabled_progress_prints_no_notes():
-    shown, hidden = io.StringIO(), io.StringIO()
-    Progress(stream=shown).note("12 demonstrations")
-    Progress(enabled=False, stream=hidden).note("12 demonstrations")
-    assert (shown.getvalue(), hidden.getvalue()) == ("12 demonstrations\n", "")
-
-
-def test_without_the_live_line_notes_are_still_printed():
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [({}, "sft 2/2 | 0s left\na note\n"), ({"updates": False}, "a note\n"), ({"enabled": False}, "")],
+)
+def test_notes_are_printed_without_the_live_line_too_and_a_disabled_progress_prints_nothing(options, written):
     stream = io.StringIO()
-    progress = Progress(updates=False, stream=stream)
-    progress.update("sft", 1, 2)
-    progress.note("eval before_rl: 3/4")
-    assert stream.getvalue() == "eval before_rl: 3/4\n"
+    progress = Progress(stream=stream, clock=lambda: 0.0, **options)
+    for step in (1, 2):
+        progress.update("sft", step, 2)
+    progress.note("a note")
+    assert stream.getvalue().removeprefix("sft 1/2\n") == written

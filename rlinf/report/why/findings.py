@@ -1,4 +1,4 @@
-"""What rules read of a run, and what they say: the outcome, what was measured, what it should be, and what to type."""
+"""The metrics that rules read of a run, and their findings: the outcome, a measured value, its usual range, and the override to type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finding:
     """What one rule says of a run.
 
     Attributes:
-        text: What was measured, and what it should be.
+        text: The measured value, and its usual range.
         set: Overrides to type; "" where the evidence singles out no setting.
         steps: First and last step of the evidence, as in ``metrics.jsonl``.
         rule: Name of the rule; ``diagnose`` fills it in.
@@ -46,7 +46,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Series:
+class MetricSeries:
     """Values of a metric over the steps of a phase.
 
     Attributes:
@@ -67,7 +67,7 @@ class Series:
 
     @property
     def middle(self) -> list[float]:
-        """The values between ``early`` and ``late``, or all of so few that there are none."""
+        """The values between ``early`` and ``late``, or all of so few that none is left."""
         return self.values[self._window : -self._window] or self.values
 
     @property
@@ -123,10 +123,9 @@ class Record:
         return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
-        """Return the lines that have finite values of all these metrics; of ``train/*``, without those of the warm-up of the critic.
+        """Return the lines that have finite values of all these metrics; of ``train/*``, from the end of the critic's warm-up.
 
-        Raises:
-            NotMeasured: There are none.
+        Raise NotMeasured without such a line.
         """
         of_updates = all(name.startswith("train/") for name in names)
         warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
@@ -136,19 +135,19 @@ class Record:
             raise NotMeasured(f"no {' and '.join(names)}")
         return found
 
-    def series(self, name: str) -> Series:
+    def series(self, name: str) -> MetricSeries:
         """Return the values of a metric; raise NotMeasured if there are fewer than ``MIN_POINTS``."""
         lines = self.lines_with(name)
         if len(lines) < MIN_POINTS:
             raise NotMeasured(f"{name} of {len(lines)} steps only; required: {MIN_POINTS}")
-        return Series([line["step"] for line in lines], [line[name] for line in lines])
+        return MetricSeries([line["step"] for line in lines], [line[name] for line in lines])
 
     def total(self, name: str) -> float:
         """Return the sum of a metric over all steps, 0 if it was not measured."""
         return sum(line.get(name) or 0 for line in self.lines)
 
     def evaluations(self, phase: str) -> list[tuple[int, Success]]:
-        """Return step and counts of the evaluations of a phase, in their order; raise NotMeasured if there are none."""
+        """Return step and counts of the evaluations of a phase, in their order; raise NotMeasured without any."""
         lines = [line for line in self.lines_with("eval/successes", "eval/episodes") if line["phase"] == phase]
         if not lines:
             raise NotMeasured(f"no evaluation of phase {phase}")
@@ -158,10 +157,7 @@ class Record:
         """Return step and counts of the validations of a recipe by its rewards.
 
         A mean reward between 0 and the full one counts as that share of right answers. Rewards between the two vary less, so that the
-        interval of these counts is wide enough.
-
-        Raises:
-            NotMeasured: There are none, or rewards are negative.
+        interval of these counts is wide enough. Raise NotMeasured without validations, or with other rewards.
         """
         lines = self.lines_with("eval/reward_mean", "eval/num_answers")
         shares = [
@@ -172,11 +168,7 @@ class Record:
         return [(step, Success(round(share * count), count)) for step, share, count in shares]
 
     def rollouts(self) -> list[tuple[int, Success]]:
-        """Return step and counts of the first episodes of each iteration.
-
-        Raises:
-            NotMeasured: There are fewer than ``MIN_POINTS`` iterations, or the env has no success.
-        """
+        """Return step and counts of the first episodes of each iteration; raise NotMeasured if these are few or have no success."""
         if not self.has_success:
             raise NotMeasured("the env has no success (env.success_return is null)")
         lines = self.lines_with("rollout/success_rate", "rollout/num_episodes")
@@ -254,7 +246,7 @@ def sum_of(counts: Sequence[tuple[int, Success]]) -> Success:
 
 
 Rule = Callable[[Record], "Finding | None"]
-"""Returns what to say, or None: nothing is wrong. Raises NotMeasured. Its docstring tells when it speaks."""
+"""Returns a finding, or None if the rule does not apply. Raises NotMeasured. Its docstring states the condition."""
 
 
 @dataclass
@@ -279,7 +271,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """The outcome, then each finding, or that there is none."""
+        """The outcome, then each finding, or a sentence that all rules found nothing."""
         found = [f"{finding.rule}: {finding}" for finding in self.findings]
         none = "nothing else to say" if self.outcome.is_good else "no cause found in the metrics"
         return [str(self.outcome), *(found or [f"{none}: {len(self.fine)} rules found nothing"])]

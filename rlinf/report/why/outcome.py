@@ -133,14 +133,14 @@ def change_interval(values: Sequence[float], window: int) -> tuple[float, float,
     """Return the 95 % interval of the last minus the first mean of ``window`` values, and the deviation of a single early value.
 
     Iterations are drawn independently, given the policy. Second differences ``a - 2b + c`` have the variance ``6 s^2`` and no trend (von
-    Neumann et al. 1941, Annals of Mathematical Statistics 12:153, for first ones). Those of each half of the run give its ``s``.
+    Neumann et al. 1941, Annals of Mathematical Statistics 12:153, for first ones). Each half of the run has its own ``s``.
     """
     half = len(values) // 2
     early, late = (
         math.sqrt(fmean((a - 2 * b + c) ** 2 / 6 for a, b, c in zip(part, part[1:], part[2:], strict=False)))
         for part in (values[:half], values[-half:])
     )
-    degrees = min(half - 2, len(STUDENT_T_95))  # those of one half: the other one may hardly vary
+    degrees = min(half - 2, len(STUDENT_T_95))  # of one half: the other one may hardly vary
     width = STUDENT_T_95[degrees - 1] * math.hypot(early, late) / math.sqrt(window)
     change = fmean(values[-window:]) - fmean(values[:window])
     return change - width, change + width, early

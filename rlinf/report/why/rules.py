@@ -50,7 +50,7 @@ def explain(folder: str | os.PathLike) -> Diagnosis:
 
 
 def findings_of(record: Record) -> Diagnosis | None:
-    """Return what `rlinf why` says of a run, for its report; None for what is no run."""
+    """Return the diagnosis of `rlinf why` for the report of a run; None without metrics."""
     return diagnose(record, RULES) if record.lines else None
 
 
@@ -179,7 +179,7 @@ def equal_groups(record: Record) -> Finding | None:
 
 
 def entropy_gone(record: Record) -> Finding | None:
-    """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or that of tokens is almost 0, and the return does not rise."""
+    """The entropy of Gaussian actions is below -2.5 nat or fell by 3, or tokens have almost none, and the return does not rise."""
     entropy = record.series("train/entropy")
     before, after = median(entropy.early), median(entropy.late)
     if len(set(entropy.values)) == 1:
@@ -253,12 +253,12 @@ def answers_cut(record: Record) -> Finding | None:
         return None
     if share.values[0] < 0.1 and record.outcome.verdict == FELL:
         raise NotMeasured("answers were whole at first, so that cut ones may follow from the fall")
-    text = f"{late:.0%} of the answers are cut at {limit} tokens before their end: their reward is that of an answer without a result"
+    text = f"{late:.0%} of the answers are cut at {limit} tokens before their end: they are rewarded as answers without a result"
     return Finding(text, f"rollout.max_response_length={2 * limit}", share.late_steps)
 
 
 def cloning_diverges(record: Record) -> Finding | None:
-    """The loss of cloning ends above that of its first step, by a tenth and by more than its noise."""
+    """The loss of cloning ends above its first value, by a tenth and by more than its noise."""
     loss, (key, rate) = record.series("sft/loss"), rate_of(record, "sft")
     first, late = loss.values[0], median(loss.late)
     # The median size of the difference of two normal numbers is 0.954 of their deviation. Few steps may hide it; late values show it.
@@ -284,12 +284,14 @@ def clone_misses(record: Record) -> Finding | None:
         if clone.interval[1] >= shown["sft/demonstrator_success_rate"] / 2:
             return None
         reached = f"the clone succeeds in {clone}, its demonstrator in {shown['sft/demonstrator_success_rate']:.0%}"
-    text = f"The loss of cloning fell, and {reached}: there is too little to learn from, or it is not what is asked (labels, observations)"
+    text = (
+        f"The loss of cloning fell, and {reached}: the rows are too few, or do not show the task (labels, observations)"
+    )
     return Finding(text, "", record.outcome.steps)
 
 
 def overfitted(record: Record) -> Finding | None:
-    """The held-out loss of a recipe rises by 5 %, and by 5 % of its fall, while that of training falls."""
+    """The held-out loss of a recipe rises by 5 %, and by 5 % of its fall, while the training loss falls."""
     held_out, loss = record.lines_with("eval/loss"), record.series("sft/loss")
     if len(held_out) < 4:
         raise NotMeasured(f"{len(held_out)} validations only; required: 4")
@@ -297,13 +299,10 @@ def overfitted(record: Record) -> Finding | None:
     least = min(range(len(values)), key=values.__getitem__)
     # By a twentieth, and in each of the last two validations: not the noise of one of them.
     rises = min(values[-2:]) - values[least]
-    if (
-        rises < 0.05 * max(values[least], values[0] - values[least])
-        or least >= len(values) - 2
-        or median(loss.late) >= median(loss.early)
-    ):
+    is_slight = rises < 0.05 * max(values[least], values[0] - values[least])
+    if is_slight or least >= len(values) - 2 or median(loss.late) >= median(loss.early):
         return None
-    text = f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while that of training fell: it learns by heart"
+    text = f"The loss on held-out rows rose from {values[least]:.3g} to {values[-1]:.3g} while the training loss fell: it learns by heart"
     cure = f"train.epoch={max(1, record.setting('train.epoch', 1) // 2)}"
     return Finding(text, cure, (held_out[least]["step"], held_out[-1]["step"]))
 
@@ -356,19 +355,13 @@ def return_stays(record: Record) -> Finding | None:
     if len(set(record.series(record.return_name).values)) == 1:
         raise NotMeasured("all returns are equal, so that a critic has nothing to explain")
     is_constant = max(map(abs, explained.values)) < 1e-6
-    if (
-        not (is_constant or (moved >= 1e-3 and not 0.1 < late < 0.5))
-        or not record.outcome.is_bad
-        or return_rose(record)
-    ):
+    speaks = is_constant or (moved >= 1e-3 and not 0.1 < late < 0.5)
+    if not speaks or not record.outcome.is_bad or return_rose(record):
         return None
-    cause = "what is seen tells the return, and what is done hardly changes it"
+    cause = "observations tell the return, and actions hardly change it"
     if late <= 0.1:
-        cause = (
-            "what the policy sees never changes"
-            if is_constant
-            else "noise in the reward, in what the policy sees, or in what is done"
-        )
+        noise = "noise in the reward, in the observations, or in the executed actions"
+        cause = "the observations never change" if is_constant else noise
     text = f"The policy moves by {moved:.2g} nat an iteration, its return does not rise, and the critic explains {late:.2g} of it: {cause}"
     return Finding(text, "", explained.all_steps)
 
@@ -392,7 +385,7 @@ def return_rose(record: Record) -> bool:
 
 
 def rate_of(record: Record, phase: str) -> tuple[str, float]:
-    """Return key and value of the learning rate of a phase; a run that has gone back uses a fraction of what is configured."""
+    """Return key and value of the learning rate of a phase; a run that was rolled back uses a fraction of the configured rate."""
     keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
     # A head on a frozen policy has a rate of its own.
     for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:

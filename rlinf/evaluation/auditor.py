@@ -13,9 +13,9 @@ from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
 from rlinf.evaluation.compare import EPISODES, check_tells_success, compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
+    EpisodeRecord,
     Motion,
     NoPolicy,
-    Record,
     Sight,
     both,
     fixed,
@@ -30,7 +30,7 @@ from rlinf.evaluation.disturbed_env import (
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
-from rlinf.evaluation.verdicts import UNCLEAR, Row, Verdict, verdicts
+from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, verdicts
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -55,12 +55,10 @@ class Audit:
     Attributes:
         rows: Success in each condition, ``clean`` first.
         verdicts: Answers, in the order of the page.
-        num_episodes: Episodes of each condition.
-        warnings: Caveats.
-        actions_clipped_fraction, actions_max_abs: Those of ``EvaluationResult``, as evaluated.
+        actions_clipped_fraction, actions_max_abs: See ``EvaluationResult``; of the clean episodes.
     """
 
-    rows: list[Row]
+    rows: list[ConditionRow]
     verdicts: list[Verdict]
     num_episodes: int
     warnings: list[str] = field(default_factory=list)
@@ -115,8 +113,8 @@ class Audit:
         )
 
 
-def row_text(row: Row, width: int) -> str:
-    """Return a line of the table; ``width`` is that of the titles."""
+def row_text(row: ConditionRow, width: int) -> str:
+    """Return a line of the table, with a title of ``width`` letters."""
     name = row.title.ljust(width)
     if row.success is None:
         return f"{name}  not possible here: {row.note}"
@@ -133,11 +131,10 @@ class Auditor:
 
     Args:
         model: Whatever ``evaluate_policy`` plays.
-        env: Without auto-reset.
         specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
-        greedy, temperature, seed: See ``evaluate_policy``.
         on_row: Called with each row as soon as it is known.
-        kept: Keeps each finished condition, and knows those of an interrupted audit; None: nothing is kept.
+        kept: Keeps each finished condition, and knows the conditions of an interrupted audit; None: nothing is kept.
+        sampling: ``greedy``, ``temperature`` and ``seed`` of ``evaluate_policy``.
     """
 
     def __init__(
@@ -146,18 +143,15 @@ class Auditor:
         env: VectorEnv,
         specs: Sequence[EpisodeSpec],
         *,
-        greedy: bool = True,
-        temperature: float = 1.0,
-        seed: int = 0,
-        on_row: Callable[[Row], None] = lambda row: None,
+        on_row: Callable[[ConditionRow], None] = lambda row: None,
         kept: KeptAudit | None = None,
+        **sampling: Any,
     ) -> None:
-        self.model, self.env, self.specs = model, env, list(specs)
-        self.options = {"greedy": greedy, "temperature": temperature, "seed": seed}
+        self.model, self.env, self.specs, self.options = model, env, list(specs), sampling
         self.on_row, self.kept = on_row, kept
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, ConditionRow] = {}
         self.results: dict[str, EvaluationResult] = {}
-        self.records: dict[EpisodeSpec, Record] = {}
+        self.records: dict[EpisodeSpec, EpisodeRecord] = {}
         self.warnings: list[str] = []
 
     def run(self, seen: Sequence[EpisodeSpec], seen_note: str, moved: Callable[[str], VectorEnv | None]) -> Audit:
@@ -165,10 +159,10 @@ class Auditor:
 
         Args:
             seen: Episodes from initial states of training; empty: unknown.
-            seen_note: What is known of them.
+            seen_note: Where they come from.
             moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
         """
-        self.play("clean", "as evaluated", records=self.records)
+        self.play("clean", "as evaluated")
         check_tells_success(self.results["clean"], "An audit")
         self._baselines()
         self._instructions()
@@ -202,50 +196,41 @@ class Auditor:
         model: Any = None,
         env: VectorEnv | None = None,
         specs: list[EpisodeSpec] | None = None,
-        records: dict[EpisodeSpec, Record] | None = None,
         note: str = "",
     ) -> None:
-        """Play one condition and keep its row. What the policy refuses is told in its place; what else goes wrong is raised."""
-        played = DisturbedEnv(self.env if env is None else env, sight, motion, records)
-        episodes = self.specs if specs is None else specs
+        """Play one condition and keep its row, ``clean`` with its records. A refusal of the policy becomes the row's note; other errors are raised."""
+        is_clean, episodes = key == "clean", self.specs if specs is None else specs
+        played = DisturbedEnv(self.env if env is None else env, sight, motion, self.records if is_clean else None)
         try:
-            result = self._known(key, episodes, records)
+            result = None if self.kept is None else self.kept.result(key, episodes)
+            if result is not None and is_clean:
+                self.records |= self.kept.records(episodes)
             if result is None:
                 result = evaluate_policy(
                     self.model if model is None else model, cast("VectorEnv", played), episodes, **self.options
                 )
                 if self.kept is not None:
-                    if records is not None:
-                        self.kept.add_records(records, self.specs)
+                    if is_clean:
+                        self.kept.add_records(self.records, self.specs)
                     self.kept.add(key, result)
         except (RefusedInputError, RefusedRequestError) as error:
-            if key == "clean":
+            if is_clean:
                 raise
-            if env is None:  # a policy that refuses whatever it is shown is lost
+            if env is None:  # the unchanged env tells a refused condition from a policy that has failed
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
-        disturbed = [] if key == "clean" else clipping_warning(*actions_clipped(result.results))
+        disturbed = [] if is_clean else clipping_warning(*actions_clipped(result.results))
         self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result
-        is_paired = key not in ("clean", "seen")
-        pairs = compare(self.results["clean"], result, [EPISODES]).total if is_paired else None
-        self._keep(Row(key, title, result.total, pairs, note))
+        pairs = None if key in ("clean", "seen") else compare(self.results["clean"], result, [EPISODES]).total
+        self._keep(ConditionRow(key, title, result.total, pairs, note))
 
     def skip(self, key: str, title: str, why: str) -> None:
         """Keep the row of a condition that is not possible."""
-        self._keep(Row(key, title, note=why))
+        self._keep(ConditionRow(key, title, note=why))
 
-    def _known(
-        self, key: str, specs: list[EpisodeSpec], records: dict[EpisodeSpec, Record] | None
-    ) -> EvaluationResult | None:
-        """Return the result of a condition of an interrupted audit, and fill ``records``."""
-        found = None if self.kept is None else self.kept.result(key, specs)
-        if found is not None and records is not None:
-            records |= self.kept.records(specs)
-        return found
-
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: ConditionRow) -> None:
         self.rows[row.key] = row
         self.on_row(row)
 
@@ -322,7 +307,8 @@ class Auditor:
 
     def _actions_of_others(self) -> None:
         succeeded = {one.spec for one in self.results["clean"].results if one.success}
-        same = self._others(lambda spec, other: other in succeeded and self._sentence(spec) == self._sentence(other))
+        said = {spec: record.instruction for spec, record in self.records.items()}
+        same = self._others(lambda spec, other: other in succeeded and said[spec] == said[other])
         any_sentence = self._others(lambda spec, other: other in succeeded)
         found = any_sentence | same
         title = "its actions of another episode replayed"
@@ -345,9 +331,6 @@ class Auditor:
         finally:
             env.close()
 
-    def _sentence(self, spec: EpisodeSpec) -> str:
-        return self.records[spec].instruction
-
     def _others(self, fits: Callable[[EpisodeSpec, EpisodeSpec], bool]) -> dict[EpisodeSpec, EpisodeSpec]:
         """Return for each episode the next one of its task in the list that fits, if there is one."""
         found = {}
@@ -359,7 +342,7 @@ class Auditor:
         return found
 
 
-def as_array(record: Record, action_dim: int) -> np.ndarray:
+def as_array(record: EpisodeRecord, action_dim: int) -> np.ndarray:
     """Return the actions of an episode, float32 ``[steps, D]``."""
     return np.stack(record.actions) if record.actions else np.zeros((0, action_dim), dtype=np.float32)
 
@@ -391,7 +374,7 @@ def check_episodes(specs: Sequence[EpisodeSpec]) -> None:
 
 
 def check_held_out(split: str) -> None:
-    """Raise ConfigError for the training split, whose episodes are those that a policy may remember."""
+    """Raise ConfigError for the training split, whose episodes a policy may remember."""
     if split == "train":
         raise ConfigError(
             "evaluation.split=train in an audit compares episodes of training with themselves; required: held-out episodes. "
@@ -418,7 +401,7 @@ def swapped(sentences_of_tasks: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return for each sentence another one that asks for something else; empty if there is only one.
 
     Of a task with several sentences, it is another one of the same task: half of the sorted list further on, so that sentences with
-    two objects differ in the first, too. Else it is that of the next task.
+    two objects differ in the first, too. Else it is the sentence of the next task.
     """
     tasks = {task: sorted(set(sentences)) for task, sentences in sentences_of_tasks.items()}
     everything = sorted({one for sentences in tasks.values() for one in sentences})

@@ -16,9 +16,9 @@ from markupsafe import Markup
 from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import SMALL, Interval, Series
+from rlinf.report.episode_player import player
 from rlinf.report.offpolicy import MAX_SENTENCES, head_section, head_warnings
-from rlinf.report.page import card, clipped_text, write_page
-from rlinf.report.player import player
+from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
 from rlinf.report.recipe import write_token_report
 from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_data import RunData, read_run
@@ -39,10 +39,13 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     newest = data.after or next(reversed(data.evaluations), None)
+    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
+    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
+    solved = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=findings_of(record_of(data)), success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=_success_by_step(data), head=head_section(data), max_sentences=MAX_SENTENCES,
+        tasks=_tasks(data), success_by_step=solved, head=head_section(data), max_sentences=MAX_SENTENCES,
         curves=_training_curves(data), profile_steps=_get(data.settings, "trainer", "profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -60,19 +63,20 @@ def _title(data: RunData) -> str:
 
 
 def _place(folder: Path) -> str:
-    """Return the folder's name, preceded by that of its run if the path shows it."""
+    """Return the folder's name, preceded by its run's name if the path shows it."""
     run = folder.parents[1].name if folder.parent.name in (CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER) else ""
     return f"{run}/{folder.name}" if run else folder.name
 
 
 def _facts(data: RunData) -> dict[str, Any]:
-    config = data.settings
+    config, results = data.settings, [one.result for one in data.evaluations]
+    drawn = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
     return {
         "model": _get(config, "model", "model_type"), "env": data.suite or _get(config, "env", "name"),
         "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
-        "checkpoint": config.get("checkpoint"), "actions": _actions(data),
-        "actions cut": clipped_text(data.evaluations[-1].result) if data.evaluations else None,
+        "checkpoint": config.get("checkpoint"), "actions": drawn.pop() if len(drawn) == 1 else None,
+        "actions cut": clipped_text(results[-1]) if results else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
 
@@ -100,12 +104,6 @@ def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
     return [*rows, ("all tasks", [result.total for result in results])] if len(rows) > 1 else rows
 
 
-def _actions(data: RunData) -> str | None:
-    results = [one.result for one in data.evaluations]
-    found = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
-    return found.pop() if len(found) == 1 else None
-
-
 EVALUATED = (
     ("Success rate", "success_rate", "interval_low", "interval_high"),
     ("Return", "return_mean", "return_low", "return_high"),
@@ -121,23 +119,14 @@ def _success_curves(data: RunData) -> list[Markup]:
     for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
         # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
         for y, *names in EVALUATED if is_told else EVALUATED[1:]:
-            rollouts = _series(shown, x, f"rollout/{names[0]}", "rollouts (sampled, training episodes)", 3)
-            series, title = (
-                [rollouts, _evaluated(shown, x, data.episodes, names)],
-                f"{y} against {x_label.partition(' (')[0]}",
-            )
+            rollouts = series_of(shown, x, [f"rollout/{names[0]}"], "rollouts (sampled, training episodes)", 3)
+            series = [rollouts, _evaluated(shown, x, data.episodes, names)]
+            title = f"{y} against {x_label.partition(' (')[0]}"
             cards.append(card(title, series, x_label, y.lower(), percent=y == "Success rate"))
     return cards
 
 
-def _success_by_step(data: RunData) -> Markup:
-    """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
-    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
-    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
-    return card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
-
-
-RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
+RL_CURVES: Curves = (
     ("Return", {"rollout/return_mean": "return"}, "return", {}),
     ("Episode length", {"rollout/episode_len": "length"}, "env steps", {"zero": True}),
     ("Policy loss", {"train/policy_loss": "policy loss"}, "policy loss", {}),
@@ -156,18 +145,14 @@ RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
     ("Gradient norm", {"train/grad_norm": "gradient norm"}, "norm before clipping", {"zero": True}),
     ("Throughput", {"throughput/env_steps_per_s": "env steps"}, "env steps/s", {"zero": True}),
 )  # fmt: skip
-"""Title, metric to label, y axis and options of each curve over RL iterations."""
+"""The curves over RL iterations."""
 
 
 def _training_curves(data: RunData) -> list[Markup]:
-    sft = [line for line in data.lines if line["phase"] == "sft"]
-    rl = [line for line in data.lines if line["phase"] == "rl"]
-    loss = _series(sft, "step", "sft/loss", "loss", 2)
+    sft, rl = ([line for line in data.lines if line["phase"] == phase] for phase in ("sft", "rl"))
+    loss = series_of(sft, "step", ["sft/loss"], "loss", 2)
     cards = [card("Behaviour cloning loss", [loss], "SFT step", "loss (nat)", size=SMALL)]
-    for title, names, y_label, options in RL_CURVES:
-        shown = [_series(rl, "step", name, label, 1 + number) for number, (name, label) in enumerate(names.items())]
-        cards.append(card(title, shown, "RL iteration", y_label, size=SMALL, **options))
-    return cards
+    return cards + curve_cards(rl, "step", "RL iteration", RL_CURVES)
 
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,10 +163,6 @@ def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         seconds = line.get("time/total_s") or seconds
         found.append({**line, "env_steps": env_steps, "minutes": seconds / 60})
     return found
-
-
-def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colour: int) -> Series:
-    return Series(label, [(line[x], line[name]) for line in lines if name in line], colour)
 
 
 def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Sequence[str]) -> Series:

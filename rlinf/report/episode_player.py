@@ -27,7 +27,6 @@ class Side:
     """Recordings of one policy.
 
     Attributes:
-        name: Of the policy, for the reader.
         folder: Relative to the page.
         colour: Number of its colour in the charts.
     """

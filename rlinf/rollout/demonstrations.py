@@ -25,18 +25,15 @@ class Demonstrator(Protocol):
         """Return labels and actions to execute, float32 ``[B, D]`` each. Only rows that are ``running`` (bool ``[B]``) are used."""
 
     def restart(self, row: int) -> None:
-        """Start over in ``row``, whose episode restarts."""
+        """Note that the episode in ``row`` restarts."""
 
 
 @dataclass
 class Demonstrations:
-    """Rows of an observation and the next ``C`` expert actions.
+    """``N`` observations, the expert's actions there, and the result of each demonstration.
 
-    Attributes:
-        observation: ``N`` rows.
-        actions: float32 ``[N, C, D]`` in env units: the expert's actions at this row and the ``C - 1`` following rows. The
-            last action is repeated past the end of the episode.
-        episodes: Result of each demonstration.
+    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's at this row and the ``C - 1`` following rows. The last one is
+    repeated past the end of the episode.
     """
 
     observation: Observation
@@ -96,7 +93,7 @@ class EpisodeBatch:
         labels: float32 ``[T, B, D]``.
         rewards: float32 ``[T, B]``, paid for the executed action.
         success: bool ``[T, B]``: the goal is reached after the action.
-        executed: float32 ``[T, B, D]``: what was done.
+        executed: float32 ``[T, B, D]``.
         truncated: bool ``[B]``: the time limit ended the episode.
         alive: bool ``[T, B]``: the row belongs to the env's episode; all false for an idle env.
         results: One per episode.

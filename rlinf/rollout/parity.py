@@ -94,15 +94,14 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
     truncated episodes.
 
     Args:
-        batch: This rank's envs, time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
+        batch: This rank's envs, time-major; ``rollout_values`` may be None.
         step: Iteration of the run.
-        max_gap: Largest accepted difference, in the units of ``MAX_GAP``; None: limit the mean of ``exp |gap|`` to
-            ``MAX_EXP_GAP``.
+        max_gap: Largest accepted difference (see ``MAX_GAP``); None: limit the mean of ``exp |gap|`` to ``MAX_EXP_GAP``.
 
     Returns:
-        Metrics of all ranks (importance ratios are those of whole actions). Then, if the gap is too large, a sentence that
-        names the worst sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises
-        the same (a collective call).
+        Metrics of all ranks (importance ratios of whole actions). Then, if the gap is too large, a sentence that names the worst
+        sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises the same (a
+        collective call).
     """
     executed, difference = _differences(batch)
     mask = executed.unsqueeze(-1)

@@ -18,7 +18,6 @@ class EpisodeSampler:
         num_tasks: Length of one round.
         num_groups: Groups of envs per iteration, over all ranks.
         group_size: Environments that share each episode.
-        seed: Seed of the run.
         init_states: ``random``, ``ordered`` or ``fixed``, see ``spec``.
     """
 
@@ -30,10 +29,6 @@ class EpisodeSampler:
     seed: int = 0
     init_states: str = "random"
 
-    def group_of(self, env_id: int) -> int:
-        """Return the group of an env (global index)."""
-        return env_id // self.group_size
-
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
         """Return episode ``position`` of an env (global index) in iteration ``step``, in its rollout ``attempt``.
 
@@ -42,7 +37,7 @@ class EpisodeSampler:
         is the one with which the next iteration starts.
         ``fixed``: as ``ordered``, but each iteration starts at the first episode.
         """
-        group = self.group_of(env_id)
+        group = env_id // self.group_size
         if self.init_states == "random":
             rounds = len(self.specs) // self.num_tasks
             draw = derive_seed(self.seed, "episode", step, group, position, attempt) % rounds

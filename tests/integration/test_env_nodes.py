@@ -280,9 +280,9 @@ def test_an_env_whose_cluster_has_ended_asks_it_nothing():
             pytest.fail(f"'{name}' was used after the end")
 
     env = remote_tabletop(1, False, count=1)
-    handle = env._actors[0].handle
-    env._ray = env._actors[0].handle = Ended()
+    handle = env._workers[0].handle
+    env._ray = env._workers[0].handle = Ended()
     assert env.ask_stacks()(time.monotonic() + 60) == ""
     env.close()
-    assert env._actors[0].handle is None
+    assert env._workers[0].handle is None
     ray.kill(handle)

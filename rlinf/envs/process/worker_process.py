@@ -57,8 +57,8 @@ class SimulatorRows:
         self._make = import_string(task.simulator_class)
         self._simulators: dict[int, Simulator] = {}
 
-    def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> list[str]:
-        """Start an episode in each of the rows ``ids``, write its observation, and return the instructions."""
+    def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> tuple[None, list[str]]:
+        """Start an episode in each of the rows ``ids``, write its observation, and return None and the instructions."""
         instructions = []
         for index, spec in zip(self._each(ids), specs, strict=True):
             if index not in self._simulators:
@@ -67,7 +67,7 @@ class SimulatorRows:
             self._simulators[index].reset(spec)
             self._count(index)
             instructions.append(self._show(index))
-        return instructions
+        return None, instructions
 
     def step_chunk(
         self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray

@@ -105,20 +105,12 @@ def open_dataset(
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
         frames[camera] = EncodedFrames(files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths)
     rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
-    came = None
+    found = None
     if outcomes:
         rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
-        came = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
-    return StoredDemonstrations(
-        info,
-        frames,
-        np.concatenate(states) if states else None,
-        rows,
-        task_ids,
-        list(tasks),
-        episode_ids,
-        outcomes=came,
-    )
+        found = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
+    state = np.concatenate(states) if states else None
+    return StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
 
 
 def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:

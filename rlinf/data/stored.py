@@ -28,16 +28,14 @@ class DatasetInfo:
     """The description of a dataset.
 
     Attributes:
-        folder: The dataset.
         format: Name and version of the format, for messages.
-        num_episodes: Episodes in the dataset.
         image_shapes: Camera column to (height, width).
         state_dims: Columns that may serve as state, to their widths.
         state_key: The usual column of the state.
         action_dim: ``D``; 0 without actions.
         packages: Python packages needed to read it.
         env: The env section of the configuration it was collected with; empty if unknown.
-        num_rows: Rows; None: unknown before it is opened.
+        num_rows: None: unknown before it is opened.
         has_rewards, says_success: It tells the reward of each row, or whether the goal was reached.
     """
 
@@ -57,12 +55,12 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What was done in the ``N`` rows of a dataset, and what came of it.
+    """The executed actions of the ``N`` rows of a dataset, and their consequences; None: the dataset does not tell.
 
     Attributes:
-        executed: float32 ``[N, D]``, which is not the row's action where a demonstrator's noise came on top.
-        rewards: float32 ``[N]``; None: the dataset has none.
-        success: bool ``[N]``, the goal was reached after the action; None: the dataset does not say.
+        executed: float32 ``[N, D]``: the row's action with the demonstrator's noise.
+        rewards: float32 ``[N]``.
+        success: bool ``[N]``, the goal was reached after the action.
         terminated: bool ``[N]``: the episode ended there by its own rules.
     """
 
@@ -76,19 +74,17 @@ class Outcomes:
 class StoredDemonstrations:
     """Rows of (observation, next ``C`` actions) of a dataset; frames are read only for requested rows.
 
-    Raises ConfigError if there are no rows, a number is not finite, or the rows of an episode are not consecutive.
+    Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
 
     Attributes:
-        info: Description of the dataset.
         frames: Camera of the env to the frames of its column, in the env's order.
         state: float32 ``[N, S]``, or None.
         actions: float32 ``[N, D]``, the action of each row.
-        task_ids: int64 ``[N]``, index into ``tasks``.
-        tasks: Instructions.
-        episode_ids: int64 ``[N]``, ascending: the rows of an episode are consecutive.
+        task_ids: int64 ``[N]``, index into ``tasks``, which are instructions.
+        episode_ids: int64 ``[N]``.
         chunk_len: ``C``.
         last_rows: int64 ``[N]``, the last row of the episode of each row.
-        outcomes: What came of the actions; None: it was not read.
+        outcomes: None: they were not read.
     """
 
     info: DatasetInfo

@@ -18,7 +18,7 @@ import torch
 from processes import is_running
 
 from rlinf.distributed.child_process import SharedMemory
-from rlinf.envs.process.worker_handle import Worker
+from rlinf.envs.process.env import Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler

@@ -22,7 +22,7 @@ from processes import is_running
 from rlinf.contracts.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
-from rlinf.envs.process.worker_handle import Worker
+from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")

@@ -28,7 +28,7 @@ from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
 MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
-"""What the constructor of an env may raise for arguments that it does not take."""
+"""Errors of an env's constructor for arguments that it does not take."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GymnasiumConfig(ProcessEnvConfig):
     cameras: list[str] | None = option(
         None,
         f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the picture of "
-        "render_mode=rgb_array; null: those of the observation, as many as the model reads.",
+        "render_mode=rgb_array; null: the observation's, as many as the model reads.",
     )
     success_bonus: float = option(0.0, "Reward added at the step of success.")
     terminate_on_success: bool = option(False, "End the episode at success.")
@@ -72,10 +72,9 @@ class GymnasiumConfig(ProcessEnvConfig):
 
 
 class Spaces(NamedTuple):
-    """What the vector env must know before it steps.
+    """Facts of an env that are known before its first step.
 
     Attributes:
-        action_low, action_high: float32 ``[D]``.
         parts: Cameras, sentence and state of the observation.
         state_low, state_high: ``[S]``; infinite if unbounded.
         horizon: ``max_episode_steps`` of the registration, or None.
@@ -100,9 +99,7 @@ class Spaces(NamedTuple):
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
     """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
 
-    Raises:
-        ConfigError: The id is not registered, its module cannot be imported, or the env refuses ``env.kwargs``.
-        MissingDependencyError: The env needs a package that is not installed, or MuJoCo a GL.
+    Raise ConfigError if the id, its module or ``env.kwargs`` is wrong, MissingDependencyError if a package or a GL is missing.
     """
     options = {"max_episode_steps": -1, "disable_env_checker": True, "render_mode": render_mode}
     try:
@@ -192,7 +189,7 @@ def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
 
 
 def _packages_behind(env_class: type) -> tuple[str, ...]:
-    """Return the distributions of the modules that define ``env_class`` and its bases, and of their imports."""
+    """Return the distributions of the modules of ``env_class`` and its bases, and of their imports."""
     modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
     modules += [value for module in modules for value in vars(module).values() if isinstance(value, ModuleType)]
     roots = {module.__name__.partition(".")[0] for module in modules}
@@ -204,10 +201,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
     The env's ``terminated``, and its ``truncated`` before the time limit, end an episode; ``VectorEnv`` keeps the time limit.
-
-    Raises:
-        ConfigError: The id is unknown, or its spaces do not fit.
-        MissingDependencyError: A package or a GL that the env needs is missing.
     """
 
     config_class = GymnasiumConfig
@@ -234,19 +227,19 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_names(cls, config: GymnasiumConfig) -> None:
-        """Check tasks and cameras, and play one step, which shows what the env says and whether that can be read."""
+        """Check tasks and cameras, and play one step, whose observation and ``info`` must be readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
         _said_by(*_key(config), config.success_return is None)
 
     @classmethod
     def tells_success(cls, config: GymnasiumConfig) -> bool:
-        """Return whether a step says something about success, or a return counts as one."""
+        """Return whether ``info`` of a step tells success, or a return counts as one."""
         return config.success_return is not None or _said_by(*_key(config), True)[0]
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
-        """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
+        """Return gymnasium, and the packages of the env of ``config.id`` (``mujoco``, ``box2d``, ...)."""
         return spaces_of(config).packages
 
     @classmethod
@@ -332,19 +325,15 @@ class GymnasiumSimulator(Simulator):
         return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
 
     def _picture(self, camera: str, size: int) -> np.ndarray:
-        """Return what a camera shows, uint8 ``[size, size, 3]``."""
+        """Return the picture of a camera, uint8 ``[size, size, 3]``."""
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        return resized(
-            checked_picture(part(self._observation, path), f"env.id={self.config.id}", "env.cameras=[]"), size
-        )
+        seen = part(self._observation, path)
+        return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the picture of the env; of one without render_mode=rgb_array, that of its first camera.
-
-        Raise ConfigError if it has none; MissingDependencyError if a package that it draws with, or a GL, is missing.
-        """
+        """Return the env's picture, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
         cameras = list(self._spaces.parts.cameras)
         if cameras and not self._spaces.can_draw:
             return self._picture(cameras[0], size)
@@ -373,7 +362,7 @@ class GymnasiumSimulator(Simulator):
 
 @functools.cache
 def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple[bool, bool]:
-    """Play one step of an episode; return whether the env says something about success, and whether it has sentences."""
+    """Play one step of an episode; return whether the env tells success, and whether it has sentences."""
     options = {"kwargs": json.loads(kwargs), "state": state, "success_return": None if reads_success else 0.0}
     simulator = GymnasiumSimulator(GymnasiumConfig(id=env_id, max_episode_steps=2, **options), [env_id])
     simulator.is_trial = True

@@ -121,7 +121,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     and the gripper.
 
     Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
-    settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script. Raises MissingDependencyError
+    settling, picture orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises MissingDependencyError
     without LIBERO, a package of the right version, the assets or a GL for pictures.
     """
 
@@ -242,7 +242,7 @@ class LiberoSimulator(Simulator):
             return SingleStep(0.0, self._scene.step(self._state, self._libero_action(action)))
 
     def _libero_action(self, action: np.ndarray) -> np.ndarray:
-        """Return the action in LIBERO's own convention of the gripper, float64 ``[7]``."""
+        """Return the action in LIBERO's own gripper convention, float64 ``[7]``."""
         numbers = np.asarray(action, dtype=np.float64).copy()
         if self.config.gripper == "openvla":
             numbers[6] = -np.sign(2.0 * numbers[6] - 1.0)

@@ -83,11 +83,9 @@ class ManiSkillSimulator(Simulator):
         return self._scene.frames([0], size)[0]
 
     def poses(self) -> dict[str, list[float]]:
-        """Return the poses of the hand, the objects and the goals."""
         return self._scene.poses(0)
 
     def close(self) -> None:
-        """Free the simulation."""
         if self._scene is not None:
             self._scene.close()
         self._scene = None

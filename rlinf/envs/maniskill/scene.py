@@ -28,13 +28,7 @@ FIXED_ACTORS = ("ground", "table-workspace")
 
 
 class Task(NamedTuple):
-    """A task of ManiSkill.
-
-    Attributes:
-        instruction: Sentence for the policy.
-        horizon: Time limit of ManiSkill's registration, in env steps.
-        state_dim: Width of its observation mode "state".
-    """
+    """A task of ManiSkill: instruction, time limit of its registration, and width of the observation mode "state"."""
 
     instruction: str
     horizon: int
@@ -99,7 +93,7 @@ class ManiSkillOptions(EnvConfig):
 
 
 class ManiSkillSuite(VectorEnv):
-    """What ManiSkill on the CPU and on the GPU share."""
+    """The common part of ManiSkill on the CPU and on the GPU."""
 
     suite: ClassVar[str] = "maniskill"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
@@ -258,13 +252,11 @@ class Scene:
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
-    """Make the initial state of each row depend on its own seed alone, whichever rows are reset with it.
+    """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
 
     ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of
     the rows. Here each row is initialised separately, with all generators under its seed. The expensive parts of a reset
     (moving states to and from the GPU, observing all rows) still happen once.
-
-    Return a mapping from row to seed, to be filled before each ``env.reset``.
     """
     import torch
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.graphics.projection import project
-from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import MissingDependencyError
@@ -215,7 +214,7 @@ class MetaWorldSimulator(Simulator):
         return np.clip(ENV_POLICY_MAP[self._task]().get_action(seen), -1.0, 1.0).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the first camera (corner4 if there is none)."""
+        """Return a picture of the first camera, or of corner4."""
         return self._draw(self._video_camera, size)
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
@@ -261,7 +260,7 @@ class MetaWorldSimulator(Simulator):
 
     @property
     def _video_camera(self) -> str:
-        return self.config.cameras[0] if self.config.cameras else "corner4"
+        return next(iter(self.config.cameras), "corner4")
 
     def _is_turned(self, camera: str) -> bool:
         return self.config.upright and camera in UPSIDE_DOWN_CAMERAS
@@ -285,7 +284,7 @@ def _take_scene(task: str) -> Any:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
                 return _idle_scenes.pop(index)[1]
-    import_mujoco()  # reports what is missing, before Meta-World imports it
+    import_mujoco()  # reports a missing package or GL, before Meta-World imports it
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     env = ALL_V3_ENVIRONMENTS[task]()
@@ -315,7 +314,7 @@ def _restart(env: Any, seed: int) -> np.ndarray:
 
 
 def _show_goal(env: Any) -> None:
-    """Place the marks of the goal. Meta-World leaves those of some tasks where the model file has them.
+    """Place the marks of the goal, which Meta-World does not move in some tasks.
 
     The first mark of its list is the goal's, but the list of pick-out-of-hole-v3 places it at the puck.
     """

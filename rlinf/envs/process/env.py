@@ -8,6 +8,10 @@ is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 from __future__ import annotations
 
 import inspect
+import os
+import signal
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +21,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 import rlinf.errors
-from rlinf.distributed.child_process import POLL_S, Failure, SharedMemory, end_all
+from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
+from rlinf.distributed.stack_dump import dump_stacks
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
-from rlinf.envs.process.worker_handle import Worker
 from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
-from rlinf.envs.spread import Call, SpreadVectorEnv
+from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.imports import import_string
 from rlinf.memory import num_cores
@@ -34,19 +38,58 @@ MAX_FAILURES = 3
 CLOSE_TIMEOUT_S = 5.0
 
 
+class Worker(Part, ChildProcess):
+    """The parent's end of a worker process and the rows that it owns. The process may be replaced."""
+
+    def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
+        # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
+        environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"}
+        name = f"simulators of rows {self.ids[0]} to {self.ids[-1]}"
+        self.launch("rlinf.envs.process.worker_process:main", name, [memory], environment)
+        self.send(task, task.config.reset_timeout_s)
+
+    def send(self, message: Any, timeout_s: float) -> bool:
+        """Send a message. Return False if a stopped process did not read it before the deadline."""
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, limit)
+        try:
+            self.connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # The process has died; ``receive`` reports why.
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self, timeout_s: float, name: str) -> Any:
+        """Return the answer to ``name``, or a ``Failure`` if the process died or stopped while answering."""
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except BlockingIOError:
+            return self.give_up(timeout_s, name)
+        except (EOFError, OSError):
+            pass
+        status, ending = self.ending()
+        outside = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+        return Failure(None, ending, self.read_log(), from_outside=-status in outside)
+
+    def give_up(self, timeout_s: float, name: str) -> Failure:
+        """Kill a process that has been silent for too long, after it has dumped its stacks."""
+        dump_stacks(self.process, self.log)
+        self.process.kill()
+        key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
+        return Failure(None, f"{name} made no progress for {timeout_s:g} s ({key}). Stack traces:", self.read_log())
+
+
 class ProcessVectorEnv(SpreadVectorEnv):
-    """``num_envs`` simulators of one kind, spread over worker processes.
+    """``num_envs`` simulators of one kind, spread over worker processes, which start at the first reset.
 
-    A subclass sets ``simulator_class``, ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. The processes start
-    at the first reset.
-
-    Attributes:
-        simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers import.
-
-    Raises:
-        ConfigError: See ``VectorEnv``; or the simulator's class is defined in the main script, which workers cannot import.
-        SimulatorError: Raised by any call if more than ``config.max_restarts`` workers were lost, if a simulator failed
-            ``MAX_FAILURES`` times in one episode (both close the env), or if the env is closed.
+    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers
+    import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError if more than
+    ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode (both close the env),
+    or if the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig

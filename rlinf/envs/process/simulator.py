@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. No success (None): the env says nothing of it."""
+    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told."""
 
     dense_reward: float
     success: bool | None
@@ -26,10 +26,7 @@ class SingleStep(NamedTuple):
 class View(NamedTuple):
     """The observation of one environment: a row of ``rlinf.types.Observation``.
 
-    Attributes:
-        images: Each of ``config.cameras`` to uint8 ``[H, W, 3]``.
-        state: float32 ``[S]``, or None.
-        instruction: One sentence.
+    ``images`` map each of ``config.cameras`` to uint8 ``[H, W, 3]``; ``state`` is float32 ``[S]``, or None.
     """
 
     images: dict[str, np.ndarray]

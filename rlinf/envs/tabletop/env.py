@@ -10,8 +10,7 @@ import numpy as np
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.graphics.backend import choose_backend
-from rlinf.envs.graphics.projection import project
-from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
@@ -22,7 +21,7 @@ from rlinf.types import EpisodeSpec, Observation
 REWARD_PER_METRE = 3.0
 SPEED_SCALE_M_PER_S = 0.5
 MOVED_M = 0.03
-"""How far ``moved`` moves."""
+"""Distance by which ``moved`` moves."""
 
 
 class TabletopVectorEnv(VectorEnv):
@@ -174,7 +173,6 @@ class TabletopVectorEnv(VectorEnv):
         self.close_extras()
 
     def close_extras(self, **kwargs: object) -> None:
-        """Free the GL contexts."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
@@ -195,7 +193,7 @@ class TabletopVectorEnv(VectorEnv):
         ]
 
     def _scene(self, ids: np.ndarray) -> Scene:
-        return self._scene_of(ids, *self._simulator.read(ids)[::2])
+        return self._scene_of(ids, *self._simulator.read(ids)[::2])  # without velocities
 
     def _scene_of(self, ids: np.ndarray, pusher: np.ndarray, blocks: np.ndarray) -> Scene:
         first, second = self._goals[ids].T

@@ -308,15 +308,6 @@ def test_leaving_envs_open_makes_no_noise_at_exit():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"tasks": ["rech"]}, "Did you mean 'reach'"), ({"cameras": ["frnt"]}, "Did you mean 'front'")],
-)
-def test_misspelt_names_are_mended(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        build(1, **settings)
-
-
 def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")

@@ -112,12 +112,18 @@ def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> lis
     return made
 
 
-def write(folder: Path, made: list[dict], video: bool = False, **options) -> Path:
+class ManyFiles(LeRobotWriter):
+    """Begins a new file with each episode."""
+
+    data_file_mib = video_file_mib = 0
+
+
+def write(folder: Path, made: list[dict], video: bool = False, writer_class=LeRobotWriter) -> Path:
     shape = made[0]["images"]["front"].shape[1:3]
     state_dim = 0 if made[0]["state"] is None else made[0]["state"].shape[1]
-    with LeRobotWriter(
+    with writer_class(
         folder, fps=10, image_shapes={"front": shape, "side": shape}, state_dim=state_dim,
-        action_dim=made[0]["actions"].shape[1], video=video, **options,
+        action_dim=made[0]["actions"].shape[1], video=video,
     ) as writer:  # fmt: skip
         for episode in made:
             writer.add_episode(**episode)
@@ -133,7 +139,7 @@ def joined(made: list[dict], key: str) -> np.ndarray:
 
 def test_images_come_back_bit_for_bit_over_several_files(tmp_path):
     made = episodes()
-    folder = write(tmp_path / "data", made, data_file_mib=0)
+    folder = write(tmp_path / "data", made, writer_class=ManyFiles)
     assert len(list((folder / "data").rglob("*.parquet"))) == len(made)
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, "observation.state")
     observation, actions = dataset.rows(np.arange(len(dataset)))
@@ -144,12 +150,12 @@ def test_images_come_back_bit_for_bit_over_several_files(tmp_path):
     assert observation.instruction == [e["task"] for e in made for _ in e["actions"]]
 
 
-@pytest.mark.parametrize("video_file_mib", [0, 200])
-def test_videos_come_back_frame_for_frame(tmp_path, video_file_mib):
+@pytest.mark.parametrize(("writer_class", "num_files"), [(ManyFiles, 3), (LeRobotWriter, 1)])
+def test_videos_come_back_frame_for_frame(tmp_path, writer_class, num_files):
     needs_av()
     made = episodes()
-    folder = write(tmp_path / "data", made, video=True, video_file_mib=video_file_mib)
-    assert len(list((folder / "videos" / FRONT).rglob("*.mp4"))) == (1 if video_file_mib else len(made))
+    folder = write(tmp_path / "data", made, video=True, writer_class=writer_class)
+    assert len(list((folder / "videos" / FRONT).rglob("*.mp4"))) == num_files
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, "observation.state")
     order = np.random.default_rng(1).permutation(len(dataset))
     seen = dataset.rows(order)[0].images
@@ -163,7 +169,7 @@ def test_videos_come_back_frame_for_frame(tmp_path, video_file_mib):
 def test_threads_read_what_one_thread_reads(tmp_path, video):
     if video:
         needs_av()
-    folder = write(tmp_path / "data", episodes(lengths=(6, 7, 8)), video=video, video_file_mib=0)
+    folder = write(tmp_path / "data", episodes(lengths=(6, 7, 8)), video=video, writer_class=ManyFiles)
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, None)
     batches = [np.random.default_rng(number).integers(0, len(dataset), 8) for number in range(24)]
     alone = [dataset.rows(rows)[0].images["wrist"] for rows in batches]

@@ -28,7 +28,7 @@ from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.process_collector import ProcessCollector, ProcessSettings
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.shared_memory import SharedTask, read_task
 from rlinf.rollout.weight_push import WeightPush
@@ -203,12 +203,8 @@ def test_what_workers_log_and_warn_arrives_here(tmp_path, caplog):
         collector.collect(model, 0, 0, needs_values=False)
     assert "the table is 7 m wide" in caplog.messages
     assert ["the table wobbles"] == list({str(each.message) for each in caught if each.category is UserWarning})
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-    ):  # a terminal or batch system signals all
+    # A terminal or a batch system signals all processes.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         for process in processes:
             process.send_signal(number)
     collector.collect(model, 0, 0, needs_values=False)
@@ -294,7 +290,7 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
     model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
     prepare = partial(note_modules, str(tmp_path / "modules"))
-    collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, prepare=prepare)
+    collector = ProcessCollector(make, model, ProcessSettings(prepare=prepare), num_blocks=BLOCKS, num_processes=1)
     process = collector.workers[0].process
     with pytest.raises(SimulatorError, match="no table"):
         collector.wait_until_ready()
@@ -306,7 +302,7 @@ def test_each_worker_has_random_numbers_that_repeat(tmp_path):
     drawn = []
     for seed in (1, 1, 2):
         model, make = make_parts(partial(FaultyTabletop, "draw", str(tmp_path / "drawn")), num_worker_threads=1)
-        collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2, seed=seed)
+        collector = ProcessCollector(make, model, ProcessSettings(seed=seed), num_blocks=BLOCKS, num_processes=2)
         collector.wait_until_ready()
         collector.close()
         drawn.append(sorted((tmp_path / "drawn").read_text().split()))

@@ -115,7 +115,6 @@ class SpreadVectorEnv(VectorEnv):
         return actions
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]``."""
         self._check_reset()
         rows, frames = np.asarray(ids, dtype=np.int64), np.empty((len(ids), size, size, 3), dtype=np.uint8)
         for part, answer in self._ask_rows("render_frames", rows, size).items():
@@ -133,7 +132,6 @@ class SpreadVectorEnv(VectorEnv):
         return paths
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of the rows ``ids``."""
         self._check_reset()
         rows, found = np.asarray(ids, dtype=np.int64), {}
         for part, answer in self._ask_rows("poses", rows).items():

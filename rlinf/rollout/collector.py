@@ -158,7 +158,6 @@ class RolloutCollector:
         return partial(self.collect, *arguments, **options)
 
     def take(self, issued: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Play the rollout."""
         return issued()
 
     @record_function("rollout")

@@ -49,7 +49,6 @@ class Demonstrations:
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return the rows ``index`` (int64 ``[B]``) and their actions."""
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 

@@ -130,7 +130,6 @@ class ProcessCollector:
         self._answers(READY)
 
     def close(self) -> None:
-        """End the processes."""
         end_all(self.workers, CLOSE_TIMEOUT_S)
 
     @record_function("rollout")

@@ -76,7 +76,6 @@ class VllmPolicy:
         self.engine.sleep(keep_weights=len(self.trained) < len(list(base_tensors(self.model))))
 
     def close(self) -> None:
-        """End the engine."""
         self.engine.close()
         self.buckets.close()
 

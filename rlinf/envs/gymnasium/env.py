@@ -222,7 +222,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: GymnasiumConfig) -> list[str]:
-        """Return the id: the only task."""
         return [config.id]
 
     @classmethod
@@ -266,7 +265,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: GymnasiumConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the limit of the registration, which must have one."""
         horizon = config.max_episode_steps or spaces_of(config).horizon
         if horizon is None:
             raise ConfigError(f"env.id={config.id} is registered without a time limit. Set env.max_episode_steps=200")
@@ -305,7 +303,6 @@ class GymnasiumSimulator(Simulator):
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one env step."""
         taken = action_of(self._env.action_space, action)
         self._observation, reward, terminated, truncated, info = self._env.step(taken)
         self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
@@ -319,7 +316,6 @@ class GymnasiumSimulator(Simulator):
         return SingleStep(self.config.reward_scale * float(reward), success, over)
 
     def observe(self) -> View:
-        """Return cameras, state and sentence."""
         state = self._spaces.parts.flattened(self._observation) if len(self._spaces.state_low) else None
         images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
@@ -354,7 +350,6 @@ class GymnasiumSimulator(Simulator):
         return resized(checked_picture(picture, f"env.id={self.config.id}", without), size)
 
     def close(self) -> None:
-        """Close the env."""
         if self._env is not None:
             self._env.close()
         self._env = None

@@ -174,7 +174,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: LiberoConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the published limit of the suite."""
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
@@ -192,7 +191,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def state_width(cls, config: LiberoConfig) -> int:
-        """Return 8 (proprio) or 0 (none)."""
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:

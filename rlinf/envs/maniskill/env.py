@@ -69,7 +69,6 @@ class ManiSkillSimulator(Simulator):
         self._scene.reset(FIRST_ROW, [seed_of(task, spec.init_state_id, spec.seed)])
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one control step (0.05 s)."""
         reward, success, failure = self._scene.step(FIRST_ROW, action[None])
         return SingleStep(float(reward[0]), bool(success[0]), bool(failure[0]))
 

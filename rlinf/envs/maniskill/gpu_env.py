@@ -68,7 +68,6 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
         return self._scene.frames(ids, size)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of the hand, the objects and the goals."""
         return [self._scene.poses(int(row)) for row in ids]
 
     def offload(self) -> None:

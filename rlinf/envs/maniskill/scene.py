@@ -113,12 +113,10 @@ class ManiSkillSuite(VectorEnv):
 
     @classmethod
     def all_task_names(cls, config: ManiSkillOptions) -> list[str]:
-        """Return the names of the tasks, as ManiSkill registers them."""
         return list(TASKS)
 
     @classmethod
     def horizon_of(cls, config: ManiSkillOptions, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default ManiSkill's own limit."""
         return config.max_episode_steps or TASKS[task].horizon
 
     @classmethod
@@ -135,7 +133,6 @@ class ManiSkillSuite(VectorEnv):
         return next(iter(widths.values()))
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the sentence of the task."""
         return TASKS[self.task_names[task_id]].instruction
 
 
@@ -247,7 +244,6 @@ class Scene:
         return {name: _array(pose.raw_pose)[row].astype(float).tolist() for name, pose in things.items()}
 
     def close(self) -> None:
-        """Free the simulation."""
         self._env.close()
 
 

@@ -152,7 +152,6 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: MetaWorldConfig) -> list[str]:
-        """Return the names of the 50 tasks, in Meta-World's order."""
         return list(INSTRUCTIONS)
 
     @classmethod
@@ -167,7 +166,6 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
         return np.array([*HAND_LOW, 0.0]), np.array([*HAND_HIGH, 1.0])
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the sentence of the task."""
         return INSTRUCTIONS[self.task_names[task_id]]
 
 
@@ -194,7 +192,6 @@ class MetaWorldSimulator(Simulator):
         self._numbers = _restart(self._env, derive_seed(spec.seed, "metaworld", task, spec.init_state_id))
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by ``config.action_repeat`` simulator steps."""
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(action)
             if info["success"]:

@@ -122,12 +122,10 @@ class ProcessVectorEnv(SpreadVectorEnv):
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Return whether the simulator has a scripted expert."""
         return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
 
     @classmethod
     def expert_options(cls) -> list[str]:
-        """Return the names of the keyword options that ``expert_action`` of the simulator takes."""
         return list(inspect.signature(import_string(cls.simulator_class).expert_action).parameters)[1:]
 
     def worker_processes(self) -> list[subprocess.Popen]:
@@ -135,7 +133,6 @@ class ProcessVectorEnv(SpreadVectorEnv):
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def num_finished_calls(self) -> int:
-        """Return the number of calls that simulators have finished."""
         return int(self._rows["num_calls"].sum())
 
     def offload(self) -> None:

@@ -89,7 +89,6 @@ class SimulatorRows:
         return chunk, instructions
 
     def expert_actions(self, ids: Sequence[int], options: dict[str, Any]) -> np.ndarray:
-        """Return ``[K, D]``."""
         return np.stack([self._simulators[index].expert_action(**options) for index in self._each(ids)])
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:

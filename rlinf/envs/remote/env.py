@@ -33,6 +33,7 @@ from rlinf.types import EpisodeSpec, Observation
 RESOURCE = "rlinf_env"
 """Machines that were added to the cluster with this resource get all actors; without any such machine, all machines share them."""
 NOWHERE = "a machine that has not answered yet"
+SILENT = "it is stopped or lost, or it holds Python's lock"
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_REASON = 1500
@@ -76,16 +77,10 @@ class _Actor(Part):
 
 
 class RemoteVectorEnv(SpreadVectorEnv):
-    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class of a kind of env.
+    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class for the env's class ``kind``.
 
-    Attributes:
-        kind: The class that the actors build.
-        nodes: How many actors, and how long to wait for them.
-
-    Raises:
-        ConfigError: See ``VectorEnv``; or an actor has other software than this process.
-        SimulatorError: Raised by any call if more than ``nodes.max_restarts`` actors were lost, which closes the env, or if the
-            env is closed.
+    Raise ConfigError if an actor has other software than this process. Any call raises SimulatorError if more than
+    ``nodes.max_restarts`` actors were lost, which closes the env, or if the env is closed.
     """
 
     kind: ClassVar[type[VectorEnv]]
@@ -135,11 +130,8 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._state = np.zeros((num_envs, self.state_dim), np.float32)
         self._instructions = np.full(num_envs, "", dtype=object)
 
-    # What the actors know.
-
     @property
     def state_dim(self) -> int:
-        """``S``."""
         return self._facts.state_dim
 
     @property
@@ -157,7 +149,6 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return self._facts.instructions[task_id]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split."""
         first = self._workers[0]
         return self._ask({first: ("episode_specs", (split,))})[first]
 
@@ -187,21 +178,15 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return [actor for actor in self._workers if actor.handle is not None and self._ray.is_initialized()]
 
     def _stacks(self, asked: dict[_Actor, Any], deadline: float) -> str:
-        if not asked:
-            return ""
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
-        return "".join(f"\n{actor}:\n{self._stacks_in(reference, ready)}" for actor, reference in asked.items())
-
-    def _stacks_in(self, reference: Any, ready: list[Any]) -> str:
-        if reference not in ready:
-            return "no answer: it is stopped or lost, or it holds Python's lock\n"
-        try:
-            return self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:
-            return f"no answer: {_reason(error)}\n"
-
-    # What the base class asks.
+        text, left = "", max(0.0, deadline - time.monotonic())
+        ready = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)[0] if asked else []
+        for actor, reference in asked.items():
+            text += f"\n{actor}:\n"
+            try:
+                text += self._ray.get(reference) if reference in ready else f"no answer: {SILENT}\n"
+            except self._ray.exceptions.RayError as error:
+                text += f"no answer: {_reason(error)}\n"
+        return text
 
     def _reset_call(self, part: _Actor, rows: np.ndarray) -> Call:
         specs = [None] * len(part.ids) if self._specs is None else [self._specs[row] for row in part.ids]
@@ -210,8 +195,6 @@ class RemoteVectorEnv(SpreadVectorEnv):
     def _observe(self, ids: np.ndarray) -> Observation:
         images = {camera: image[ids] for camera, image in self._images.items()}
         return Observation(images, self._state[ids] if self.state_dim else None, self._instructions[ids].tolist())
-
-    # How the actors are asked.
 
     def _call(self, calls: dict[_Actor, Call]) -> dict[_Actor, Any]:
         """Let each actor call a method of its ``EnvHost``."""

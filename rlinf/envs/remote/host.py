@@ -78,12 +78,8 @@ class Answer(NamedTuple):
 class EnvHost:
     """A vector env whose base class, which owns episodes, statistics and auto-reset, runs in another process.
 
-    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a thread.
-
-    Args:
-        path: ``sys.path`` of the process that asks.
-        prepare: A pickled function, called before the task is read: imports of user code.
-        task: A pickled ``HostTask``.
+    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a thread. ``path``
+    is ``sys.path`` of the asking process. ``prepare`` (imports of user code) is called before the ``HostTask`` is unpickled.
     """
 
     def __init__(self, path: Sequence[str], prepare: bytes, task: bytes) -> None:
@@ -128,7 +124,6 @@ class EnvHost:
         return self._answer(None, ids)
 
     def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> Answer:
-        """Step as ``VectorEnv._step_chunk`` does."""
         chunk: SimulatorChunk = self._env._step_chunk(ids, actions, steps_left)
         return self._answer(chunk, ids)
 
@@ -140,13 +135,11 @@ class EnvHost:
         return self._answer(getattr(self._env, name)(*arguments), ())
 
     def offload(self) -> Answer:
-        """Free what the next reset can rebuild."""
         self._env.offload()
         self._env._specs = [None] * self._env.num_envs
         return self._answer(None, ())
 
     def close(self) -> None:
-        """Close the env."""
         if self._env is not None:
             self._env.close()
 

@@ -58,7 +58,6 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def all_task_names(cls, config: TabletopConfig) -> list[str]:
-        """Return the names of the task families, from easy to hard."""
         return list(FAMILIES)
 
     @classmethod
@@ -82,7 +81,6 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the horizon of the family."""
         return config.max_episode_steps or FAMILIES[task].horizon
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:

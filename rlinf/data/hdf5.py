@@ -91,15 +91,8 @@ class Hdf5Episode:
 class Hdf5Demonstrations:
     """The checked episodes of one or several files; their pictures are read when it is their turn.
 
-    Attributes:
-        episodes: In the order of the files and of the numbers in their names.
-        cameras: Name to key under ``obs``.
-        image_shapes: Name of the camera to (height, width).
-        state_keys: Keys under ``obs``.
-        state_dim, action_dim: Widths; state 0: none.
-        rotate_images: Pictures are turned by 180 degrees.
-        fps: Env steps per second.
-        env_args: Of the first file.
+    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``: pictures are
+    turned by 180 degrees. ``env_args`` are the first file's.
     """
 
     layout: Layout

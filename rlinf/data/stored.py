@@ -55,13 +55,10 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The executed actions of the ``N`` rows of a dataset, and their consequences; None: the dataset does not tell.
+    """The executed actions (with the demonstrator's noise) of the ``N`` rows of a dataset, and their consequences.
 
-    Attributes:
-        executed: float32 ``[N, D]``: the row's action with the demonstrator's noise.
-        rewards: float32 ``[N]``.
-        success: bool ``[N]``, the goal was reached after the action.
-        terminated: bool ``[N]``: the episode ended there by its own rules.
+    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules. None: the dataset
+    does not tell.
     """
 
     executed: np.ndarray

@@ -14,11 +14,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
-    Attributes:
-        horizons: int64 ``[B]``: env steps after which the episode is truncated.
-        num_steps: int64 ``[B]``: env steps so far.
-        success: bool ``[B]``: the goal has been reached at least once.
-        told: bool ``[B]``: the env has said at least once whether it is reached.
+    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is reached.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:

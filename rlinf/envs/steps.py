@@ -11,10 +11,8 @@ import numpy as np
 class SimulatorStep(NamedTuple):
     """The result of one env step of ``K`` envs.
 
-    Attributes:
-        dense_reward: float32 ``[K]``; used by the reward modes "shaped" and "relative".
-        success: bool ``[K]``: the current state reaches the goal.
-        terminated: bool ``[K]``: the episode has ended for a reason other than success, such as a failure; None: never.
+    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal. ``terminated``:
+    the episode has ended for a reason other than success, such as a failure; None: never.
     """
 
     dense_reward: np.ndarray

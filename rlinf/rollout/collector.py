@@ -103,18 +103,14 @@ class _Recorder:
 
 @dataclass(eq=False)
 class RolloutCollector:
-    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank.
+    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank; see ``RolloutConfig``.
 
     Attributes:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
-        sampler: Chooses episodes.
         num_envs: Environments over all ranks, in groups of ``sampler.group_size``.
-        num_chunks: Policy calls per env.
-        temperature: Temperature of the action distribution.
         num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
-        offload_envs: See ``RolloutConfig``.
     """
 
     make_env: Callable[[int], VectorEnv]
@@ -165,10 +161,10 @@ class RolloutCollector:
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Play one rollout.
+        """Play one rollout; return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
 
         Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
-        have ``loss_mask`` false. Return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
+        have ``loss_mask`` false.
 
         Args:
             model: Policy in evaluation mode.
@@ -230,12 +226,8 @@ def _results(futures: list[Future]) -> list[Any]:
 class _Rollout:
     """The part of one rollout that one worker thread plays.
 
-    Attributes:
-        env: The thread's env; rows beyond ``env_ids`` stay idle.
-        recorder: Where observations go, into its ``columns``.
-        env_ids: int64 ``[B]``, global index of each row.
-        columns: The place of these rows among all rows of this rank.
-        uniforms: ``[T, B, U]`` in (0, 1), from which the policy samples.
+    ``env_ids``, int64 ``[B]``, are the global indices of the rows; further rows of ``env`` stay idle. ``columns`` is their place
+    among all rows of this rank. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
     """
 
     collector: RolloutCollector

@@ -154,14 +154,9 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Let the env's scripted expert play training episodes.
+    """Let the scripted expert of an env without auto-reset play training episodes, with tasks in equal shares.
 
-    Args:
-        env: An env without auto-reset.
-        num_episodes: Number of demonstrations, drawn from the training split, with tasks in equal shares.
-        expert: Options and noise of the expert (``ExpertDemonstrator``), and whether failed episodes are kept.
-        chunk_len: ``C``.
-        seed: Fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+    ``seed`` fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
     """
     specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []

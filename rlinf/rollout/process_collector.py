@@ -47,13 +47,8 @@ class _RolloutWorker(ChildProcess):
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of each rollout process.
-
-    Attributes:
-        num_threads: Threads of torch.
-        precision: In which the policy computes.
-        seed: Of the global random generators, which each process seeds differently.
-        prepare: Called before anything else is sent to the process: imports of user code.
+    """Settings of each rollout process: threads of torch, precision of the policy, and the seed of the global random generators,
+    which each process seeds differently. ``prepare`` (imports of user code) is called before anything else is sent to it.
     """
 
     num_threads: int = 1

@@ -25,12 +25,8 @@ SEED_BITS = 24
 class VllmPolicy:
     """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
-    Args:
-        model: Unsharded torch policy, whose weights are sent to the engine.
-        options: Settings of the engine.
-        num_envs: Largest number of envs that act at once.
-        num_threads: CPU threads of the engine.
-        trained: Tensors that training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
+    ``model`` is unsharded; its weights are sent to the engine. At most ``num_envs`` act at once. ``trained`` are the tensors that
+    training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
@@ -105,16 +101,10 @@ class VllmPolicy:
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Sample the actions of ``B`` rows.
+        """Sample the actions of ``B`` rows; without ``do_sample``, take the most likely tokens.
 
-        Args:
-            do_sample: False: take the most likely tokens.
-            temperature: Divides the logits.
-            uniforms: ``[B, 2]`` in (0, 1), which make the seeds of the rows; None: new seeds at each call.
-            **inputs: What ``preprocess`` returned.
-
-        Returns:
-            ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        ``uniforms``, ``[B, 2]`` in (0, 1), make the seeds of the rows; None: new seeds at each call. In the result, ``logits`` are
+        ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
         """
         num_tokens = self.num_logprobs
         sampling = {

@@ -42,12 +42,8 @@ class RolloutTask:
 class WorkerStart:
     """The first message to a worker, which can be read before any code of the user is imported.
 
-    Attributes:
-        prepare: Called before the task is read.
-        start, size: Place of the task in the shared memory.
-        rank, num_ranks: The worker's number among the workers of all ranks.
-        seed: Of the worker's global random generators.
-        log_level: Least level of the records that the parent logs.
+    ``prepare`` is called before the task, which lies at ``start`` of the shared memory, is read. ``rank`` and ``num_ranks`` count
+    the workers of all ranks.
     """
 
     prepare: Callable[[], object]

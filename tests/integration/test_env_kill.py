@@ -158,7 +158,6 @@ elif how == "wait":
     [
         ("hang", signal.SIGKILL, False),
         ("grip", signal.SIGKILL, False),
-        ("wait", signal.SIGKILL, False),
         ("hang", signal.SIGINT, True),
         ("wait", signal.SIGTERM, False),
         ("raise", None, False),

@@ -48,9 +48,9 @@ def test_triton_can_be_imported_after_a_picture():
 @pytest.mark.parametrize("distractors", [False, True])
 @pytest.mark.parametrize("task", list(FAMILIES))
 def test_expert_succeeds_and_idling_does_not(task, distractors):
-    env = build(200, tasks=[task], cameras=[], distractors=distractors)
+    env = build(80, tasks=[task], cameras=[], distractors=distractors)
     assert run(env, env.expert_actions) >= 0.95
-    assert run(env, lambda: np.zeros((200, 2))) == 0.0
+    assert run(env, lambda: np.zeros((80, 2))) == 0.0
 
 
 def test_miscalibrated_expert_succeeds_sometimes():

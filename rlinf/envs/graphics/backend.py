@@ -171,13 +171,9 @@ def egl_device(
 ) -> str | None:
     """Return the EGL device of the first GPU that CUDA shows; None: leave the choice to MuJoCo.
 
-    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``. EGL counts all GPUs and software renderers in an order of its own, so
-    equal numbers may mean different GPUs. A part of a GPU (MIG) cannot render and has no EGL device.
-
-    Args:
-        environment: Environment variables; a given ``MUJOCO_EGL_DEVICE_ID`` is kept.
-        cuda_numbers: For each EGL device, its CUDA number without ``CUDA_VISIBLE_DEVICES``, or None.
-        cuda_names: UUIDs of the GPUs in the order of these numbers; the variable may name a GPU by a prefix of its UUID.
+    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``). EGL counts
+    all GPUs and software renderers in an order of its own: ``cuda_numbers`` are their CUDA numbers, or None. A part of a GPU
+    (MIG) cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` is kept.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):

@@ -75,7 +75,6 @@ class Spaces(NamedTuple):
     """Facts of an env that are known before its first step.
 
     Attributes:
-        parts: Cameras, sentence and state of the observation.
         state_low, state_high: ``[S]``; infinite if unbounded.
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: Whether it has render_mode=rgb_array.

@@ -73,15 +73,8 @@ class StoredDemonstrations:
 
     Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
 
-    Attributes:
-        frames: Camera of the env to the frames of its column, in the env's order.
-        state: float32 ``[N, S]``, or None.
-        actions: float32 ``[N, D]``, the action of each row.
-        task_ids: int64 ``[N]``, index into ``tasks``, which are instructions.
-        episode_ids: int64 ``[N]``.
-        chunk_len: ``C``.
-        last_rows: int64 ``[N]``, the last row of the episode of each row.
-        outcomes: None: they were not read.
+    ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``, index ``tasks``,
+    which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes. ``chunk_len`` is ``C``.
     """
 
     info: DatasetInfo

@@ -87,15 +87,9 @@ class ExpertDemonstrator:
 class EpisodeBatch:
     """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs. The other envs were idle.
 
-    Attributes:
-        seen: ``T`` observations of all envs, each before an action.
-        labels: float32 ``[T, B, D]``.
-        rewards: float32 ``[T, B]``, paid for the executed action.
-        success: bool ``[T, B]``: the goal is reached after the action.
-        executed: float32 ``[T, B, D]``.
-        truncated: bool ``[B]``: the time limit ended the episode.
-        alive: bool ``[T, B]``: the row belongs to the env's episode; all false for an idle env.
-        results: One per episode.
+    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
+    ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool ``[B]``: the time
+    limit ended the episode. ``alive``, bool ``[T, B]``: the row belongs to the env's episode. ``results`` has one per episode.
     """
 
     seen: list[Observation]

@@ -47,8 +47,10 @@ class _RolloutWorker(ChildProcess):
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of each rollout process: threads of torch, precision of the policy, and the seed of the global random generators,
-    which each process seeds differently. ``prepare`` (imports of user code) is called before anything else is sent to it.
+    """Settings of each rollout process.
+
+    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user code) is
+    called before anything else is sent to the process.
     """
 
     num_threads: int = 1

@@ -13,12 +13,8 @@ from rlinf.types import EpisodeSpec
 class EpisodeSampler:
     """Choose training episodes, with tasks in equal shares.
 
-    Attributes:
-        specs: Training split, tasks in round-robin order.
-        num_tasks: Length of one round.
-        num_groups: Groups of envs per iteration, over all ranks.
-        group_size: Environments that share each episode.
-        init_states: ``random``, ``ordered`` or ``fixed``, see ``spec``.
+    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups over all
+    ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.
     """
 
     specs: Sequence[EpisodeSpec]

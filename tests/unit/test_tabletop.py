@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from rlinf.envs import make_env
-from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, WORKSPACE_M, ZONE_COLOURS
 from rlinf.envs.tabletop.tasks import FAMILIES, MIN_DISTANCE_M
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError
 
 
 def build(num_envs, auto_reset=False, **settings):
@@ -33,16 +32,6 @@ def run(env, act):
         results += env.chunk_step(act()[:, None]).episodes
     assert len(results) == env.num_envs
     return np.mean([result.success for result in results])
-
-
-def test_triton_can_be_imported_after_a_picture():
-    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    script = (
-        "from rlinf.envs import make_env; from rlinf.envs.tabletop.config import TabletopConfig\n"
-        "env = make_env(TabletopConfig(), 1, auto_reset=False); env.reset(); env.close()\n"
-        "import triton"
-    )
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
 
 
 @pytest.mark.parametrize("distractors", [False, True])
@@ -306,28 +295,3 @@ def test_leaving_envs_open_makes_no_noise_at_exit():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
-    monkeypatch.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")
-    backend, message = graphics.probe_rendering()
-    assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
-    assert "unset" not in message
-    graphics.choose_backend.cache_clear()
-    try:
-        with pytest.raises(MissingDependencyError, match="libosmesa6"):
-            graphics.choose_backend()
-    finally:
-        graphics.choose_backend.cache_clear()
-
-
-def test_an_unknown_mujoco_gl_is_named_and_to_be_unset(monkeypatch):
-    monkeypatch.setenv("MUJOCO_GL", "vulkan")
-    message = graphics.probe_rendering()[1]
-    assert "MUJOCO_GL=vulkan" in message and "`unset MUJOCO_GL`" in message
-
-
-def test_rendering_is_probed_in_another_process():
-    backend, message = graphics.probe_rendering()
-    assert backend in graphics.CONTEXT_MODULES and backend in message

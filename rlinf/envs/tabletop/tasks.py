@@ -67,14 +67,7 @@ class Scene:
 
 
 class Family(ABC):
-    """One task family. ``K`` rows at once; distances in metres.
-
-    Attributes:
-        name: Task name.
-        horizon: Env steps of an episode.
-        height: Height of the pusher.
-        shows_blocks, shows_zones: What lies on the table besides distractors.
-    """
+    """One task family, for ``K`` rows at once; distances in metres. ``height`` is the pusher's."""
 
     name: ClassVar[str]
     horizon: ClassVar[int]

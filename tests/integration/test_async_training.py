@@ -30,14 +30,8 @@ GRPO = ["algorithm=grpo", "algorithm.max_resamples=2", "algorithm.kl_coef=0.01",
 
 
 def ahead(staleness: int, *more: str) -> list[str]:
-    overrides = [
-        *SMALL,
-        "rollout.num_lanes=null",
-        "rollout.worker_processes=1",
-        f"cluster.max_staleness={staleness}",
-        *more,
-    ]
-    return overrides + ["algorithm.tis_cap=2.0"] * (staleness > 0)
+    processes = ["rollout.num_lanes=null", "rollout.worker_processes=1", f"cluster.max_staleness={staleness}"]
+    return [*SMALL, *processes, *more, *["algorithm.tis_cap=2.0"] * (staleness > 0)]
 
 
 def finish(run) -> dict[str, torch.Tensor]:
@@ -197,8 +191,6 @@ def test_the_parity_gate_finds_faults_in_rollouts_of_older_weights(tmp_path, mon
 def test_a_rollout_of_another_version_is_refused(tmp_path):
     run = build(run_config(tmp_path, *ahead(1, *PPO)))
     issue = run.rl.collector.issue
-    run.rl.collector.issue = lambda model, step, version, *arguments: issue(
-        model, step, version + (step == 2), *arguments
-    )
+    run.rl.collector.issue = lambda model, step, version, *more: issue(model, step, version + (step == 2), *more)
     with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: those of version"):
         finish(run)

@@ -88,12 +88,11 @@ def test_processes_play_what_threads_play(parts, blocks, rounding):
     """Bit for bit with an MLP where a process has as many rows as a thread: threads split a group, processes do not."""
     model, threads, processes = parts
     for step, attempt in ((0, 0), (7, 2)):
-        batch, other = (
-            each.collect(model, step, 42, needs_values=True, attempt=attempt, blocks=blocks) for each in (threads, processes)
-        )  # fmt: skip
+        options = {"needs_values": True, "attempt": attempt, "blocks": blocks}
+        batch, other = (each.collect(model, step, 42, **options) for each in (threads, processes))
         check_equal(batch, other, rounding)
     with pytest.raises(AssertionError):  # control
-        check_equal(batch, processes.collect(model, 8, 42, needs_values=True, attempt=attempt, blocks=blocks), 1e-6)
+        check_equal(batch, processes.collect(model, 8, 42, **options), 1e-6)
 
 
 def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
@@ -140,9 +139,7 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
         handles.append(collector.issue(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
-    with pytest.raises(
-        RLinfError, match=r"rollout \(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"
-    ):
+    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"):
         collector.issue(played, 7, 2, needs_values=True)
     batches = {(6, 0, 0.1): collector.take(handles[1]), (5, 0, 0.0): collector.take(handles[0])}
     batches[5, 1, 0.0] = collector.take(collector.issue(played, 5, 0, needs_values=True, attempt=1))
@@ -174,18 +171,13 @@ def faulty(fault: str, file: Path, num_processes: int) -> tuple:
     return model, ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=num_processes)
 
 
-@pytest.mark.parametrize(
-    ("fault", "num_processes", "error", "message"),
-    [
-        ("crash", 2, RankError, "(?s)worker [01] was lost: killed by SIGSEGV.*faulty_tabletop"),
-        ("bug", 1, RankError, "(?s)worker 0 failed: ZeroDivisionError.*faulty_tabletop.py"),
-        ("user error", 1, SimulatorError, "^out of blocks$"),
-    ],
-)
-def test_a_worker_that_fails_ends_the_rollout_with_its_cause_and_all_workers(
-    tmp_path, fault, num_processes, error, message
-):
-    model, collector = faulty(fault, tmp_path / "once", num_processes)
+@pytest.mark.parametrize(("fault", "error", "message"), [
+    ("crash", RankError, "(?s)worker [01] was lost: killed by SIGSEGV.*faulty_tabletop"),
+    ("bug", RankError, "(?s)worker [01] failed: ZeroDivisionError.*faulty_tabletop.py"),
+    ("user error", SimulatorError, "^out of blocks$"),
+])  # fmt: skip
+def test_a_worker_that_fails_ends_the_rollout_with_its_cause_and_all_workers(tmp_path, fault, error, message):
+    model, collector = faulty(fault, tmp_path / "once", 2 if fault == "crash" else 1)
     processes = [worker.process for worker in collector.workers]
     with pytest.raises(error, match=message):
         collector.collect(model, 0, 0, needs_values=False)

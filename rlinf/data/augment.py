@@ -1,7 +1,7 @@
 """Random crops and colours of the images of behaviour cloning.
 
-Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug``), which TensorFlow computes there: crop,
-brightness, contrast, saturation, hue; clipped to [0, 1] after each.
+Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug``), which TensorFlow computes there:
+crop, brightness, contrast, saturation, hue; clipped to [0, 1] after each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rlinf.types import Observation
 def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np.ndarray) -> Observation:
     """Return the observation with each image of each row changed at random; unchanged if ``config`` asks for nothing.
 
-    An image's numbers follow from ``seed`` (of the optimiser step), its camera and its place in the whole minibatch (``rows``, int64
-    ``[B]``) alone, so neither threads nor ranks nor a resumed run change them. Every camera has a crop and colours of its own, as
-    in OpenVLA.
+    An image's numbers follow from ``seed`` (of the optimiser step), its camera and its place in the whole minibatch
+    (``rows``, int64 ``[B]``) alone, so neither threads nor ranks nor a resumed run change them. Every camera has a crop
+    and colours of its own, as in OpenVLA.
     """
     if config == AugmentConfig():
         return observation
@@ -35,7 +35,7 @@ def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np
 def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray) -> np.ndarray:
     """Return a changed copy of one image, uint8 ``[H, W, 3]``.
 
-    ``uniforms`` are six numbers in [0, 1): place of the crop from the top and from the left, brightness, contrast, saturation, hue.
+    ``uniforms`` are six numbers in [0, 1): place of the crop (top, left), brightness, contrast, saturation, hue.
     """
     pixels = np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255.0)
     signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)

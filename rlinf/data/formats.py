@@ -30,8 +30,8 @@ def open_dataset(
 ) -> StoredDemonstrations:
     """Open ``sft.dataset``, or another ``folder``, for a policy of ``env``, with cameras under the env's names.
 
-    With ``outcomes``, the consequences of the actions are read, too. The state is read if the dataset has one of the env's width.
-    The dataset must be whole, and have the cameras, and actions of the same width and meaning.
+    With ``outcomes``, the consequences of the actions are read, too. The state is read if the dataset has one of the
+    env's width. The dataset must be whole, and have the cameras, and actions of the same width and meaning.
     """
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)

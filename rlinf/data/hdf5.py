@@ -49,13 +49,9 @@ class ConvertConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """The common layout of a project's files.
+    """The common layout of a project's files: keys under ``obs`` of the state, and names of cameras by key.
 
-    Attributes:
-        state: Keys under ``obs`` that make up the state.
-        rotated: Pictures are upside down.
-        cameras: Keys under ``obs`` to names; of other keys, the name is the key without ``_image``.
-        env: Settings of our env that follow from the layout; empty: we have no such env.
+    Other cameras have their key without ``_image`` as name. ``env``: settings of our env, if there is one, that follow.
     """
 
     name: str
@@ -91,8 +87,8 @@ class Hdf5Episode:
 class Hdf5Demonstrations:
     """The checked episodes of one or several files; their pictures are read when it is their turn.
 
-    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``: pictures are
-    turned by 180 degrees. ``env_args`` are the first file's.
+    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``:
+    pictures are turned by 180 degrees. ``env_args`` are the first file's.
     """
 
     layout: Layout
@@ -361,8 +357,9 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
 def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: Layout, config: ConvertConfig) -> bool:
     """Return whether row ``t`` of the episodes of a file was seen after action ``t``.
 
-    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state before it. The arm's
-    joints, which are in both, tell: they come first in ``states``, after the time. The first episode whose arm moves is measured.
+    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state
+    before it. The arm's joints, which are in both, tell: they come first in ``states``, after the time. The first
+    episode whose arm moves is measured.
     """
     if config.seen_after_action is not None or layout is not LIBERO:
         return bool(config.seen_after_action)

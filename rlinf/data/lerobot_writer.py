@@ -27,8 +27,8 @@ EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool
 class LeRobotWriter:
     """Writes episodes one by one into a hidden folder, which ``close`` renames; a failed ``with`` block removes it.
 
-    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if pyarrow, or PyAV
-    with ``video``, is not installed.
+    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if
+    pyarrow, or PyAV with ``video``, is not installed.
 
     Args:
         folder: The dataset; must not exist.

@@ -16,7 +16,7 @@ BATCHES_PER_WORKER = 2
 class Prefetcher(Generic[Batch]):
     """Makes the batches of consecutive optimiser steps in threads, and returns them in order.
 
-    ``make_batch(step)`` is thread-safe; decoding images releases the GIL. With ``num_workers`` 0, batches are made on demand.
+    ``make_batch(step)`` is thread-safe; decoding images releases the GIL. 0 ``num_workers``: on demand.
     """
 
     def __init__(self, make_batch: Callable[[int], Batch], first_step: int, num_workers: int) -> None:

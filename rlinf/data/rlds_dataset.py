@@ -1,8 +1,8 @@
 """Read RLDS folders, the format of Open X-Embodiment and LIBERO: a TensorFlow dataset whose examples are episodes.
 
 ``features.json`` must list ``steps/action``, images and a state under ``steps/observation``, and the instruction as
-``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is read,
-without TensorFlow.
+``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is
+read, without TensorFlow.
 """
 
 from __future__ import annotations

@@ -28,12 +28,9 @@ class DatasetInfo:
     """The description of a dataset.
 
     Attributes:
-        format: Name and version of the format, for messages.
         image_shapes: Camera column to (height, width).
-        state_dims: Columns that may serve as state, to their widths.
-        state_key: The usual column of the state.
+        state_dims: Columns that may serve as state, to their widths; ``state_key`` is the usual one.
         action_dim: ``D``; 0 without actions.
-        packages: Python packages needed to read it.
         env: The env section of the configuration it was collected with; empty if unknown.
         num_rows: None: unknown before it is opened.
         has_rewards, says_success: It tells the reward of each row, or whether the goal was reached.
@@ -57,8 +54,8 @@ class DatasetInfo:
 class Outcomes:
     """The executed actions (with the demonstrator's noise) of the ``N`` rows of a dataset, and their consequences.
 
-    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules. None: the dataset
-    does not tell.
+    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules. None:
+    the dataset does not tell.
     """
 
     executed: np.ndarray
@@ -73,8 +70,9 @@ class StoredDemonstrations:
 
     Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
 
-    ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``, index ``tasks``,
-    which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes. ``chunk_len`` is ``C``.
+    ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``,
+    index ``tasks``, which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes.
+    ``chunk_len`` is ``C``.
     """
 
     info: DatasetInfo

@@ -29,9 +29,9 @@ ROUNDING = 1e-3
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     """``B`` environments stepped together: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
 
-    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``, ``_step_envs``,
-    ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a function of its
-    ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or earlier episodes of that row.
+    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``,
+    ``_step_envs``, ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a
+    function of its ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or its earlier episodes.
 
     Actions are clipped to ``[action_low, action_high]`` before the simulator sees them.
 
@@ -135,9 +135,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
         """Advance the envs ``ids`` by up to ``C`` steps of ``actions [K, C, D]``, each until its episode ends.
 
-        ``steps_left``, int64 ``[K]``, are the env steps until the episode is truncated, at least 1. An override that loses the
-        simulator of a row must put the row back into the first state of ``self._specs[row]`` and set ``self._lost[row]``. The
-        same holds in every other call.
+        ``steps_left``, int64 ``[K]``, are the env steps until the episode is truncated, at least 1. An override that
+        loses the simulator of a row must put the row back into the first state of ``self._specs[row]`` and set
+        ``self._lost[row]``. The same holds in every other call.
         """
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
@@ -156,8 +156,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
         """Return where ``chunks [K, C, D]`` would lead the hands of the rows ``ids`` on the pictures of ``render_frames``.
 
-        The result, ``[K, C + 1, 2]``, is the hand now and after each action, in pixels to the right of and below the upper left
-        corner; NaN behind the camera. None: unknown. The states of the envs do not change.
+        The result, ``[K, C + 1, 2]``, is the hand now and after each action, in pixels to the right of and below the
+        upper left corner; NaN behind the camera. None: unknown. The states of the envs do not change.
         """
         return None
 
@@ -339,9 +339,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
         """Apply up to ``C`` actions per env, ``[B, C, D]`` in env units. Actions after the end of an episode are not executed.
 
-        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk. Do not write into
-        the arrays of the result. Raise ConfigError for actions, images or states that do not fit; NonFiniteError for a reward
-        or a state with NaN or infinity.
+        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk. Do not
+        write into the arrays of the result. Raise ConfigError for actions, images or states that do not fit;
+        NonFiniteError for a reward or a state with NaN or infinity.
         """
         given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
         beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
@@ -382,9 +382,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Apply one action per env, ``[B, D]``, and return gymnasium's five results; raise as ``chunk_step`` does.
 
-        Infos hold ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one row, or
-        None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a simulator was lost,
-        ``lost_env_ids`` as in ``ChunkStep``.
+        Infos hold ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one
+        row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
+        simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:

@@ -14,7 +14,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
-    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is reached.
+    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 class SimulatorStep(NamedTuple):
     """The result of one env step of ``K`` envs.
 
-    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal. ``terminated``:
-    the episode has ended for a reason other than success, such as a failure; None: never.
+    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal.
+    ``terminated``: the episode has ended for a reason other than success, such as a failure; None: never.
     """
 
     dense_reward: np.ndarray
@@ -23,8 +23,8 @@ class SimulatorStep(NamedTuple):
 class SimulatorChunk(NamedTuple):
     """The result of up to ``C`` env steps of ``K`` envs; 0 and false for steps that were not executed.
 
-    All are ``[K, C]``. ``executed`` is true up to and including the step at which the episode ended, ``told`` where the env said
-    whether the state reaches the goal.
+    All are ``[K, C]``. ``executed`` is true up to and including the step at which the episode ended, ``told`` where the
+    env said whether the state reaches the goal.
     """
 
     dense_reward: np.ndarray

@@ -1,12 +1,12 @@
 """Play a policy in vectorised environments and return a ``RolloutBatch``.
 
 The envs are split over worker threads. Each thread acts and steps in turn, so one thread's simulator runs while another
-thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers follow
-from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the iteration alone; how
-the envs are split over threads and ranks only changes the rounding of matrix products.
+thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers
+follow from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the
+iteration alone; how the envs are split over threads and ranks only changes the rounding of matrix products.
 
-When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the lost
-episode stays in the batch with ``loss_mask`` false.
+When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the
+lost episode stays in the batch with ``loss_mask`` false.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class RolloutCollector:
     ) -> RolloutBatch:  # fmt: skip
         """Play one rollout; return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
 
-        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
-        have ``loss_mask`` false.
+        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are
+        0 and have ``loss_mask`` false.
 
         Args:
             model: Policy in evaluation mode.
@@ -226,8 +226,8 @@ def _results(futures: list[Future]) -> list[Any]:
 class _Rollout:
     """The part of one rollout that one worker thread plays.
 
-    ``env_ids``, int64 ``[B]``, are the global indices of the rows; further rows of ``env`` stay idle. ``columns`` is their place
-    among all rows of this rank. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
+    ``env_ids``, int64 ``[B]``, are the global indices of the rows; further rows of ``env`` stay idle. ``columns`` is
+    their place among all rows of this rank. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
     """
 
     collector: RolloutCollector

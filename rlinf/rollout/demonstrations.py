@@ -32,8 +32,8 @@ class Demonstrator(Protocol):
 class Demonstrations:
     """``N`` observations, the expert's actions there, and the result of each demonstration.
 
-    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's at this row and the ``C - 1`` following rows. The last one is
-    repeated past the end of the episode.
+    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's at this row and the ``C - 1`` following rows. The
+    last one is repeated past the end of the episode.
     """
 
     observation: Observation
@@ -61,8 +61,8 @@ def expert_options(expert: ExpertConfig) -> dict[str, Any]:
 class ExpertDemonstrator:
     """The scripted expert of an env.
 
-    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels are
-    the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
+    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels
+    are the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -87,9 +87,10 @@ class ExpertDemonstrator:
 class EpisodeBatch:
     """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs. The other envs were idle.
 
-    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B, D]``;
-    ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool ``[B]``: the time
-    limit ended the episode. ``alive``, bool ``[T, B]``: the row belongs to the env's episode. ``results`` has one per episode.
+    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B,
+    D]``; ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool
+    ``[B]``: the time limit ended the episode. ``alive``, bool ``[T, B]``: the row belongs to the env's episode.
+    ``results`` has one per episode.
     """
 
     seen: list[Observation]

@@ -18,8 +18,8 @@ from rlinf.rollout.shared_memory import TensorForm, refuse_main_script
 class PolicyShell:
     """A pickled policy without the numbers of its state dict, which a push of weights brings.
 
-    A player needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a dataset).
-    Buffers outside the state dict keep their numbers.
+    A player needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a
+    dataset). Buffers outside the state dict keep their numbers.
     """
 
     data: bytes

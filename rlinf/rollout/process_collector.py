@@ -49,8 +49,8 @@ class _RolloutWorker(ChildProcess):
 class ProcessSettings:
     """Settings of each rollout process.
 
-    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user code) is
-    called before anything else is sent to the process.
+    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user
+    code) is called before anything else is sent to the process.
     """
 
     num_threads: int = 1
@@ -62,16 +62,18 @@ class ProcessSettings:
 class ProcessCollector:
     """Collects the rollouts of a ``RolloutCollector`` in processes, which share no Python lock.
 
-    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared memory, so the
-    processes see every update that is written into them; nothing is pushed. Episodes and random numbers derive from the iteration
-    and the block, so the number of processes changes no more than the rounding of matrix products.
+    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared
+    memory, so the processes see every update that is written into them; nothing is pushed. Episodes and random numbers
+    derive from the iteration and the block, so the number of processes changes no more than the rounding of matrix
+    products.
 
-    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for before the
-    first is taken. There are as many copies of the trained weights, and a rollout is played with the copy that ``issue`` made.
-    Frozen weights exist once.
+    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for
+    before the first is taken. There are as many copies of the trained weights, and a rollout is played with the copy
+    that ``issue`` made. Frozen weights exist once.
 
-    The processes start at once, in the background. Their log records and warnings appear in this process while it waits for them.
-    Raise ConfigError, and leave no process and the policy as before, if one cannot be started or something cannot be sent to it.
+    The processes start at once, in the background. Their log records and warnings appear in this process while it waits
+    for them. Raise ConfigError, and leave no process and the policy as before, if one cannot be started or something
+    cannot be sent to it.
 
     Args:
         make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` makes the collector of a process. It, the policy and the
@@ -140,8 +142,9 @@ class ProcessCollector:
     ) -> tuple[int, int]:  # fmt: skip
         """Ask for a rollout of the shared ``model``; return ``step`` and ``attempt``, for ``take``.
 
-        ``RolloutCollector.collect`` explains the arguments. A copy gets the present weights, unless it holds ``policy_version``
-        already. The steps take the copies in turn: raise RLinfError if the rollout of ``step - max_ahead`` was not taken.
+        ``RolloutCollector.collect`` explains the arguments. A copy gets the present weights, unless it holds
+        ``policy_version`` already. The steps take the copies in turn: raise RLinfError if the rollout of ``step -
+        max_ahead`` was not taken.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:

@@ -13,8 +13,8 @@ from rlinf.types import EpisodeSpec
 class EpisodeSampler:
     """Choose training episodes, with tasks in equal shares.
 
-    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups over all
-    ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.
+    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups
+    over all ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.
     """
 
     specs: Sequence[EpisodeSpec]
@@ -29,9 +29,9 @@ class EpisodeSampler:
         """Return episode ``position`` of an env (global index) in iteration ``step``, in its rollout ``attempt``.
 
         ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from a uniformly drawn initial state.
-        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of an env
-        is the one with which the next iteration starts.
-        ``fixed``: as ``ordered``, but each iteration starts at the first episode.
+        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of
+        an env is the one with which the next iteration starts. ``fixed``: as ``ordered``, but each iteration starts at
+        the first episode.
         """
         group = env_id // self.group_size
         if self.init_states == "random":

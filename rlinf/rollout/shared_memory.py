@@ -23,8 +23,8 @@ ALIGNMENT = 64
 class TensorForm(NamedTuple):
     """All of a tensor but its numbers.
 
-    ``is_trained`` is its ``requires_grad``: other processes compute no gradients, but torch chooses kernels by it, and different
-    kernels round differently.
+    ``is_trained`` is its ``requires_grad``: other processes compute no gradients, but torch chooses kernels by it, and
+    different kernels round differently.
     """
 
     shape: tuple[int, ...]
@@ -60,8 +60,8 @@ class Place(NamedTuple):
 class SharedTask:
     """A task for other processes. Its model's tensors are moved into shared memory, so all processes see every update.
 
-    Raise ConfigError, and move nothing, if the task holds an object that cannot be pickled or a class of the main script, or if
-    two tensors of the model share memory, which the move would separate.
+    Raise ConfigError, and move nothing, if the task holds an object that cannot be pickled or a class of the main
+    script, or if two tensors of the model share memory, which the move would separate.
 
     Args:
         task: Anything that can be pickled and holds ``model``.

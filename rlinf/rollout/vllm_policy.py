@@ -25,8 +25,8 @@ SEED_BITS = 24
 class VllmPolicy:
     """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
-    ``model`` is unsharded; its weights are sent to the engine. At most ``num_envs`` act at once. ``trained`` are the tensors that
-    training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
+    ``model`` is unsharded; its weights are sent to the engine. At most ``num_envs`` act at once. ``trained`` are the
+    tensors that training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
@@ -103,8 +103,8 @@ class VllmPolicy:
     ) -> ActionPrediction:
         """Sample the actions of ``B`` rows; without ``do_sample``, take the most likely tokens.
 
-        ``uniforms``, ``[B, 2]`` in (0, 1), make the seeds of the rows; None: new seeds at each call. In the result, ``logits`` are
-        ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        ``uniforms``, ``[B, 2]`` in (0, 1), make the seeds of the rows; None: new seeds at each call. In the result,
+        ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
         """
         num_tokens = self.num_logprobs
         sampling = {

@@ -21,9 +21,9 @@ from rlinf.optim.finite import check_finite
 class WeightPush:
     """Keeps the rollout policy, which collects the rollouts, equal to the trained model.
 
-    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` that is not the trained model
-    itself is a full replica on each rank, so that rollouts of a sharded trainer need no collective calls. The first push copies
-    every tensor, the next ones only the trained ones.
+    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` that is not the
+    trained model itself is a full replica on each rank, so that rollouts of a sharded trainer need no collective calls.
+    The first push copies every tensor, the next ones only the trained ones.
 
     Args:
         trainer_model: The trained model, sharded or not.
@@ -52,9 +52,9 @@ class WeightPush:
     def push(self, version: int) -> int:
         """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
 
-        A replica that holds this version already is not copied again. Costs one all-gather for each FSDP unit with trained weights,
-        and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names or shapes
-        differ, the copy does not equal the original, or another rank refused.
+        A replica that holds this version already is not copied again. Costs one all-gather for each FSDP unit with
+        trained weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
+        RLinfError if names or shapes differ, the copy does not equal the original, or another rank refused.
         """
         base, self.version = self.version, None
         on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in self._tensors().items()}))
@@ -86,8 +86,8 @@ class WeightPush:
     def _check_replica(self) -> None:
         """Compare this rank's part of the trained weights with the replica, bit for bit.
 
-        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an update that is
-        smaller than the rounding.
+        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an
+        update that is smaller than the rounding.
         """
         held, stale = self._replica.tensors, []
         for name, tensor in self._tensors().items():
@@ -105,8 +105,8 @@ class WeightPush:
 def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that has any of them.
 
-    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all ranks if the
-    model is sharded.
+    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all
+    ranks if the model is sharded.
     """
     state = model.state_dict()
     units: dict[str, list[str]] = {}

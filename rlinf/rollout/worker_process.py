@@ -42,8 +42,8 @@ class RolloutTask:
 class WorkerStart:
     """The first message to a worker, which can be read before any code of the user is imported.
 
-    ``prepare`` is called before the task, which lies at ``start`` of the shared memory, is read. ``rank`` and ``num_ranks`` count
-    the workers of all ranks.
+    ``prepare`` is called before the task, which lies at ``start`` of the shared memory, is read. ``rank`` and
+    ``num_ranks`` count the workers of all ranks.
     """
 
     prepare: Callable[[], object]

@@ -1,7 +1,7 @@
 """Choose and try the OpenGL and Vulkan drivers that render pictures.
 
-MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a process
-silently, so each driver is first tried in a separate process.
+MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a
+process silently, so each driver is first tried in a separate process.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent. With
-    EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). Raise MissingDependencyError
-    if the backend of ``MUJOCO_GL``, or without it every backend, fails.
+    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent.
+    With EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). Raise
+    MissingDependencyError if the backend of ``MUJOCO_GL``, or without it every backend, fails.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
@@ -171,9 +171,9 @@ def egl_device(
 ) -> str | None:
     """Return the EGL device of the first GPU that CUDA shows; None: leave the choice to MuJoCo.
 
-    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``). EGL counts
-    all GPUs and software renderers in an order of its own: ``cuda_numbers`` are their CUDA numbers, or None. A part of a GPU
-    (MIG) cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` is kept.
+    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``).
+    EGL counts all GPUs and software renderers in an order of its own: ``cuda_numbers`` are their CUDA numbers, or None.
+    A part of a GPU (MIG) cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` is kept.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):

@@ -31,9 +31,9 @@ def _close_at_exit() -> None:
 class StateRenderer:
     """Draw states of one model into square pictures of one size.
 
-    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any thread
-    may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they cannot be seen,
-    but would cost as much as the others.
+    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any
+    thread may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they
+    cannot be seen, but would cost as much as the others.
 
     Args:
         model: ``mujoco.MjModel``.
@@ -83,8 +83,8 @@ class StateRenderer:
     def render(self, states: list[Any], camera_ids: list[int], geom_groups: np.ndarray | None = None) -> np.ndarray:
         """Draw each state from each fixed camera. Return pictures, uint8 ``[len(camera_ids), len(states), size, size, 3]``.
 
-        ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where a state
-        shows a geom group; None: MuJoCo's default groups.
+        ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
+        a state shows a geom group; None: MuJoCo's default groups.
         """
         mujoco = self._mujoco
         pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
@@ -175,8 +175,8 @@ def _release_function(backend: str) -> Any:
 def project(model: Any, data: Any, camera_id: int, points: np.ndarray, size: int) -> np.ndarray:
     """Return the places of ``points [N, 3]`` (metres) in a square picture of ``size`` pixels from a perspective camera.
 
-    ``model`` and ``data`` are MuJoCo's, with up-to-date kinematics. The result, ``[N, 2]``, is in pixels to the right of and below
-    the upper left corner; NaN behind the camera.
+    ``model`` and ``data`` are MuJoCo's, with up-to-date kinematics. The result, ``[N, 2]``, is in pixels to the right
+    of and below the upper left corner; NaN behind the camera.
     """
     right, up, back = ((points - data.cam_xpos[camera_id]) @ data.cam_xmat[camera_id].reshape(3, 3)).T
     focal = size / 2 / np.tan(np.deg2rad(model.cam_fovy[camera_id]) / 2)

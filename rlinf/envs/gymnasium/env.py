@@ -98,7 +98,7 @@ class Spaces(NamedTuple):
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
     """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
 
-    Raise ConfigError if the id, its module or ``env.kwargs`` is wrong, MissingDependencyError if a package or a GL is missing.
+    Raise ConfigError for a wrong id, module or ``env.kwargs``; MissingDependencyError for a missing package or GL.
     """
     options = {"max_episode_steps": -1, "disable_env_checker": True, "render_mode": render_mode}
     try:
@@ -157,8 +157,8 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the float32 bounds ``[D]`` of the numbers that encode an action of ``space``.
 
-    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last choice, so
-    that each choice has an equal share of the range.
+    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last
+    choice, so that each choice has an equal share of the range.
     """
     match space:
         case gymnasium.spaces.Discrete():
@@ -199,7 +199,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
-    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode; ``VectorEnv`` keeps the time limit.
+    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode. ``VectorEnv`` truncates.
     """
 
     config_class = GymnasiumConfig

@@ -117,12 +117,12 @@ class LiberoConfig(ProcessEnvConfig):
 class LiberoVectorEnv(ProcessVectorEnv):
     """One suite of LIBERO.
 
-    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within 50 ms,
-    and the gripper.
+    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within
+    50 ms, and the gripper.
 
-    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
-    settling, picture orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises MissingDependencyError
-    without LIBERO, a package of the right version, the assets or a GL for pictures.
+    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions,
+    horizons, settling, picture orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises
+    MissingDependencyError without LIBERO, a package of the right version, the assets or a GL for pictures.
     """
 
     config_class = LiberoConfig

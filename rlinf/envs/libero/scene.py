@@ -110,8 +110,8 @@ class Scene:
         """Overwrite ``state`` with the recorded one of the number ``index``, float64 ``[1 + nq + nv]``.
 
         A recorded state does not contain the places of the fixtures (cabinet, stove), which LIBERO draws within about a
-        centimetre at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and then
-        ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
+        centimetre at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and
+        then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
@@ -133,9 +133,9 @@ class Scene:
     def step(self, state: SceneState, action: np.ndarray) -> bool:
         """Advance by one env step (50 ms), and return whether the goal is reached.
 
-        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each simulator step,
-        here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in LIBERO's convention
-        (gripper: -1 opens, 1 closes).
+        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each
+        simulator step, here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in
+        LIBERO's convention (gripper: -1 opens, 1 closes).
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
         self._activate(state)

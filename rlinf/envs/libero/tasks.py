@@ -47,8 +47,8 @@ def package_folder() -> Path:
 def check_packages() -> None:
     """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results.
 
-    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose 20 to 86
-    points of success.
+    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose
+    20 to 86 points of success.
     """
     package_folder()
     for name in ("robosuite", "bddl"):
@@ -131,8 +131,8 @@ def recorded_states(suite: str, task: str) -> np.ndarray:
 def find_assets(configured: str | None) -> Path:
     """Return the folder of LIBERO's meshes and textures.
 
-    ``env.assets_dir`` names it, else RLINF_LIBERO_ASSETS. Without both, the package, LIBERO's settings and LIBERO's download
-    folder are searched.
+    ``env.assets_dir`` names it, else RLINF_LIBERO_ASSETS. Without both, the package, LIBERO's settings and LIBERO's
+    download folder are searched.
     """
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}

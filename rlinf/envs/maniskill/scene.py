@@ -250,9 +250,9 @@ class Scene:
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
 
-    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of
-    the rows. Here each row is initialised separately, with all generators under its seed. The expensive parts of a reset
-    (moving states to and from the GPU, observing all rows) still happen once.
+    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from
+    generators of the rows. Here each row is initialised separately, with all generators under its seed. The expensive
+    parts of a reset (moving states to and from the GPU, observing all rows) still happen once.
     """
     import torch
 

@@ -128,8 +128,8 @@ class MetaWorldConfig(ProcessEnvConfig):
 class MetaWorldVectorEnv(ProcessVectorEnv):
     """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
 
-    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises MissingDependencyError
-    without Meta-World, MuJoCo or a GL for its pictures.
+    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises
+    MissingDependencyError without Meta-World, MuJoCo or a GL for its pictures.
     """
 
     config_class = MetaWorldConfig
@@ -327,8 +327,8 @@ _renderers_lock = threading.Lock()
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
     """Return this process's renderer for all envs of a model. It holds its own copy of the model, with equal geoms.
 
-    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at least
-    ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
+    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at
+    least ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
     """
     with _renderers_lock:
         renderers = _renderers.setdefault(size, OrderedDict())

@@ -1,8 +1,8 @@
 """Simulators of one environment each, in worker processes, as one vector env.
 
 Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states are in
-anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline
-is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its
+deadline is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Worker(Part, ChildProcess):
 class ProcessVectorEnv(SpreadVectorEnv):
     """``num_envs`` simulators of one kind, spread over worker processes, which start at the first reset.
 
-    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers
-    import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError if more than
-    ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode (both close the env),
-    or if the env is closed.
+    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the
+    workers import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError
+    if more than ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode
+    (both close the env), or if the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
@@ -199,8 +199,8 @@ class ProcessVectorEnv(SpreadVectorEnv):
     def _exchange(self, calls: dict[Worker, Call]) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
         """Send all calls, then collect answers and failures.
 
-        A worker fails if one call of a simulator exceeds the time limit. An error that the user must fix is raised again,
-        once all workers have answered.
+        A worker fails if one call of a simulator exceeds the time limit. An error that the user must fix is raised
+        again, once all workers have answered.
         """
         names = {name for name, _ in calls.values()}
         timeout_s = self.config.reset_timeout_s if names == {"reset"} else self.config.step_timeout_s

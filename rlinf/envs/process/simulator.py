@@ -38,8 +38,8 @@ class Simulator(ABC):
     """One environment, made and used by one thread of a worker process.
 
     An episode must be a function of its ``EpisodeSpec`` and the actions alone, not of earlier episodes. Import the
-    simulator's packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the tasks
-    that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
+    simulator's packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the
+    tasks that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
     """
 
     def __init__(self, config: EnvConfig, task_names: Sequence[str]) -> None:

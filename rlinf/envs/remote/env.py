@@ -1,8 +1,9 @@
 """A vector env whose simulators run on other machines, in actors of Ray.
 
-The base class (episodes, statistics, auto-reset) runs here, so a caller cannot tell the difference. Each actor has neighbouring
-rows: it gets actions, and returns rewards and the changed rows of the observation. An actor that is lost or silent is replaced,
-and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+The base class (episodes, statistics, auto-reset) runs here, so a caller cannot tell the difference. Each actor has
+neighbouring
+rows: it gets actions, and returns rewards and the changed rows of the observation. An actor that is lost or silent is
+replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations

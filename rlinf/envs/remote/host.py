@@ -37,13 +37,7 @@ class HostTask:
 
 @dataclass(frozen=True)
 class EnvFacts:
-    """Facts of the env for the asking process, which does not build it.
-
-    Attributes:
-        host, pid: Where the simulators are.
-        software: See ``what_ranks_share``.
-        instructions: ``instruction_of`` each task.
-    """
+    """Facts of the env for the asking process, which does not build it. ``instructions`` has one per task."""
 
     host: str
     pid: int
@@ -78,8 +72,9 @@ class Answer(NamedTuple):
 class EnvHost:
     """A vector env whose base class, which owns episodes, statistics and auto-reset, runs in another process.
 
-    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a thread. ``path``
-    is ``sys.path`` of the asking process. ``prepare`` (imports of user code) is called before the ``HostTask`` is unpickled.
+    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a
+    thread. ``path`` is ``sys.path`` of the asking process. ``prepare`` (imports of user code) is called before the
+    ``HostTask`` is unpickled.
     """
 
     def __init__(self, path: Sequence[str], prepare: bytes, task: bytes) -> None:

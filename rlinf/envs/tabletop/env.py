@@ -28,8 +28,9 @@ class TabletopVectorEnv(VectorEnv):
     """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
-    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL context.
-    Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its pictures.
+    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL
+    context. Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its
+    pictures.
     """
 
     config_class = TabletopConfig
@@ -129,8 +130,8 @@ class TabletopVectorEnv(VectorEnv):
     ) -> np.ndarray:
         """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is an error of its aim.
 
-        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its own, evenly
-        over the circle) or ``half`` (no error in episodes with an even initial state).
+        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its
+        own, evenly over the circle) or ``half`` (no error in episodes with an even initial state).
         """
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,6 @@ from rlinf.options import public_fields
 from rlinf.registry import BUILTIN
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_an_env.md"
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-
 CASES = [
     ("tabletop", {"image_size": 32, "max_episode_steps": 8}),
     ("tabletop", {"tasks": ["push"], "max_episode_steps": 20, "image_size": 32, "state": "none"}),

@@ -10,25 +10,19 @@ import sys
 import threading
 import time
 from multiprocessing import Pipe
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from processes import is_running
+from walk_env import WalkConfig, WalkVectorEnv
+from wanderer import Wanderer
 
 from rlinf.distributed.child_process import SharedMemory
 from rlinf.envs.process.env import Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
-from wanderer import Wanderer  # noqa: E402
 
 NUM_KILLS = 4
 
@@ -156,7 +150,7 @@ def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
     """Killed, terminated, Ctrl-C (the signal goes to the whole group), an error, or an env that nobody closed; while the
     workers wait, sleep in a step, or are stuck in C code that holds Python's lock."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "fault"), how]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([FIXTURES, *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, env=environment, **pipes)
     pids = [int(word) for word in process.stdout.readline().split()]

@@ -2,17 +2,17 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import walk_env
+from wanderer import Wanderer
 
 from rlinf.cluster.factory import env_maker
 from rlinf.cluster.rollouts import make_collector
@@ -29,13 +29,6 @@ from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (scripts/setup.sh --ray)")
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)
-
-import walk_env  # noqa: E402
-from wanderer import Wanderer  # noqa: E402
 
 NUM_ENVS = 4
 

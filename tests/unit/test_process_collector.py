@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faulty_tabletop import FaultyTabletop
+from modules_note import note_modules
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -33,13 +35,6 @@ from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.shared_memory import SharedTask, read_task
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.rollout.worker_process import _Sender
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-from faulty_tabletop import FaultyTabletop  # noqa: E402
-from modules_note import note_modules  # noqa: E402
 
 NUM_ENVS, NUM_CHUNKS, GROUP_SIZE = 8, 5, 2
 BLOCKS = NUM_ENVS // GROUP_SIZE

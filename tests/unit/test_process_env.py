@@ -13,24 +13,18 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from processes import is_running
+from walk_env import WalkConfig, WalkVectorEnv
 
 from rlinf.contracts.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
 
 NUM_ENVS = 4
 PATIENCE_S = 60.0

@@ -18,6 +18,8 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.envs import ENVS
 from rlinf.models import MODELS
 
+# Classes and plugins that worker processes import by name.
+sys.path.append(str(Path(__file__).parent / "fixtures"))
 # Some tests press Ctrl-C or hang up, which a shell has its background jobs, and nohup its command, ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.number_formats import format_count
 from rlinf.rollout.collector import Collector
-from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.process_collector import ProcessCollector, ProcessSettings
 
 
 def make_collector(
@@ -38,19 +38,22 @@ def make_collector(
     make = collector_factory(config, eval_env, num_workers, num_workers * local_world_size())
     if not rollout.worker_processes:
         return make(autocast=autocast, rank=rank(), num_ranks=world_size())
-    return ProcessCollector(
-        make,
-        model,
-        num_blocks=rollout.num_envs // rollout.group_size,
-        num_processes=rollout.worker_processes,
-        max_ahead=ahead,
+    settings = ProcessSettings(
         # Where they play ahead, this process computes at the same time.
         num_threads=max(1, torch.get_num_threads() // (rollout.worker_processes + (ahead > 0))),
         precision=config.model.precision,
-        rank=rank(),
-        num_ranks=world_size(),
         seed=config.seed,
         prepare=partial(load_plugins, config.plugins),
+    )
+    return ProcessCollector(
+        make,
+        model,
+        settings,
+        num_blocks=rollout.num_envs // rollout.group_size,
+        num_processes=rollout.worker_processes,
+        max_ahead=ahead,
+        rank=rank(),
+        num_ranks=world_size(),
     )
 
 

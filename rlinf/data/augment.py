@@ -1,6 +1,6 @@
 """Random crops and colours of the images of behaviour cloning.
 
-The operations, their order and their bounds are those of the public fine-tuning of OpenVLA (``image_aug``), which TensorFlow computes there:
+Operations, order and bounds are as in OpenVLA's public fine-tuning (``image_aug``), which TensorFlow computes there:
 crop, brightness, contrast, saturation, hue; clipped to [0, 1] after each.
 """
 
@@ -18,33 +18,24 @@ from rlinf.types import Observation
 def augment(observation: Observation, config: AugmentConfig, seed: int, rows: np.ndarray) -> Observation:
     """Return the observation with each image of each row changed at random; unchanged if ``config`` asks for nothing.
 
-    An image's numbers follow from ``seed``, its row and its camera alone, so neither threads nor ranks nor a resumed run change them.
-    Every camera has a crop and colours of its own, as in OpenVLA.
-
-    Args:
-        observation: ``B`` rows.
-        config: Which changes, and how large.
-        seed: Of the optimiser step.
-        rows: int64 ``[B]``, the place of each row in the whole minibatch.
+    An image's numbers follow from ``seed`` (of the optimiser step), its camera and its place in the whole minibatch
+    (``rows``, int64 ``[B]``) alone, so neither threads nor ranks nor a resumed run change them. Every camera has a crop
+    and colours of its own, as in OpenVLA.
     """
     if config == AugmentConfig():
         return observation
-    images = {
-        camera: np.stack(
-            [
-                augment_image(image, config, np.random.default_rng(derive_seed(seed, camera, int(row))).random(6))
-                for image, row in zip(batch, rows, strict=True)
-            ]
-        )
-        for camera, batch in observation.images.items()
-    }
+    images = {}
+    for camera, batch in observation.images.items():
+        uniforms = [np.random.default_rng(derive_seed(seed, camera, int(row))).random(6) for row in rows]
+        each = zip(batch, uniforms, strict=True)
+        images[camera] = np.stack([augment_image(image, config, numbers) for image, numbers in each])
     return replace(observation, images=images, is_cropped=config.crop_area < 1.0)
 
 
 def augment_image(image: np.ndarray, config: AugmentConfig, uniforms: np.ndarray) -> np.ndarray:
     """Return a changed copy of one image, uint8 ``[H, W, 3]``.
 
-    ``uniforms`` are six numbers in [0, 1): place of the crop from the top and from the left, brightness, contrast, saturation, hue.
+    ``uniforms`` are six numbers in [0, 1): place of the crop (top, left), brightness, contrast, saturation, hue.
     """
     pixels = np.ascontiguousarray(image.transpose(2, 0, 1)).astype(np.float32) / np.float32(255.0)
     signed = (2.0 * uniforms[2:] - 1.0).astype(np.float32)
@@ -101,11 +92,8 @@ def _turn_hue(pixels: np.ndarray, turn: np.float32) -> np.ndarray:
     sixths += np.where(value == red, np.float32(0), np.where(value == green, np.float32(2), np.float32(4)))
     sixths += np.float32(6) * turn
     channels = []
-    for offset in (
-        5,
-        3,
-        1,
-    ):  # red, green, blue: each falls from the value by the span over the part of the circle that faces it
+    # Red, green, blue: each falls from the value by the span over the part of the circle that faces it.
+    for offset in (5, 3, 1):
         place = np.mod(sixths + np.float32(offset), np.float32(6))
         channels.append(value - span * np.minimum(place, np.float32(4) - place).clip(0, 1))
     return np.stack(channels)

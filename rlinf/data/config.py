@@ -75,7 +75,7 @@ class SFTConfig:
         "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory.",
     )
     cameras: list[str] | None = option(
-        None, "Cameras of the dataset that are used as `env.cameras`, in the same order; null: those of the same names."
+        None, "Cameras of the dataset that are used as `env.cameras`, in the same order; null: the same names."
     )
     state_key: str | None = option(
         None,

@@ -1,11 +1,25 @@
-"""One error for whatever is wrong with the files of a dataset."""
+"""Errors about the files of a dataset, and about missing packages that read them."""
 
 from __future__ import annotations
 
-from rlinf.errors import ConfigError
+import importlib
+from types import ModuleType
+
+from rlinf.errors import ConfigError, MissingDependencyError
 
 
 def damaged(place: object, reason: str | Exception) -> ConfigError:
     """Return the error that a dataset, or one of its files, is damaged or incomplete."""
     text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
     return ConfigError(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use another one")
+
+
+def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:
+    """Return a module of a package of the extra ``lerobot``; raise MissingDependencyError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{wanted_by} needs the package '{module.partition('.')[0]}' for {files}. Run pip install -e '.[lerobot]' in the "
+            "clone of rlinf"
+        ) from error

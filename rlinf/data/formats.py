@@ -21,7 +21,7 @@ READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: 
 
 
 def describe_dataset(folder: str | os.PathLike, key: str = "sft.dataset") -> DatasetInfo:
-    """Read the description of a dataset, but no rows; raise ConfigError, with the ``key`` that names it, if there is none."""
+    """Read the description of a dataset, but no rows; raise ConfigError, with the ``key`` that names it, without a dataset."""
     return _reader(folder, key).describe(Path(folder).expanduser())
 
 
@@ -30,14 +30,14 @@ def open_dataset(
 ) -> StoredDemonstrations:
     """Open ``sft.dataset``, or another ``folder``, for a policy of ``env``, with cameras under the env's names.
 
-    With ``outcomes``, what came of the actions is read, too. The state is read if the dataset has one of the env's width. The dataset must be whole, and have the cameras, and
-    actions of the same width and meaning.
+    With ``outcomes``, the consequences of the actions are read, too. The state is read if the dataset has one of the
+    env's width. The dataset must be whole, and have the cameras, and actions of the same width and meaning.
     """
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
     if info.action_dim != env.action_dim:
         raise ConfigError(
-            f"The actions of {info.folder} have {info.action_dim} numbers, but those of env.name={env.config.name} have "
+            f"The actions of {info.folder} have {info.action_dim} numbers, but actions of env.name={env.config.name} have "
             f"{env.action_dim}. Set sft.dataset=<another folder>, or env=<another env>"
         )
     cameras = env.config.cameras

@@ -40,10 +40,7 @@ class Frames(ABC):
 
 @dataclass(eq=False)
 class EncodedFrames(Frames):
-    """PNG or JPEG images inside open files, whose ``names`` are for messages.
-
-    Row ``n`` is stored in ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on (int64 ``[N]`` each).
-    """
+    """PNG or JPEG images: row ``n`` is stored in the open ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on."""
 
     files: Sequence[BinaryIO]
     file_ids: np.ndarray
@@ -67,10 +64,7 @@ class EncodedFrames(Frames):
 
 @dataclass(eq=False)
 class VideoFrames(Frames):
-    """Frames of videos that hold many episodes each.
-
-    Row ``n`` is shown by ``paths[file_ids[n]]`` at ``seconds[n]`` (int64 and float64 ``[N]``).
-    """
+    """Frames of videos that hold many episodes each: row ``n`` is shown by ``paths[file_ids[n]]`` at ``seconds[n]``."""
 
     paths: Sequence[Path]
     file_ids: np.ndarray

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.data.damage import damaged
+from rlinf.data.damage import damaged, import_reader
 from rlinf.envs.libero.tasks import instruction
-from rlinf.errors import ConfigError, MissingDependencyError, RLinfError, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, did_you_mean
 from rlinf.options import option, override_text
 
 CONTROL_FREQ_HZ = 20
@@ -32,15 +32,15 @@ class ConvertConfig:
         None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels)."
     )
     state_keys: list[str] | None = option(
-        None, "Keys under obs that make up the state, one after the other; []: no state; null: those of the layout."
+        None, "Keys under obs that make up the state, one after the other; []: no state; null: the layout's."
     )
     mask: str | None = option(None, "Filter key of robomimic: only the episodes named in mask/<key>; null: all.")
     rotate_images: bool | None = option(
-        None, "Turn pictures by 180 degrees; null: those of LIBERO, which stores them upside down."
+        None, "Turn pictures by 180 degrees; null: LIBERO's, which it stores upside down."
     )
     seen_after_action: bool | None = option(
         None,
-        "Row t holds what was seen after action t, so that each observation goes with the next action; null: measured in files "
+        "Row t holds the observation after action t, so that each observation goes with the next action; null: measured in files "
         "of LIBERO, false in others.",
     )
     fps: int | None = option(None, "Env steps per second; null: what the file says of its env, else 20.", minimum=1)
@@ -49,14 +49,9 @@ class ConvertConfig:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the files of a project have in common.
+    """The common layout of a project's files: keys under ``obs`` of the state, and names of cameras by key.
 
-    Attributes:
-        name: For messages and the record.
-        state: Keys under ``obs`` that make up the state.
-        rotated: Pictures are upside down.
-        cameras: Keys under ``obs`` to names; of other keys, the name is the key without ``_image``.
-        env: Settings of our env that follow from the layout; empty: we have no such env.
+    Other cameras have their key without ``_image`` as name. ``env``: settings of our env, if there is one, that follow.
     """
 
     name: str
@@ -92,16 +87,8 @@ class Hdf5Episode:
 class Hdf5Demonstrations:
     """The checked episodes of one or several files; their pictures are read when it is their turn.
 
-    Attributes:
-        layout: Whose files they are.
-        episodes: In the order of the files and of the numbers in their names.
-        cameras: Name to key under ``obs``.
-        image_shapes: Name of the camera to (height, width).
-        state_keys: Keys under ``obs``.
-        state_dim, action_dim: Widths; state 0: none.
-        rotate_images: Pictures are turned by 180 degrees.
-        fps: Env steps per second.
-        env_args: What the first file says of its env.
+    ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``:
+    pictures are turned by 180 degrees. ``env_args`` are the first file's.
     """
 
     layout: Layout
@@ -145,12 +132,7 @@ class Hdf5Demonstrations:
 
 
 def open_demonstrations(config: ConvertConfig) -> Hdf5Demonstrations:
-    """Check all episodes of ``config.source`` but their pixels.
-
-    Raises:
-        ConfigError: A file is damaged, lacks something, or does not fit the first one; or an option names what is not there.
-        MissingDependencyError: h5py is not installed.
-    """
+    """Check all episodes of ``config.source`` but their pixels. All files must fit the first one."""
     if config.task is not None and not config.task.strip():
         raise ConfigError(f"task='{config.task}'; required: the instruction. Set 'task=<what the robot is to do>'")
     paths = _files(config)
@@ -190,22 +172,15 @@ def _files(config: ConvertConfig) -> list[Path]:
     source = Path(config.source).expanduser()
     if source.is_file():
         return [source]
-    found = sorted(path for path in source.rglob("*") if path.suffix in (".hdf5", ".h5")) if source.is_dir() else []
-    if not found:
-        what = "holds no file *.hdf5 or *.h5" if source.is_dir() else "does not exist"
-        raise ConfigError(f"source='{config.source}' {what}. Set source=<HDF5 file, or folder of such files>")
-    return found
+    if found := sorted(path for path in source.rglob("*") if path.suffix in (".hdf5", ".h5")):
+        return found
+    what = "holds no file *.hdf5 or *.h5" if source.is_dir() else "does not exist"
+    raise ConfigError(f"source='{config.source}' {what}. Set source=<HDF5 file, or folder of such files>")
 
 
 def import_h5py() -> ModuleType:
-    """Return the module ``h5py``; raise MissingDependencyError if it is not installed."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise MissingDependencyError(
-            "`rlinf convert` needs the package 'h5py' for HDF5 files. Run pip install -e '.[lerobot]' in the clone of rlinf"
-        ) from error
-    return h5py
+    """Return the module ``h5py``."""
+    return import_reader("h5py", "`rlinf convert`", "HDF5 files")
 
 
 @contextmanager
@@ -220,16 +195,12 @@ def _reading(place: object) -> Iterator[None]:
 
 
 def _opened(path: Path) -> Any:
-    h5py = import_h5py()
     with _reading(path):
-        return h5py.File(path, "r")
+        return import_h5py().File(path, "r")
 
 
 def _child(group: Any, path: str) -> Any:
-    """Return what is at ``path``; None if no group lists it. A link that is listed and damaged raises what h5py raises.
-
-    ``group.get(path)`` and ``path in group`` take a damaged link for none.
-    """
+    """Return the object at ``path``; None if no group lists it. A damaged link raises, which ``group.get`` would take for none."""
     for name in path.split("/"):
         if not isinstance(group, import_h5py().Group) or name not in list(group):
             return None
@@ -268,7 +239,7 @@ def _names(file: Any, path: Path, mask: str | None) -> list[str]:
 
 
 def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5Demonstrations:
-    """Return what the first episode tells of all of them."""
+    """Describe all episodes by the first one."""
     observed = _listed(_child(demo, "obs"))
     if not observed:
         raise ConfigError(
@@ -303,7 +274,7 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
         state_dim=sum(int(np.prod(demo[f"obs/{key}"].shape[1:])) for key in state_keys),
         action_dim=0,  # told by the checks that follow
         rotate_images=layout.rotated if config.rotate_images is None else config.rotate_images,
-        fps=_control_freq(env_args, path) if config.fps is None else config.fps,
+        fps=config.fps or _control_freq(env_args, path),
         env_args=env_args,
     )
 
@@ -313,9 +284,8 @@ def _check_named(
 ) -> None:
     """Refuse keys that are not there, and the same key twice."""
     what = "pictures (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
-    example = f"Set '{option_name}={override_text(known[:2])}'" + (
-        "" if option_name == "cameras" else " or state_keys=[]"
-    )
+    example = f"Set '{option_name}={override_text(known[:2])}'"
+    example += "" if option_name == "cameras" else " or state_keys=[]"
     wrong = next((key for key in keys if key not in known), None)
     if wrong is not None or not keys:
         found = f"{option_name} names '{wrong}'" if keys else "There are no pictures to take"
@@ -372,9 +342,9 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
         told = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise damaged(place, f"its rows are {told}; required: the same number everywhere")
     for key in measured:
-        width = int(np.prod(found[key].shape[1:]))
-        if width != 1 and (key in ("rewards", "dones") or not width):
-            needed = "at least one" if key not in ("rewards", "dones") else "one"
+        width, single = int(np.prod(found[key].shape[1:])), key in ("rewards", "dones")
+        if width != 1 and (single or not width):
+            needed = "one" if single else "at least one"
             raise ConfigError(f"'{key}' of {place} has {width} numbers in a row; required: {needed}. Use another file")
         with _reading(place):
             values = np.asarray(found[key][()], np.float64).reshape(-1, width)
@@ -387,8 +357,9 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
 def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: Layout, config: ConvertConfig) -> bool:
     """Return whether row ``t`` of the episodes of a file was seen after action ``t``.
 
-    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state before it. The arm's
-    joints, which are in both, tell: they come first in ``states``, after the time. The first episode whose arm moves is measured.
+    LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state
+    before it. The arm's joints, which are in both, tell: they come first in ``states``, after the time. The first
+    episode whose arm moves is measured.
     """
     if config.seen_after_action is not None or layout is not LIBERO:
         return bool(config.seen_after_action)
@@ -425,13 +396,12 @@ def _task(file: Any, demo: Any, path: Path, layout: Layout, config: ConvertConfi
     said = about.get("lang") or problem.get("language_instruction")
     if isinstance(said, list) and all(isinstance(part, str) for part in said):
         said = "".join(said)
-    text = said.strip('" ') if isinstance(said, str) else ""
-    if not text:
-        raise ConfigError(
-            f"{path} does not say the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
-            "Set 'task=<what the robot is to do>'"
-        )
-    return text
+    if isinstance(said, str) and (text := said.strip('" ')):
+        return text
+    raise ConfigError(
+        f"{path} does not say the instruction of {demo.name[1:]} (no problem_info, no lang in ep_meta); required: one. "
+        "Set 'task=<what the robot is to do>'"
+    )
 
 
 def _state(demo: Any, keys: Sequence[str]) -> np.ndarray:

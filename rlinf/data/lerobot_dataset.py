@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ OWN_FILE = "rlinf.json"
 """File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
 
 OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS)
-"""Columns of what was done and what came of it."""
+"""Columns of the executed actions and of their consequences."""
 
 
 def describe(folder: Path) -> DatasetInfo:
@@ -55,24 +56,15 @@ def open_dataset(
 ) -> StoredDemonstrations:
     """Read the numbers of all rows, and locate the frames of ``cameras`` (name in the env to column).
 
-    With ``outcomes``, also what came of the actions, as far as the dataset tells. Images inside parquet files are copied into a temporary file, because parquet cannot read single rows.
+    With ``outcomes``, also the consequences of the actions, as far as the dataset tells them.
     """
     pa = layout.import_pyarrow(f"Reading {folder}")
     info = layout.read_info(folder)
     names = [name for name in (layout.ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
     names += [name for name in OUTCOMES if outcomes and name in info["features"]]
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
-    parts: list[dict[str, np.ndarray]] = []
     try:
-        for path in sorted((folder / "data").glob("*/*.parquet")):
-            for spool in spools.values():
-                spool.source = path
-            with pa.parquet.ParquetFile(path) as file:
-                for group in range(file.num_row_groups):
-                    table = file.read_row_group(group, columns=[*names, *spools])
-                    parts.append({name: _numbers(table.column(name)) for name in names})
-                    for key, spool in spools.items():
-                        spool.append(table.column(key))
+        parts = _read_rows(pa, folder, names, spools)
         episodes = pa.concat_tables(
             [pa.parquet.read_table(path) for path in sorted((folder / layout.EPISODES_FOLDER).glob("*/*.parquet"))],
             promote_options="permissive",
@@ -106,19 +98,33 @@ def open_dataset(
             frames[camera] = spools[key].frames(order, shape)
         else:
             frames[camera] = _video_frames(folder, info, key, episodes, columns, shape)
-    numbers = {
-        name: columns[name].astype(np.float32).reshape(num_rows, -1) for name in (layout.ACTION, state_key) if name
-    }
-    state, actions = numbers.get(state_key), numbers[layout.ACTION]
-    episode_ids = columns["episode_index"]
-    found = _outcomes(columns, actions) if outcomes else None
+    numbers = [columns[name].astype(np.float32).reshape(num_rows, -1) for name in (layout.ACTION, state_key) if name]
+    actions, state = numbers[0], numbers[1] if state_key else None
     return StoredDemonstrations(
-        description, frames, state, actions, columns["task_index"], tasks, episode_ids, outcomes=found
-    )
+        description, frames, state, actions, columns["task_index"], tasks, columns["episode_index"],
+        outcomes=_outcomes(columns, actions) if outcomes else None,
+    )  # fmt: skip
+
+
+def _read_rows(
+    pa: ModuleType, folder: Path, names: list[str], spools: Mapping[str, _ImageSpool]
+) -> list[dict[str, np.ndarray]]:
+    """Return the columns ``names`` of each row group, and copy the images, because parquet cannot read single rows."""
+    parts = []
+    for path in sorted((folder / "data").glob("*/*.parquet")):
+        for spool in spools.values():
+            spool.source = path
+        with pa.parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=[*names, *spools])
+                parts.append({name: _numbers(table.column(name)) for name in names})
+                for key, spool in spools.items():
+                    spool.append(table.column(key))
+    return parts
 
 
 def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
-    """Return what the columns tell; an episode without a word about its end was cut."""
+    """Return the consequences of the actions; an episode counts as cut unless a column says that it terminated."""
     flags = {name: columns[name].astype(bool).reshape(-1) for name in OUTCOMES[2:] if name in columns}
     done, cut = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
     rewards = columns.get(layout.REWARD)

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.data.damage import import_reader
+from rlinf.errors import ConfigError
 
 VERSION = "v3.0"
 INFO = "meta/info.json"
@@ -22,9 +23,9 @@ FILES_PER_CHUNK = 1000
 ACTION = "action"
 STATE = "observation.state"
 EXECUTED = "executed_action"
-"""What was done, where a demonstrator's noise makes it differ from ``action``."""
+"""The action with the demonstrator's noise, where ``action`` is without."""
 REWARD, DONE, TRUNCATED, SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
-"""What came of the action of a row; datasets of others may lack any of them."""
+"""Consequences of a row's action; datasets of others may lack any of them."""
 IMAGES = "observation.images."
 """Prefix of camera columns."""
 
@@ -39,15 +40,9 @@ ROW_COLUMNS = {
 
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
-    """Return the module ``pyarrow`` with ``pyarrow.parquet``; raise MissingDependencyError if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{wanted_by} needs the package 'pyarrow' for parquet files. Run pip install -e '.[lerobot]' in the clone of rlinf"
-        ) from error
-    return pyarrow
+    """Return the module ``pyarrow``, with ``pyarrow.parquet``."""
+    import_reader("pyarrow.parquet", wanted_by, "parquet files")
+    return import_reader("pyarrow", wanted_by, "parquet files")
 
 
 def read_info(folder: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool
 class LeRobotWriter:
     """Writes episodes one by one into a hidden folder, which ``close`` renames; a failed ``with`` block removes it.
 
-    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if pyarrow, or PyAV
-    with ``video``, is not installed.
+    Raises ConfigError if the folder exists, or an image has an odd side and ``video`` is set; MissingDependencyError if
+    pyarrow, or PyAV with ``video``, is not installed.
 
     Args:
         folder: The dataset; must not exist.
@@ -39,11 +39,13 @@ class LeRobotWriter:
         video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
         robot_type: Recorded in ``meta/info.json``.
         has_executed: Executed actions differ from the stored ones, and have a column of their own.
-        data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
 
     Attributes:
         about: Names of more JSON files in ``meta`` to their content, written by ``close``.
+        data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
     """
+
+    data_file_mib, video_file_mib = 100, 200
 
     def __init__(
         self,
@@ -56,8 +58,6 @@ class LeRobotWriter:
         video: bool,
         robot_type: str | None = None,
         has_executed: bool = False,
-        data_file_mib: int = 100,
-        video_file_mib: int = 200,
     ) -> None:
         self._pa = layout.import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
@@ -69,7 +69,6 @@ class LeRobotWriter:
         if video and odd:
             raise ConfigError(f"The images {odd} have an odd side, which MP4 cannot hold. Set collect.video=false")
         self.fps, self.video = int(fps), video
-        self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
         self.image_shapes = {f"{layout.IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
         self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
         self.widths |= {layout.EXECUTED: action_dim} if has_executed else {}
@@ -80,8 +79,8 @@ class LeRobotWriter:
             "total_frames": 0,
             "total_tasks": 0,
             "chunks_size": layout.FILES_PER_CHUNK,
-            "data_files_size_in_mb": data_file_mib,
-            "video_files_size_in_mb": video_file_mib,
+            "data_files_size_in_mb": self.data_file_mib,
+            "video_files_size_in_mb": self.video_file_mib,
             "fps": self.fps,
             "splits": {},
             "data_path": layout.DATA,
@@ -129,10 +128,10 @@ class LeRobotWriter:
             state: float32 ``[T, S]``, or None.
             actions: float32 ``[T, D]``.
             task: The instruction.
-            rewards: float32 ``[T]``, one per action.
+            rewards: float32 ``[T]``.
             success: bool ``[T]``: the goal is reached after the action.
             truncated: The time limit ended the episode, and not its own rules.
-            executed: float32 ``[T, D]``, what was done where it is not ``actions``; with ``has_executed`` alone.
+            executed: float32 ``[T, D]`` with ``has_executed``; None: ``actions``.
         """
         length, first = len(actions), self.info["total_frames"]
         done, cut = np.zeros((2, length), dtype=bool)
@@ -176,7 +175,7 @@ class LeRobotWriter:
         self.info["total_frames"] += length
 
     def close(self) -> Path:
-        """Finish the files and rename the folder; raise ConfigError if there is no episode or the name is taken by now."""
+        """Finish the files and rename the folder; raise ConfigError without any episode, or if the name is taken by now."""
         pa = self._pa
         if not self._episodes:
             self.abort()
@@ -238,7 +237,7 @@ class LeRobotWriter:
                 width = feature["shape"][0]
                 arrays[name] = flat if width == 1 else pa.FixedSizeListArray.from_arrays(flat, width)
         table = pa.table(arrays)
-        if self._data_file is not None and self._data_bytes + table.nbytes > self.limits["data"]:
+        if self._data_file is not None and self._data_bytes + table.nbytes > self.data_file_mib * MIB:
             self._data_file.close()
             self._data_file, self._data_bytes, self._data_number = None, 0, self._data_number + 1
         where = self._place(self._data_number)
@@ -264,7 +263,7 @@ class LeRobotWriter:
     def _add_video(self, key: str, images: np.ndarray) -> dict[str, Any]:
         """Append an episode's frames to the camera's current MP4 file, or start the next one if it is full."""
         video = self._videos.get(key)
-        if video is not None and video.num_bytes > self.limits["video"]:
+        if video is not None and video.num_bytes > self.video_file_mib * MIB:
             video.close()
             video, self._video_numbers[key] = None, self._video_numbers[key] + 1
         where = self._place(self._video_numbers[key])

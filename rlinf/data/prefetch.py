@@ -16,12 +16,7 @@ BATCHES_PER_WORKER = 2
 class Prefetcher(Generic[Batch]):
     """Makes the batches of consecutive optimiser steps in threads, and returns them in order.
 
-    The rows of a batch do not depend on the threads. Decoding images releases the GIL, so threads suffice.
-
-    Args:
-        make_batch: ``make_batch(step)``, thread-safe.
-        first_step: Step of the first batch.
-        num_workers: Threads; 0: each batch is made on demand.
+    ``make_batch(step)`` is thread-safe; decoding images releases the GIL. 0 ``num_workers``: on demand.
     """
 
     def __init__(self, make_batch: Callable[[int], Batch], first_step: int, num_workers: int) -> None:

@@ -1,8 +1,8 @@
 """Read RLDS folders, the format of Open X-Embodiment and LIBERO: a TensorFlow dataset whose examples are episodes.
 
 ``features.json`` must list ``steps/action``, images and a state under ``steps/observation``, and the instruction as
-``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is read,
-without TensorFlow.
+``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is
+read, without TensorFlow.
 """
 
 from __future__ import annotations
@@ -105,20 +105,12 @@ def open_dataset(
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
         frames[camera] = EncodedFrames(files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths)
     rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
-    came = None
+    found = None
     if outcomes:
         rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
-        came = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
-    return StoredDemonstrations(
-        info,
-        frames,
-        np.concatenate(states) if states else None,
-        rows,
-        task_ids,
-        list(tasks),
-        episode_ids,
-        outcomes=came,
-    )
+        found = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
+    state = np.concatenate(states) if states else None
+    return StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
 
 
 def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:

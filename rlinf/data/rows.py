@@ -1,4 +1,4 @@
-"""Rows of demonstrations: their source, and those that an optimiser step reads."""
+"""Rows of demonstrations: their source, and their order in optimiser steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of demonstrations: those that LeRobotDataset stores, and those that models normalise by."""
+"""Statistics of demonstrations, as LeRobotDataset stores them, and as models normalise by them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 def vector_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the statistics of each column of ``[N, D]``.
-
-    Returns:
-        ``min``, ``max``, ``mean``, ``std`` (population), ``q01`` ... ``q99`` (linear interpolation), each ``[D]``, and
-        ``count`` ``[1]``; ``min`` and ``max`` keep the type of the values.
-    """
+    """Return the statistics of each column of ``[N, D]``: min, max, mean, std (population), quantiles; and ``count [1]``."""
     low, high = values.min(0), values.max(0)
     values = np.asarray(values, dtype=np.float64)
     quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
@@ -75,15 +70,11 @@ class ImageStatistics:
 def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
     """Return the statistics that models normalise by, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
-    They are those of the rows, except for columns that a model could not divide by:
+    Columns that a model could not divide by are changed, but for ``min`` and ``max``:
 
     - A constant column (``MIN_RANGE``) gets ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
     - If ``q99 - q01`` is less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in few rows), ``q01`` and ``q99``
-      become ``min`` and ``max``. A ``std`` below that share becomes that share. ``min`` and ``max`` are exact.
-
-    Args:
-        actions: ``[N, D]``.
-        state: ``[N, S]``, or None.
+      become ``min`` and ``max``. A ``std`` below that share becomes that share.
     """
     statistics = {"action": _as_lists(actions)}
     if state is not None:

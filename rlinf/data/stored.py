@@ -28,16 +28,11 @@ class DatasetInfo:
     """The description of a dataset.
 
     Attributes:
-        folder: The dataset.
-        format: Name and version of the format, for messages.
-        num_episodes: Episodes in the dataset.
         image_shapes: Camera column to (height, width).
-        state_dims: Columns that may serve as state, to their widths.
-        state_key: The usual column of the state.
+        state_dims: Columns that may serve as state, to their widths; ``state_key`` is the usual one.
         action_dim: ``D``; 0 without actions.
-        packages: Python packages needed to read it.
         env: The env section of the configuration it was collected with; empty if unknown.
-        num_rows: Rows; None: unknown before it is opened.
+        num_rows: None: unknown before it is opened.
         has_rewards, says_success: It tells the reward of each row, or whether the goal was reached.
     """
 
@@ -57,13 +52,10 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What was done in the ``N`` rows of a dataset, and what came of it.
+    """The executed actions (with the demonstrator's noise) of the ``N`` rows of a dataset, and their consequences.
 
-    Attributes:
-        executed: float32 ``[N, D]``, which is not the row's action where a demonstrator's noise came on top.
-        rewards: float32 ``[N]``; None: the dataset has none.
-        success: bool ``[N]``, the goal was reached after the action; None: the dataset does not say.
-        terminated: bool ``[N]``: the episode ended there by its own rules.
+    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules. None:
+    the dataset does not tell.
     """
 
     executed: np.ndarray
@@ -76,19 +68,11 @@ class Outcomes:
 class StoredDemonstrations:
     """Rows of (observation, next ``C`` actions) of a dataset; frames are read only for requested rows.
 
-    Raises ConfigError if there are no rows, a number is not finite, or the rows of an episode are not consecutive.
+    Raises ConfigError without rows, if a number is not finite, or if the rows of an episode are not consecutive.
 
-    Attributes:
-        info: Description of the dataset.
-        frames: Camera of the env to the frames of its column, in the env's order.
-        state: float32 ``[N, S]``, or None.
-        actions: float32 ``[N, D]``, the action of each row.
-        task_ids: int64 ``[N]``, index into ``tasks``.
-        tasks: Instructions.
-        episode_ids: int64 ``[N]``, ascending: the rows of an episode are consecutive.
-        chunk_len: ``C``.
-        last_rows: int64 ``[N]``, the last row of the episode of each row.
-        outcomes: What came of the actions; None: it was not read.
+    ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``,
+    index ``tasks``, which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes.
+    ``chunk_len`` is ``C``.
     """
 
     info: DatasetInfo

@@ -8,19 +8,13 @@ from types import ModuleType
 
 import numpy as np
 
-from rlinf.data.damage import damaged
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.data.damage import damaged, import_reader
+from rlinf.errors import ConfigError
 
 
 def import_av(wanted_by: str) -> ModuleType:
-    """Return the module ``av``; raise MissingDependencyError if PyAV is not installed."""
-    try:
-        import av
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{wanted_by} needs the package 'av' for MP4 files. Run pip install -e '.[lerobot]' in the clone of rlinf"
-        ) from error
-    return av
+    """Return the module ``av``, which is PyAV."""
+    return import_reader("av", wanted_by, "MP4 files")
 
 
 class VideoWriter:
@@ -74,7 +68,7 @@ class VideoReader:
         self._frame, self._half = None, Fraction(1, 2) / Fraction(self._stream.average_rate)
 
     def frame_at(self, seconds: float) -> np.ndarray:
-        """Return the frame shown at ``seconds``, uint8 ``[H, W, 3]``; raise ConfigError if there is none within half a frame."""
+        """Return the frame shown at ``seconds``, uint8 ``[H, W, 3]``; raise ConfigError without any within half a frame."""
         try:
             if self._frame is None or not 0 <= seconds - self._time() < 8 * self._half:
                 self._container.seek(int((seconds - float(self._half)) / self._stream.time_base), stream=self._stream)
@@ -96,5 +90,4 @@ class VideoReader:
         return damaged(self.path, f"no frame at {seconds:.3f} s: {reason}")
 
     def close(self) -> None:
-        """Close the file."""
         self._container.close()

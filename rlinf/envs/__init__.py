@@ -32,15 +32,7 @@ def register_env(name: str, cls: type[VectorEnv] | str) -> None:
 
 
 def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv:
-    """Build ``num_envs`` parallel environments.
-
-    Raise ConfigError if the name is not registered, or the config is not of the environment's ``config_class``.
-
-    Args:
-        config: ``config.name`` is looked up in the registry.
-        num_envs: ``B``.
-        auto_reset: Start the next episode when one ends; False: finished rows freeze.
-    """
+    """Build ``num_envs`` parallel environments of the env that is registered as ``config.name``; see ``VectorEnv``."""
     if not isinstance(config, EnvConfig):
         raise ConfigError(
             f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "

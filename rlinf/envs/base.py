@@ -29,9 +29,9 @@ ROUNDING = 1e-3
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     """``B`` environments stepped together: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
 
-    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``, ``_step_envs``,
-    ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a function of its
-    ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or earlier episodes of that row.
+    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``,
+    ``_step_envs``, ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a
+    function of its ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or its earlier episodes.
 
     Actions are clipped to ``[action_low, action_high]`` before the simulator sees them.
 
@@ -41,9 +41,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         camera_names: Cameras that ``config.cameras`` may name; None: any.
         packages: Distributions whose exact versions affect its results, e.g. ``("mujoco",)``; the manifest records them.
         free_settings: Fields of the config that do not change any episode; the manifest leaves them out.
-        num_envs: ``B``.
-        action_dim: ``D``.
-        action_low, action_high: float32 ``[D]``.
+        action_dim: ``D``, the length of ``action_low`` and ``action_high`` (float32), which the subclass passes.
+        auto_reset: True: the next episode starts at the end of the chunk in which one ended. False: a finished row
+            freezes (last observation, zero reward, ``executed`` false), and rows may be idle.
         task_names: Tasks of the suite that ``config.tasks`` selects, in the suite's order; ``EpisodeSpec.task_id``
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
@@ -51,16 +51,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         on_gpu: All rows are one simulation on a GPU; a rollout then plays them in one thread.
         metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``.
             ``metadata["render_fps"]``, if known, is the number of env steps per second of simulated time.
-
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: True: the next episode starts at the end of the chunk in which one ended. False: a finished row
-            freezes (last observation, zero reward, ``executed`` false), and rows may be idle.
-        action_low, action_high: float32 ``[D]``, passed by the subclass.
-
-    Raises:
-        ConfigError: Unknown task or camera, config of another class, or fewer than one env.
     """
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
@@ -108,7 +98,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
 
-    # What a subclass implements.
+    # A subclass implements these.
 
     @classmethod
     @abstractmethod
@@ -143,23 +133,19 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             self._reset_env(int(index), spec)
 
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        """Advance the envs ``ids`` by up to ``C`` steps, each until its episode ends.
+        """Advance the envs ``ids`` by up to ``C`` steps of ``actions [K, C, D]``, each until its episode ends.
 
-        An override that loses the simulator of a row must put the row back into the first state of ``self._specs[row]``
-        and set ``self._lost[row]``. The same holds in every other call.
-
-        Args:
-            ids: int64 ``[K]``.
-            actions: float32 ``[K, C, D]``, within bounds.
-            steps_left: int64 ``[K]``: env steps until the episode is truncated, at least 1.
+        ``steps_left``, int64 ``[K]``, are the env steps until the episode is truncated, at least 1. An override that
+        loses the simulator of a row must put the row back into the first state of ``self._specs[row]`` and set
+        ``self._lost[row]``. The same holds in every other call.
         """
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
     def expert_actions(self) -> np.ndarray:
         """Return the scripted expert's actions in the current state, float32 ``[B, D]``, within bounds.
 
-        Those of idle and finished rows are unused. An override may take keyword options (``expert_options``); each is a
-        key of ``sft.expert``. ConfigError if the env has no expert.
+        Idle and finished rows are unused. An override may take keyword options (``expert_options``); each is a key of
+        ``sft.expert``. ConfigError if the env has no expert.
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
@@ -168,18 +154,10 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return where chunks would lead the hands of the rows ``ids``, on the pictures of ``render_frames``; None: unknown.
+        """Return where ``chunks [K, C, D]`` would lead the hands of the rows ``ids`` on the pictures of ``render_frames``.
 
-        Nothing moves: the envs are afterwards as before.
-
-        Args:
-            ids: ``K`` rows with a running episode.
-            chunks: float32 ``[K, C, D]``, within bounds.
-            size: Of the pictures.
-
-        Returns:
-            ``[K, C + 1, 2]``: the hand now and after each action, in pixels to the right of and below the upper left corner;
-            NaN behind the camera.
+        The result, ``[K, C + 1, 2]``, is the hand now and after each action, in pixels to the right of and below the
+        upper left corner; NaN behind the camera. None: unknown. The states of the envs do not change.
         """
         return None
 
@@ -220,14 +198,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return np.arange(self.num_envs) if len(ids) else ids
 
     def num_finished_calls(self) -> int:
-        """Return a number that grows while simulators in worker processes get on, from any thread; 0 without such processes."""
+        """Return a number that grows with the progress of simulators in worker processes; 0 without. Any thread may call."""
         return 0
 
     def offload(self) -> None:
-        """Free what the next reset can rebuild (graphics contexts, GPU memory, processes); nothing by default.
-
-        Episodes may be lost: call ``reset`` before anything else.
-        """
+        """Free graphics contexts, GPU memory and processes until the next ``reset``, which must be the next call."""
 
     @classmethod
     def tells_success(cls, config: EnvConfig) -> bool:
@@ -240,7 +215,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def packages_of(cls, config: EnvConfig) -> tuple[str, ...]:
-        """Return the distributions whose versions affect the results under ``config``; ``packages`` by default."""
+        """Return ``packages`` under ``config``."""
         return cls.packages
 
     @classmethod
@@ -297,13 +272,13 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """
         return drawn_episodes(self.suite, len(self.task_names), self.config, split)
 
-    # What the base class owns.
+    # The base class owns these.
 
     def action_statistics(self) -> dict[str, Any]:
-        """Return normalisation statistics that correspond to the bounds, in OpenVLA's ``norm_stats`` format.
+        """Return the statistics of a uniform distribution between the bounds, in OpenVLA's ``norm_stats`` format.
 
         ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the same
-        under ``"proprio"`` if ``state_bounds`` are known; those of a uniform distribution between the bounds.
+        under ``"proprio"`` if ``state_bounds`` are known.
         """
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
@@ -322,7 +297,10 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Start an episode in every row.
+        """Start an episode in every row; return the observation of ``B`` rows, and infos (empty).
+
+        Raise ConfigError for options or episodes that do not fit, or an image or state of the wrong dtype or shape;
+        NonFiniteError for a state with NaN or infinity.
 
         Args:
             seed: Seed for drawing training episodes. None: continue the previous draw, as in gymnasium; the first reset,
@@ -332,14 +310,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
                 observation repeats the first row that has an episode.
                 ``next_episode``: called with the row for each next episode under auto-reset, in row order; by default,
                 training episodes are drawn.
-
-        Returns:
-            Observation of ``B`` rows, and infos (empty).
-
-        Raises:
-            ConfigError: Unknown option, wrong number of episodes, no episode at all, or an episode of another suite; or an
-                image or state of the wrong dtype or shape.
-            NonFiniteError: A number of the state is NaN or infinite.
         """
         options = dict(options or {})
         episodes, next_episode = options.pop("episodes", None), options.pop("next_episode", None)
@@ -367,19 +337,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return self._observation, {}
 
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
-        """Apply up to ``C`` actions per env. Actions after the end of an episode are not executed.
+        """Apply up to ``C`` actions per env, ``[B, C, D]`` in env units. Actions after the end of an episode are not executed.
 
-        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk.
-
-        Args:
-            actions: ``[B, C, D]`` in env units; clipped to the bounds.
-
-        Returns:
-            A ``ChunkStep``; do not write into its arrays.
-
-        Raises:
-            ConfigError: Actions of the wrong shape or not finite; or an image or state of the wrong dtype or shape.
-            NonFiniteError: A reward or a number of the state is NaN or infinite.
+        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk. Do not
+        write into the arrays of the result. Raise ConfigError for actions, images or states that do not fit;
+        NonFiniteError for a reward or a state with NaN or infinity.
         """
         given, actions = np.asarray(actions, dtype=np.float32), self._checked_actions(actions)
         beyond = np.abs(given - actions) > ROUNDING * (self.action_high - self.action_low)
@@ -410,7 +372,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             self._finished[final_ids] = True
         lost_ids = np.flatnonzero(self._lost & running & ~(terminated | truncated))
         rewards[lost_ids], executed[lost_ids], success[lost_ids] = 0.0, False, False
-        self._begin(lost_ids)
+        self._begin(lost_ids)  # their simulators already are in the first state of the episode
         self._lost[:] = False
         self._show(np.union1d(final_ids, lost_ids) if self.auto_reset else lost_ids)
         return ChunkStep(
@@ -420,11 +382,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Apply one action per env, ``[B, D]``, and return gymnasium's five results; raise as ``chunk_step`` does.
 
-        Returns:
-            Observation of ``B`` rows; rewards float32 ``[B]``; terminated and truncated bool ``[B]``; infos with
-            ``success`` bool ``[B]``. If an episode ended, infos also hold ``final_obs`` (object ``[B]``: observation of one
-            row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
-            simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
+        Infos hold ``success`` bool ``[B]``. If an episode ended, also ``final_obs`` (object ``[B]``: observation of one
+        row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
+        simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:
@@ -442,10 +402,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     def _show(self, ids: np.ndarray) -> None:
         """Renew the rows ``ids`` of the current observation without writing into arrays that were handed out."""
-        if not len(ids):
-            return
-        seen = self._seen(ids)
-        self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
+        if len(ids):
+            seen = self._seen(ids)
+            self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
 
     def _seen(self, ids: np.ndarray) -> Observation:
         """Return the checked observation of the rows ``ids``."""

@@ -13,13 +13,9 @@ from rlinf.options import option, override_text
 
 @dataclass
 class EnvConfig:
-    """Settings that the base class of all environments implements. A simulator's subclass adds its own.
+    """Settings that the base class of all environments implements. A simulator's subclass adds its own."""
 
-    Attributes:
-        usual_cameras: Default of ``cameras``.
-    """
-
-    usual_cameras: ClassVar[tuple[str, ...]] = ("front",)
+    usual_cameras: ClassVar[tuple[str, ...]] = ("front",)  # the default of `cameras`
 
     name: str = option("tabletop", "Registered environment.")
     tasks: list[str] | None = option(None, "Task names to draw from; null: all tasks of the suite.")
@@ -75,10 +71,7 @@ def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:
 
 
 def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
-    """Return the settings of one of ``num_sharers`` envs that step at the same time, with its share of worker processes.
-
-    A number of worker processes that the user has set stays.
-    """
+    """Return the settings of one of ``num_sharers`` envs that step at the same time: its share of processes, unless set."""
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config
     return replace(config, num_processes=max(1, num_cores() // num_sharers))

@@ -14,11 +14,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
-    Attributes:
-        horizons: int64 ``[B]``: env steps after which the episode is truncated.
-        num_steps: int64 ``[B]``: env steps so far.
-        success: bool ``[B]``: the goal has been reached at least once.
-        told: bool ``[B]``: the env has said at least once whether it is reached.
+    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:
@@ -54,17 +50,17 @@ class EpisodeStats:
         return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
 
     def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
-        """Count the numbers ``beyond`` the bounds of the actions ``given``, ``[K, C, D]`` both, that were ``executed``, ``[K, C]``."""
+        """Count numbers ``beyond`` the bounds among the actions ``given`` (``[K, C, D]``) that were ``executed`` (``[K, C]``)."""
         self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
         largest = np.where(executed[..., None], np.abs(given), 0).max((1, 2))
         self._max_abs[ids] = np.maximum(self._max_abs[ids], largest)
 
     def result_of(self, index: int, spec: EpisodeSpec, task: str) -> EpisodeResult:
-        """Return how the episode of row ``index`` ended."""
-        success, total, length = self.success[index], self._returns[index], self.num_steps[index]
+        """Return the result of the episode of row ``index``."""
+        length = int(self.num_steps[index])
         clipped, largest = self._clipped[index] / max(1, length), self._max_abs[index]
-        numbers = float(total), int(length), float(clipped), float(largest)
-        return EpisodeResult(spec, task, bool(success), *numbers, success_told=bool(self.told[index]))
+        numbers = float(self._returns[index]), length, float(clipped), float(largest)
+        return EpisodeResult(spec, task, bool(self.success[index]), *numbers, success_told=bool(self.told[index]))
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
         """Return the rewards of one env step. The bonus is paid once, at the first step of success."""

@@ -49,10 +49,7 @@ def check_split(split: str) -> None:
 
 
 def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
-    """Return the episodes of a split of a suite whose initial states are drawn by number.
-
-    The splits share no ``init_state_id`` and no ``seed``.
-    """
+    """Return the episodes of a split of a suite whose initial states are drawn by number."""
     check_split(split)
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
         raise ConfigError(

@@ -11,10 +11,8 @@ import numpy as np
 class SimulatorStep(NamedTuple):
     """The result of one env step of ``K`` envs.
 
-    Attributes:
-        dense_reward: float32 ``[K]``; used by the reward modes "shaped" and "relative".
-        success: bool ``[K]``: the current state reaches the goal.
-        terminated: bool ``[K]``: the episode has ended for a reason other than success, such as a failure; None: never.
+    ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal.
+    ``terminated``: the episode has ended for a reason other than success, such as a failure; None: never.
     """
 
     dense_reward: np.ndarray
@@ -25,12 +23,8 @@ class SimulatorStep(NamedTuple):
 class SimulatorChunk(NamedTuple):
     """The result of up to ``C`` env steps of ``K`` envs; 0 and false for steps that were not executed.
 
-    Attributes:
-        dense_reward: float32 ``[K, C]``.
-        success: bool ``[K, C]``.
-        terminated: bool ``[K, C]``.
-        executed: bool ``[K, C]``: true up to and including the step at which the episode ended.
-        told: bool ``[K, C]``: the env said whether the state reaches the goal.
+    All are ``[K, C]``. ``executed`` is true up to and including the step at which the episode ended, ``told`` where the
+    env said whether the state reaches the goal.
     """
 
     dense_reward: np.ndarray
@@ -53,10 +47,7 @@ def chunk_of_steps(
     steps_left: np.ndarray,
     terminate_on_success: bool,
 ) -> SimulatorChunk:
-    """Call ``step_envs(ids, actions)`` up to ``C`` times with the rows whose episodes still run.
-
-    ``ids [K]``, ``actions [K, C, D]`` and ``steps_left [K]`` are those of ``VectorEnv._step_chunk``.
-    """
+    """Call ``step_envs(ids, actions)`` up to ``C`` times with the rows whose episodes still run; see ``VectorEnv._step_chunk``."""
     num_envs, chunk_len, _ = actions.shape
     chunk = SimulatorChunk.empty(num_envs, chunk_len)
     active = np.ones(num_envs, dtype=bool)

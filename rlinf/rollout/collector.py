@@ -1,12 +1,12 @@
 """Play a policy in vectorised environments and return a ``RolloutBatch``.
 
 The envs are split over worker threads. Each thread acts and steps in turn, so one thread's simulator runs while another
-thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers follow
-from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the iteration alone; how
-the envs are split over threads and ranks only changes the rounding of matrix products.
+thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers
+follow from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the
+iteration alone; how the envs are split over threads and ranks only changes the rounding of matrix products.
 
-When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the lost
-episode stays in the batch with ``loss_mask`` false.
+When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the
+lost episode stays in the batch with ``loss_mask`` false.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from threading import Event
 from typing import Any, Protocol
 
@@ -43,16 +44,16 @@ class Collector(Protocol):
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Ask for a rollout with the weights ``policy_version``, which were pushed last; return at once what ``take`` takes."""
+        """Ask for a rollout with the weights ``policy_version``, which were pushed last; return at once a token for ``take``."""
 
     def take(self, issued: Any) -> RolloutBatch:
         """Return a rollout that was asked for; wait for it if need be."""
 
     def wait_until_ready(self) -> None:
-        """Wait until what plays has started."""
+        """Wait until the threads, processes or players have started."""
 
     def close(self) -> None:
-        """End what plays."""
+        """End them."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ class _Recorder:
         self.is_resized = False
 
     def allocate(self, example: Observation) -> None:
-        """Allocate zeros for rows like those of ``example``."""
+        """Allocate zeros for rows like ``example``'s."""
         self.is_resized = example.is_resized
         self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
@@ -102,18 +103,14 @@ class _Recorder:
 
 @dataclass(eq=False)
 class RolloutCollector:
-    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank.
+    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank; see ``RolloutConfig``.
 
     Attributes:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
-        sampler: Chooses episodes.
         num_envs: Environments over all ranks, in groups of ``sampler.group_size``.
-        num_chunks: Policy calls per env.
-        temperature: Temperature of the action distribution.
         num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
-        offload_envs: Free the envs' graphics memory and worker processes after each rollout.
     """
 
     make_env: Callable[[int], VectorEnv]
@@ -152,15 +149,11 @@ class RolloutCollector:
         size = self.sampler.group_size
         return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
 
-    def issue(
-        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
-    ) -> Callable[[], RolloutBatch]:  # fmt: skip
-        """Return what plays a rollout, with the weights that ``model`` has then; nothing is played before."""
-        return lambda: self.collect(model, step, policy_version, needs_values, attempt, blocks)
+    def issue(self, *arguments: Any, **options: Any) -> Callable[[], RolloutBatch]:
+        """Return a function that plays the rollout, with the weights that the model has then; nothing is played before."""
+        return partial(self.collect, *arguments, **options)
 
     def take(self, issued: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Play the rollout."""
         return issued()
 
     @record_function("rollout")
@@ -168,10 +161,10 @@ class RolloutCollector:
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Play one rollout.
+        """Play one rollout; return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
 
-        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
-        have ``loss_mask`` false. Return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
+        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are
+        0 and have ``loss_mask`` false.
 
         Args:
             model: Policy in evaluation mode.
@@ -179,7 +172,7 @@ class RolloutCollector:
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
-            blocks: Those of this rank that play (fewer than all require ``auto_reset=False``); None: all.
+            blocks: Blocks of this rank that play (fewer than all require ``auto_reset=False``); None: all.
         """
         env_ids = self._envs_of(self.blocks if blocks is None else blocks)
         recorder = _Recorder(self.num_chunks, len(env_ids))
@@ -233,12 +226,8 @@ def _results(futures: list[Future]) -> list[Any]:
 class _Rollout:
     """The part of one rollout that one worker thread plays.
 
-    Attributes:
-        env: The thread's env; rows beyond ``env_ids`` stay idle.
-        recorder: Where observations go, into its ``columns``.
-        env_ids: int64 ``[B]``, global index of each row.
-        columns: The rows' place among those of this rank.
-        uniforms: ``[T, B, U]`` in (0, 1), from which the policy samples.
+    ``env_ids``, int64 ``[B]``, are the global indices of the rows; further rows of ``env`` stay idle. ``columns`` is
+    their place among all rows of this rank. The policy samples from ``uniforms``, ``[T, B, U]`` in (0, 1).
     """
 
     collector: RolloutCollector
@@ -271,7 +260,7 @@ class _Rollout:
         self.observation, _ = self.env.reset(options=options)
         return self.observation
 
-    def _next_episode(self, row: int) -> EpisodeSpec:
+    def _next_episode(self, row: int) -> EpisodeSpec:  # under auto-reset
         self.positions[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
@@ -347,10 +336,8 @@ class _Rollout:
         def stack(arrays: list[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.stack(arrays)[:, : len(self.env_ids)])
 
-        shape = (len(chunks), len(self.env_ids))
-        sampler = self.collector.sampler
-        ids = stack(episode_ids)
-        groups = torch.tensor([sampler.group_of(int(i)) + self.attempt * ATTEMPT_STRIDE for i in self.env_ids])
+        shape, ids = (len(chunks), len(self.env_ids)), stack(episode_ids)
+        groups = torch.tensor(self.env_ids // self.collector.sampler.group_size + self.attempt * ATTEMPT_STRIDE)
         return RolloutBatch(
             observation=self.observation,  # placeholder: `collect` puts the recorder's rows here
             action_tokens=torch.stack(tokens),

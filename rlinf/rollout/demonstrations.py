@@ -25,18 +25,15 @@ class Demonstrator(Protocol):
         """Return labels and actions to execute, float32 ``[B, D]`` each. Only rows that are ``running`` (bool ``[B]``) are used."""
 
     def restart(self, row: int) -> None:
-        """Start over in ``row``, whose episode restarts."""
+        """Note that the episode in ``row`` restarts."""
 
 
 @dataclass
 class Demonstrations:
-    """Rows of an observation and the next ``C`` expert actions.
+    """``N`` observations, the expert's actions there, and the result of each demonstration.
 
-    Attributes:
-        observation: ``N`` rows.
-        actions: float32 ``[N, C, D]`` in env units: the expert's actions at this row and the ``C - 1`` following rows. The
-            last action is repeated past the end of the episode.
-        episodes: Result of each demonstration.
+    ``actions`` are float32 ``[N, C, D]`` in env units: the expert's at this row and the ``C - 1`` following rows. The
+    last one is repeated past the end of the episode.
     """
 
     observation: Observation
@@ -52,15 +49,14 @@ class Demonstrations:
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return the rows ``index`` (int64 ``[B]``) and their actions."""
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 
 class ExpertDemonstrator:
     """The scripted expert of an env.
 
-    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels are
-    the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
+    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels
+    are the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -85,15 +81,10 @@ class ExpertDemonstrator:
 class EpisodeBatch:
     """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs. The other envs were idle.
 
-    Attributes:
-        seen: ``T`` observations of all envs, each before an action.
-        labels: float32 ``[T, B, D]``.
-        rewards: float32 ``[T, B]``, paid for the executed action.
-        success: bool ``[T, B]``: the goal is reached after the action.
-        executed: float32 ``[T, B, D]``: what was done.
-        truncated: bool ``[B]``: the time limit ended the episode.
-        alive: bool ``[T, B]``: the row belongs to the env's episode; all false for an idle env.
-        results: One per episode.
+    ``seen`` are ``T`` observations of all envs, each before an action. ``labels`` and ``executed`` are float32 ``[T, B,
+    D]``; ``rewards`` (float32) and ``success`` (bool), ``[T, B]``, follow from the executed action. ``truncated``, bool
+    ``[B]``: the time limit ended the episode. ``alive``, bool ``[T, B]``: the row belongs to the env's episode.
+    ``results`` has one per episode.
     """
 
     seen: list[Observation]
@@ -152,14 +143,9 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Let the env's scripted expert play training episodes.
+    """Let the scripted expert of an env without auto-reset play training episodes, with tasks in equal shares.
 
-    Args:
-        env: An env without auto-reset.
-        num_episodes: Number of demonstrations, drawn from the training split, with tasks in equal shares.
-        expert: Options and noise of the expert (``ExpertDemonstrator``), and whether failed episodes are kept.
-        chunk_len: ``C``.
-        seed: Fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+    ``seed`` fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
     """
     specs = demonstration_specs(env, num_episodes, seed)
     observations: list[Observation] = []

@@ -1,9 +1,10 @@
 """The parity gate: compare, at every step, what rollout and trainer compute from the same weights.
 
-In float32 the gate limits the largest gap and stops the run at any step. In 16 bits a single large gap may be rounding, so the
-gate limits the mean of ``exp |gap|``, which rounding keeps near 1. It then stops the run only where rounding is smallest and
-faults are most visible: at the first step of a process (backend, versions, hardware, settings) and at the first step after an
-update of the policy (weight sync). Later it warns, because a policy at the edge of its number format may cross the limit too.
+In float32 the gate limits the largest gap and stops the run at any step. In 16 bits a single large gap may be rounding,
+so the gate limits the mean of ``exp |gap|``, which rounding keeps near 1. It then stops the run only where rounding is
+smallest and faults are most visible: at the first step of a process (backend, versions, hardware, settings) and at the
+first step after an update of the policy (weight sync). Later it warns, because a policy at the edge of its number
+format may cross the limit too.
 """
 
 from __future__ import annotations
@@ -88,21 +89,20 @@ class ParityGate:
 def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple[dict[str, float], str | None]:
     """Compare ``rollout_logprobs`` with ``old_logprobs`` of executed actions, and ``rollout_values`` with ``values``.
 
-    Different code computes the two from the same weights, so in float32 log-probabilities agree to about 1e-5. A larger gap
-    means that rollout and trainer saw different weights, images, prompts, masks or temperatures; every importance ratio of
-    the update would be wrong. Values are compared because advantages mix the trainer's values with the rollout's values of
-    truncated episodes.
+    Different code computes the two from the same weights, so in float32 log-probabilities agree to about 1e-5. A larger
+    gap means that rollout and trainer saw different weights, images, prompts, masks or temperatures; every importance
+    ratio of the update would be wrong. Values are compared because advantages mix the trainer's values with the
+    rollout's values of truncated episodes.
 
     Args:
-        batch: This rank's envs, time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
+        batch: This rank's envs, time-major; ``rollout_values`` may be None.
         step: Iteration of the run.
-        max_gap: Largest accepted difference, in the units of ``MAX_GAP``; None: limit the mean of ``exp |gap|`` to
-            ``MAX_EXP_GAP``.
+        max_gap: Largest accepted difference (see ``MAX_GAP``); None: limit the mean of ``exp |gap|`` to ``MAX_EXP_GAP``.
 
     Returns:
-        Metrics of all ranks (importance ratios are those of whole actions). Then, if the gap is too large, a sentence that
-        names the worst sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises
-        the same (a collective call).
+        Metrics of all ranks (importance ratios of whole actions). Then, if the gap is too large, a sentence that names the worst
+        sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises the same (a
+        collective call).
     """
     executed, difference = _differences(batch)
     mask = executed.unsqueeze(-1)

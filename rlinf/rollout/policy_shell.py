@@ -5,36 +5,21 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-
-
-class _Empty(NamedTuple):
-    """A tensor of the state dict, whose numbers a push of weights brings. Tied tensors have one ``key``.
-
-    ``is_trained``: its ``requires_grad``. No gradients are computed in a player, but torch chooses kernels by it, and different kernels
-    round differently.
-    """
-
-    key: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    is_parameter: bool
-    is_trained: bool
+from rlinf.rollout.shared_memory import TensorForm, refuse_main_script
 
 
 @dataclass(frozen=True)
 class PolicyShell:
-    """A pickled policy: all of it but the numbers of its state dict.
+    """A pickled policy without the numbers of its state dict, which a push of weights brings.
 
-    A player needs neither the files of the weights nor to know how the trainer came by them (a folder, a checkpoint, adapters,
-    statistics of a dataset). Buffers outside the state dict, which no push would bring, keep their numbers.
+    A player needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a
+    dataset). Buffers outside the state dict keep their numbers.
     """
 
     data: bytes
@@ -60,9 +45,8 @@ class PolicyShell:
 
         policy = _Unpickler(io.BytesIO(self.data)).load()
         for module in policy.modules():
-            if isinstance(
-                module, PreTrainedModel
-            ):  # which its constructor does; without it, a model returns no hidden states
+            if isinstance(module, PreTrainedModel):
+                # Its constructor, which a pickle does not call, does this. Without it, a model returns no hidden states.
                 _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
         return policy.to(device).eval()
 
@@ -74,15 +58,10 @@ class _Pickler(pickle.Pickler):
         pushed = set(model.state_dict())
         self.pushed = {id(tensor) for name, tensor in named if name in pushed}
 
-    def persistent_id(self, value: Any) -> _Empty | None:
-        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
-        if not isinstance(value, Tensor) or id(value) not in self.pushed:
-            return None
-        stride = torch.empty_like(value, device="meta").stride()  # without gaps
-        return _Empty(
-            id(value), tuple(value.shape), stride, value.dtype, isinstance(value, nn.Parameter), value.requires_grad
-        )
+    def persistent_id(self, value: Any) -> tuple[int, TensorForm] | None:
+        refuse_main_script(value)
+        # The id is the same for tied tensors, which stay tied.
+        return (id(value), TensorForm.of(value)) if isinstance(value, Tensor) and id(value) in self.pushed else None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -90,8 +69,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self.made: dict[int, Tensor] = {}
 
-    def persistent_load(self, empty: _Empty) -> Tensor:
-        if empty.key not in self.made:
-            tensor = torch.empty_strided(empty.shape, empty.stride, dtype=empty.dtype)
-            self.made[empty.key] = nn.Parameter(tensor, empty.is_trained) if empty.is_parameter else tensor
-        return self.made[empty.key]
+    def persistent_load(self, pushed: tuple[int, TensorForm]) -> Tensor:
+        key, form = pushed
+        if key not in self.made:
+            self.made[key] = form.typed(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
+        return self.made[key]

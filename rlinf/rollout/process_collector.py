@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -32,12 +33,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class _RolloutWorker(ChildProcess):
-    """One process, and the memories of its answers.
-
-    Attributes:
-        asked: What it has been asked for and not answered yet, in this order.
-        answered: Its answers that nobody has taken yet.
-    """
+    """One process, the memories of its answers, its open requests in order, and its answers that were not taken yet."""
 
     def __init__(self, number: int, num_threads: int, task: SharedTask, num_slots: int) -> None:
         self.number = number
@@ -49,56 +45,59 @@ class _RolloutWorker(ChildProcess):
         self.launch("rlinf.rollout.worker_process:main", f"rollout worker {number}", memories, environment)
 
 
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Settings of each rollout process.
+
+    ``seed`` is for the global random generators, which each process seeds differently. ``prepare`` (imports of user
+    code) is called before anything else is sent to the process.
+    """
+
+    num_threads: int = 1
+    precision: str = "fp32"
+    seed: int = 0
+    prepare: Callable[[], object] = bool
+
+
 class ProcessCollector:
     """Collects the rollouts of a ``RolloutCollector`` in processes, which share no Python lock.
 
-    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared memory, so the
-    processes see every update that is written into them; nothing is pushed. Episodes and random numbers derive from the iteration
-    and the block, so the number of processes changes no more than the rounding of matrix products.
+    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared
+    memory, so the processes see every update that is written into them; nothing is pushed. Episodes and random numbers
+    derive from the iteration and the block, so the number of processes changes no more than the rounding of matrix
+    products.
 
-    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for before the
-    first is taken. There are as many copies of the trained weights, and a rollout is played with the copy that ``issue`` made.
-    Frozen weights exist once.
+    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for
+    before the first is taken. There are as many copies of the trained weights, and a rollout is played with the copy
+    that ``issue`` made. Frozen weights exist once.
 
-    The processes start at once, in the background. Their log records and warnings appear in this process while it waits for them.
+    The processes start at once, in the background. Their log records and warnings appear in this process while it waits
+    for them. Raise ConfigError, and leave no process and the policy as before, if one cannot be started or something
+    cannot be sent to it.
 
     Args:
         make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` makes the collector of a process. It, the policy and the
             envs are sent to the processes, so their classes must be in modules.
         model: The policy, on the CPU. Its tensors must stay where they are from now on.
+        settings: Of each process.
         num_blocks: Blocks over all ranks; a multiple of the processes of all ranks.
         num_processes: Of this rank.
         max_ahead: Rollouts that can be asked for and not taken, each with weights of its own. 0: one, with the weights of ``model``,
             which must not change before it is taken.
-        num_threads: Threads of torch in each process.
-        precision: In which the policy computes.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
-        seed: Of the global random generators, which each process seeds differently.
-        prepare: Called in each process before anything else is sent to it: imports of user code.
-
-    Attributes:
-        blocks: Those of this rank.
-        num_processes: Of this rank.
-
-    Raises:
-        ConfigError: Something cannot be sent to another process (``SharedTask``), or a process cannot be started. None is left,
-            and the policy can be used as before.
     """
 
     def __init__(
         self,
         make_collector: Callable[..., RolloutCollector],
         model: ActionModel,
+        settings: ProcessSettings = ProcessSettings(),
         *,
         num_blocks: int,
         num_processes: int,
         max_ahead: int = 0,
-        num_threads: int = 1,
-        precision: str = "fp32",
         rank: int = 0,
         num_ranks: int = 1,
-        seed: int = 0,
-        prepare: Callable[[], object] = bool,
     ) -> None:
         self.model = model
         self.blocks = own_blocks(num_blocks, rank, num_ranks)
@@ -106,18 +105,18 @@ class ProcessCollector:
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
         self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the players
-        self._untaken: dict[int, tuple[int, int]] = {}  # what each of them plays, or has played
+        self._untaken: dict[int, tuple[int, int]] = {}  # player to the (step, attempt) of its rollout
         self.workers: list[_RolloutWorker] = []
-        level = logging.getLogger("rlinf").getEffectiveLevel()
+        level, num_threads = logging.getLogger("rlinf").getEffectiveLevel(), settings.num_threads
         try:
             self.players = [_copy_of_trained(model) for _ in range(max_ahead)] or [model]
             models = nn.ModuleList(self.players)
-            self._task = task = SharedTask(RolloutTask(make_collector, models, precision), models)
+            self._task = task = SharedTask(RolloutTask(make_collector, models, settings.precision), models)
             for number in range(num_processes):
                 self.workers.append(_RolloutWorker(number, num_threads, task, len(models)))
                 place, of = rank * num_processes + number, num_processes * num_ranks
-                own_seed = derive_seed(seed, "rollout process", place)
-                start = WorkerStart(prepare, task.start, task.size, place, of, own_seed, num_threads, level)
+                seed = derive_seed(settings.seed, "rollout process", place)
+                start = WorkerStart(settings.prepare, task.start, task.size, place, of, seed, num_threads, level)
                 self._send(self.workers[-1], start)
         except BaseException as error:
             end_all(self.workers, 0.0)
@@ -126,42 +125,32 @@ class ProcessCollector:
             raise ConfigError(f"A rollout process cannot be started: {type(error).__name__}: {error}.") from error
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes can play, or raise why one cannot. ``take`` does this, too.
-
-        Raise a user error of a process unchanged, RankError if one died or hit a bug.
-        """
+        """Wait until all processes can play. Raise a user error of one unchanged, RankError if one died or hit a bug."""
         self._answers(READY)
 
     def close(self) -> None:
-        """End the processes."""
         end_all(self.workers, CLOSE_TIMEOUT_S)
 
     @record_function("rollout")
-    def collect(
-        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
-    ) -> RolloutBatch:  # fmt: skip
+    def collect(self, *arguments: Any, **options: Any) -> RolloutBatch:
         """Play one rollout: ``issue``, then ``take``."""
-        return self.take(self.issue(model, step, policy_version, needs_values, attempt, blocks))
+        return self.take(self.issue(*arguments, **options))
 
     def issue(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
-        """Ask for a rollout; see ``RolloutCollector.collect`` for the arguments. ``model`` is the one that is shared.
+        """Ask for a rollout of the shared ``model``; return ``step`` and ``attempt``, for ``take``.
 
-        With copies, the weights are those of the moment unless the copy of ``step`` has those of ``policy_version`` already. The copy
-        is that of ``step - max_ahead``, whose rollout has been taken. Return ``step`` and ``attempt``, for ``take``.
-
-        Raises:
-            RLinfError: ``model`` is not what the processes compute with, the processes have ended, or the copy of ``step`` has a rollout
-                that was not taken.
+        ``RolloutCollector.collect`` explains the arguments. A copy gets the present weights, unless it holds
+        ``policy_version`` already. The steps take the copies in turn: raise RLinfError if the rollout of ``step -
+        max_ahead`` was not taken.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:
             raise RLinfError(
                 f"{len(moved)} tensors of the policy are not in the memory that the rollout processes share ({', '.join(moved[:3])}); "
-                "required: updates written into the tensors that it had. Rollouts would be those of older weights. "
+                "required: updates written into the tensors that it had. Rollouts would come from older weights. "
                 "Set rollout.worker_processes=0"
             )
         self._check_running()
@@ -184,10 +173,7 @@ class ProcessCollector:
         return step, attempt
 
     def take(self, issued: tuple[int, int]) -> RolloutBatch:
-        """Wait for a rollout that was asked for, and return it.
-
-        Raise a user error of a process unchanged, RLinfError if they have ended, RankError if one died or hit a bug.
-        """
+        """Wait for a rollout that was asked for, and return it; raise as ``wait_until_ready`` does."""
         self._check_running()
         answers, slot = self._answers(issued), issued[0] % len(self.players)
         memories = [worker.answers[slot].file for worker in answers]
@@ -224,7 +210,7 @@ class ProcessCollector:
         return {worker: worker.answered.pop(wanted) for worker in asked}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
-        """Return an answer if there is one, or raise the worker's error; log or warn what the worker has logged or warned."""
+        """Return an answer if there is one, or raise the worker's error; pass its log records and warnings on."""
         try:
             if not worker.connection.poll():
                 return None
@@ -257,7 +243,7 @@ def _copy_of_trained(model: ActionModel) -> ActionModel:
 
 @torch.no_grad()
 def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Copy what ``_copy_of_trained`` does not share."""
+    """Copy the tensors that ``_copy_of_trained`` does not share."""
     new = _tensors(source)
     for name, tensor in _tensors(target).items():
         if tensor is not new[name]:

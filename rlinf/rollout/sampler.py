@@ -13,13 +13,8 @@ from rlinf.types import EpisodeSpec
 class EpisodeSampler:
     """Choose training episodes, with tasks in equal shares.
 
-    Attributes:
-        specs: Training split, tasks in round-robin order.
-        num_tasks: Length of one round.
-        num_groups: Groups of envs per iteration, over all ranks.
-        group_size: Environments that share each episode.
-        seed: Seed of the run.
-        init_states: ``random``, ``ordered`` or ``fixed``, see ``spec``.
+    ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups
+    over all ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.
     """
 
     specs: Sequence[EpisodeSpec]
@@ -30,19 +25,15 @@ class EpisodeSampler:
     seed: int = 0
     init_states: str = "random"
 
-    def group_of(self, env_id: int) -> int:
-        """Return the group of an env (global index)."""
-        return env_id // self.group_size
-
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
         """Return episode ``position`` of an env (global index) in iteration ``step``, in its rollout ``attempt``.
 
         ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from a uniformly drawn initial state.
-        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of an env
-        is the one with which the next iteration starts.
-        ``fixed``: as ``ordered``, but each iteration starts at the first episode.
+        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of
+        an env is the one with which the next iteration starts. ``fixed``: as ``ordered``, but each iteration starts at
+        the first episode.
         """
-        group = self.group_of(env_id)
+        group = env_id // self.group_size
         if self.init_states == "random":
             rounds = len(self.specs) // self.num_tasks
             draw = derive_seed(self.seed, "episode", step, group, position, attempt) % rounds

@@ -1,4 +1,4 @@
-"""What ``ProcessCollector`` and its workers hold in shared memory: the task with the policy's tensors, and the answers."""
+"""The shared memory of ``ProcessCollector`` and its workers: the task with the policy's tensors, and the answers."""
 
 from __future__ import annotations
 
@@ -17,34 +17,51 @@ from rlinf.distributed.child_process import SharedMemory
 from rlinf.errors import ConfigError
 
 ALIGNMENT = 64
-"""Bytes; a multiple of them is where each array begins."""
+"""Each array begins at a multiple of so many bytes."""
 
 
-class Place(NamedTuple):
-    """The place of a tensor in shared memory.
+class TensorForm(NamedTuple):
+    """All of a tensor but its numbers.
 
-    ``is_trained``: its ``requires_grad``. No gradients are computed in a worker, but torch chooses kernels by it, and different kernels
-    round differently.
+    ``is_trained`` is its ``requires_grad``: other processes compute no gradients, but torch chooses kernels by it, and
+    different kernels round differently.
     """
 
-    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
     is_trained: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        """Return the form of ``tensor``, with strides that leave no gaps."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(tuple(tensor.shape), stride, tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+
+    def typed(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` as a parameter if the original was one."""
+        return nn.Parameter(tensor, self.is_trained) if self.is_parameter else tensor
+
+
+class Place(NamedTuple):
+    """The place of a tensor in shared memory."""
+
+    offset: int
+    form: TensorForm
+
     def tensor(self, memory: mmap.mmap) -> Tensor:
         """Return the tensor, which shares the memory."""
-        count = math.prod(self.shape)
-        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
-        return flat.as_strided(self.shape, self.stride)
+        form, count = self.form, math.prod(self.form.shape)
+        flat = torch.frombuffer(memory, dtype=form.dtype, count=count, offset=self.offset)
+        return flat.as_strided(form.shape, form.stride)
 
 
 class SharedTask:
-    """A task for other processes, in shared memory, whose model computes there, too.
+    """A task for other processes. Its model's tensors are moved into shared memory, so all processes see every update.
 
-    The tensors of the model are moved into the memory. What is written into them is seen by all processes at once.
+    Raise ConfigError, and move nothing, if the task holds an object that cannot be pickled or a class of the main
+    script, or if two tensors of the model share memory, which the move would separate.
 
     Args:
         task: Anything that can be pickled and holds ``model``.
@@ -53,11 +70,6 @@ class SharedTask:
     Attributes:
         memory: Tensors, then the pickled task.
         start, size: Bytes of the pickled task.
-
-    Raises:
-        ConfigError: The task cannot be sent to another process: it holds an object that cannot be pickled, or a class of the
-            main script, which other processes cannot import. Or memory of the model is that of several tensors, which the
-            move would separate. Nothing has been moved.
     """
 
     def __init__(self, task: Any, model: nn.Module) -> None:
@@ -66,9 +78,7 @@ class SharedTask:
         _refuse_overlaps(list(tensors.values()), [])
         places, end = {}, 0
         for key, tensor in tensors.items():
-            stride = torch.empty_like(tensor, device="meta").stride()  # without gaps
-            is_parameter, is_trained = isinstance(tensor, nn.Parameter), tensor.requires_grad
-            places[key] = Place(end, tuple(tensor.shape), stride, tensor.dtype, is_parameter, is_trained)
+            places[key] = Place(end, TensorForm.of(tensor))
             end += aligned(tensor.numel() * tensor.element_size())
         data = io.BytesIO()
         pickler = _TaskPickler(data, places)
@@ -87,7 +97,7 @@ class SharedTask:
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors().items()}
 
     def moved(self) -> list[str]:
-        """Return the names of the model's tensors that are not, or no longer, stored in the shared memory."""
+        """Return the names of the model's tensors outside the shared memory."""
         return [name for name, tensor in self._tensors().items() if tensor.data_ptr() != self._addresses.get(name)]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -119,6 +129,12 @@ def read_task(memory: mmap.mmap, start: int, size: int) -> Any:
     return _TaskUnpickler(memory, start, size).load()
 
 
+def refuse_main_script(value: Any) -> None:
+    """Raise PicklingError for a class or function of the main script, which other processes cannot import."""
+    if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+        raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
+
+
 class _TaskPickler(pickle.Pickler):
     """Writes the ``Place`` of a shared tensor in its stead, and notes the other tensors on the CPU."""
 
@@ -128,8 +144,7 @@ class _TaskPickler(pickle.Pickler):
         self.other_tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Place | None:
-        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
+        refuse_main_script(value)
         if not isinstance(value, Tensor):
             return None
         place = self.places.get(id(value))
@@ -144,17 +159,11 @@ class _TaskUnpickler(pickle.Unpickler):
         self.memory = memory
 
     def persistent_load(self, place: Place) -> Tensor:
-        tensor = place.tensor(self.memory)
-        return nn.Parameter(tensor, place.is_trained) if place.is_parameter else tensor
+        return place.form.typed(place.tensor(self.memory))
 
 
 class Answer(NamedTuple):
-    """What a worker answers.
-
-    Attributes:
-        data: A pickle without its arrays.
-        sizes: Bytes of the arrays, which lie one after the other in the memory of the worker's answers.
-    """
+    """A pickle without its arrays, and their sizes in bytes. They lie one after the other in the memory of the worker's answers."""
 
     data: bytes
     sizes: list[int]
@@ -179,7 +188,7 @@ def write_answer(value: Any, file: int) -> Answer:
 
 
 def read_answer(answer: Answer, file: int) -> Any:
-    """Return the value, whose arrays are those in the shared memory: copy them before the worker writes the next ones."""
+    """Return the value. Its arrays lie in the shared memory: copy them before the worker writes its next answer."""
     views, first = [], 0
     if answer.sizes:
         memory = memoryview(mmap.mmap(file, sum(map(aligned, answer.sizes))))

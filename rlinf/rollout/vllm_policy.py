@@ -25,13 +25,8 @@ SEED_BITS = 24
 class VllmPolicy:
     """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
-    Args:
-        model: Unsharded torch policy, whose weights are sent to the engine.
-        options: Settings of the engine.
-        num_envs: Largest number of envs that act at once.
-        num_threads: CPU threads of the engine.
-        trained: Tensors that training changes (``trained_names``), if ``model`` is the replica of another one; None: those
-            that ``model`` trains.
+    ``model`` is unsharded; its weights are sent to the engine. At most ``num_envs`` act at once. ``trained`` are the
+    tensors that training changes, if ``model`` is the replica of another one; None: ``trained_names(model)``.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
@@ -64,15 +59,12 @@ class VllmPolicy:
         tokenizer: Any = model.action_tokenizer
         self.allowed_token_ids = list(range(tokenizer.first_token, tokenizer.vocab_size))
 
-    # -- weights -------------------------------------------------------------------------------------------------
-
     def update_weights(self, version: int) -> None:
         """Send the torch model's weights to the engine, unless it has this version already."""
-        self.version = None
+        self.version = None  # unknown if the transfer fails
         if self.engine.version != version:
-            self.engine.update_weights(
-                MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
-            )
+            weights = MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
+            self.engine.update_weights(weights)
         self.version = version
 
     def sleep(self) -> None:
@@ -80,11 +72,10 @@ class VllmPolicy:
         self.engine.sleep(keep_weights=len(self.trained) < len(list(base_tensors(self.model))))
 
     def close(self) -> None:
-        """End the engine."""
         self.engine.close()
         self.buckets.close()
 
-    # -- what a rollout calls ------------------------------------------------------------------------------------
+    # The interface of ``ActionModel`` in a rollout.
 
     @property
     def num_logprobs(self) -> int:
@@ -96,10 +87,7 @@ class VllmPolicy:
         """``K``, the number of sampled tokens of a policy call."""
         return self.model.num_sampled
 
-    @property
-    def num_uniforms(self) -> int:
-        """2: two random numbers make the seed of a row."""
-        return 2
+    num_uniforms = 2  # two random numbers make the seed of a row
 
     def resize_images(self, observation: Observation) -> Observation:
         """Resize images with the torch model."""
@@ -113,16 +101,10 @@ class VllmPolicy:
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Sample the actions of ``B`` rows.
+        """Sample the actions of ``B`` rows; without ``do_sample``, take the most likely tokens.
 
-        Args:
-            do_sample: False: take the most likely tokens.
-            temperature: Divides the logits.
-            uniforms: ``[B, 2]`` in (0, 1), which make the seeds of the rows; None: new seeds at each call.
-            **inputs: What ``preprocess`` returned.
-
-        Returns:
-            ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        ``uniforms``, ``[B, 2]`` in (0, 1), make the seeds of the rows; None: new seeds at each call. In the result,
+        ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
         """
         num_tokens = self.num_logprobs
         sampling = {
@@ -133,9 +115,10 @@ class VllmPolicy:
         prompts = self.adapter.prompts(self.model.config, inputs)
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
-        found, wanted = result.version, self.version
-        if found != wanted:
-            raise RLinfError(f"The vLLM engine answered with weights of version {found}; required: {wanted}.")
+        if result.version != self.version:
+            raise RLinfError(
+                f"The vLLM engine answered with weights of version {result.version}; required: {self.version}."
+            )
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
         logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)

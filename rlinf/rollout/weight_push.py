@@ -1,4 +1,4 @@
-"""From the trainer's weights to the rollout's: complete, or refused."""
+"""Push the trained weights to the rollout policy, completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from rlinf.optim.finite import check_finite
 
 
 class WeightPush:
-    """Keeps a rollout policy equal to a trained one.
+    """Keeps the rollout policy, which collects the rollouts, equal to the trained model.
 
-    Where they are the same object nothing is copied. When the trainer is sharded, every rank holds a full copy for rollouts, which
-    then need no collective calls while they play. The first push copies every tensor, the next ones only what training changes.
+    The rollout policy is ``generator`` if there is one, else ``rollout_model``. A ``rollout_model`` that is not the
+    trained model itself is a full replica on each rank, so that rollouts of a sharded trainer need no collective calls.
+    The first push copies every tensor, the next ones only the trained ones.
 
     Args:
         trainer_model: The trained model, sharded or not.
-        rollout_model: A full model of the same architecture, or ``trainer_model`` itself. On the meta device it only describes
+        rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device it only describes
             the policy, and ``generator`` takes the weights from the trained model.
-        generator: What plays with the trained weights after ``update_weights(version)``; None: ``rollout_model`` plays.
+        generator: An engine or players with ``update_weights(version)``, or None.
     """
 
     def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
@@ -39,10 +40,7 @@ class WeightPush:
 
     @property
     def rollout_policy(self) -> Any:
-        """The policy that collects rollouts.
-
-        Raise RLinfError if the last push was refused or broke off, because it may hold parts of two versions.
-        """
+        """The policy that collects rollouts; RLinfError if the last push failed, because it may hold parts of two versions."""
         if self.version is None:
             raise RLinfError(
                 "The rollout policy has no complete weights: the last push failed, or there was none. Push again"
@@ -52,14 +50,11 @@ class WeightPush:
     @torch.no_grad()
     @waiting("push")
     def push(self, version: int) -> int:
-        """Bring the rollout policy to the trained weights (a collective call); return the version that it now holds.
+        """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
 
-        A replica that holds this version already is not copied again. One all-gather for each FSDP unit with trained weights, and two
-        sums of flags.
-
-        Raises:
-            NonFiniteError: A weight is not finite; nothing was copied.
-            RLinfError: Names or shapes differ, the copy does not equal the original, or another rank refused.
+        A replica that holds this version already is not copied again. Costs one all-gather for each FSDP unit with
+        trained weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
+        RLinfError if names or shapes differ, the copy does not equal the original, or another rank refused.
         """
         base, self.version = self.version, None
         on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in self._tensors().items()}))
@@ -89,10 +84,10 @@ class WeightPush:
         self._replica.commit()
 
     def _check_replica(self) -> None:
-        """Compare this rank's part of the trained weights with what the rollout policy computes with, bit for bit.
+        """Compare this rank's part of the trained weights with the replica, bit for bit.
 
-        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an update that is
-        smaller than the rounding.
+        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an
+        update that is smaller than the rounding.
         """
         held, stale = self._replica.tensors, []
         for name, tensor in self._tensors().items():
@@ -102,7 +97,7 @@ class WeightPush:
         if stale:
             raise RLinfError(
                 f"The rollout policy differs from the trained policy after the weight push in {len(stale)} of "
-                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would be those of older weights; this is a fault of "
+                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would come from older weights; this is a fault of "
                 "the weight push (WeightPush), or something writes into the rollout policy"
             )
 
@@ -110,8 +105,8 @@ class WeightPush:
 def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that has any of them.
 
-    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all ranks if the
-    model is sharded.
+    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all
+    ranks if the model is sharded.
     """
     state = model.state_dict()
     units: dict[str, list[str]] = {}
@@ -138,7 +133,7 @@ def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_every_rank(check: Callable[[], None]) -> None:
-    """Run a check without collective calls; the first error of any rank is raised on all of them, so that none waits for another."""
+    """Run a check without collective calls. Raise the first error of any rank on all ranks, so that none waits for another."""
     error: RLinfError | None = None
     try:
         check()

@@ -31,13 +31,7 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """What all workers of a rank have in common.
-
-    Attributes:
-        make_collector: Called with ``rank``, ``num_ranks`` and ``autocast``.
-        models: The policies that play, whose tensors are shared.
-        precision: In which the policy computes (``rlinf.models.precision.autocast``).
-    """
+    """The common task of all workers of a rank: their collectors, the policies that play, in shared memory, and its precision."""
 
     make_collector: Callable[..., RolloutCollector]
     models: nn.ModuleList
@@ -48,13 +42,8 @@ class RolloutTask:
 class WorkerStart:
     """The first message to a worker, which can be read before any code of the user is imported.
 
-    Attributes:
-        prepare: Called before the task is read.
-        start, size: Place of the task in the shared memory.
-        rank, num_ranks: The worker's number among the workers of all ranks.
-        seed: Of the worker's global random generators.
-        num_threads: Threads of torch.
-        log_level: Least level of the records that the parent logs.
+    ``prepare`` is called before the task, which lies at ``start`` of the shared memory, is read. ``rank`` and
+    ``num_ranks`` count the workers of all ranks.
     """
 
     prepare: Callable[[], object]
@@ -74,7 +63,6 @@ class _Sender:
         self._connection, self._lock = connection, threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message."""
         with self._lock:
             self._connection.send(message)
 
@@ -94,6 +82,7 @@ def main() -> None:
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     sender = _Sender(connection)
     try:
+        # The requests end when the parent closes its end of the pipe, or dies.
         _work(_requests(connection), sender, memory, answers)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         with suppress(ConnectionResetError, BrokenPipeError):
@@ -104,16 +93,15 @@ def main() -> None:
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
-    """Yield what the parent sends until it closes its end of the pipe, which also happens when it dies."""
     with suppress(EOFError, ConnectionResetError):
         while True:
             yield connection.recv()
 
 
 def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: Sequence[int]) -> None:
-    """Play as the parent asks: first a ``WorkerStart``, then for each rollout which of the policies plays, and the other arguments.
+    """Read a ``WorkerStart``; then, for each rollout, the number of the policy that plays, and the other arguments.
 
-    The answer goes into the memory of the policy's number.
+    The answer goes into the memory of that number.
     """
     for start in requests:
         logging.root.setLevel(start.log_level)

@@ -30,14 +30,8 @@ GRPO = ["algorithm=grpo", "algorithm.max_resamples=2", "algorithm.kl_coef=0.01",
 
 
 def ahead(staleness: int, *more: str) -> list[str]:
-    overrides = [
-        *SMALL,
-        "rollout.num_lanes=null",
-        "rollout.worker_processes=1",
-        f"cluster.max_staleness={staleness}",
-        *more,
-    ]
-    return overrides + ["algorithm.tis_cap=2.0"] * (staleness > 0)
+    processes = ["rollout.num_lanes=null", "rollout.worker_processes=1", f"cluster.max_staleness={staleness}"]
+    return [*SMALL, *processes, *more, *["algorithm.tis_cap=2.0"] * (staleness > 0)]
 
 
 def finish(run) -> dict[str, torch.Tensor]:
@@ -85,8 +79,9 @@ def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(t
     assert [issued for issued in taken if issued[1] == 0] == [(step, 0) for step in range(5)]
     assert any(issued[1] for issued in taken) == (more is GRPO), "groups were played again"
     assert max(line["rollout/importance_ratio_max"] for line in lines) > 1.01, "control: the weights were older"
-    other = delayed(tmp_path / "other", 0, *more)
-    assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
+    if staleness == 2:
+        other = delayed(tmp_path / "other", 0, *more)
+        assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
 
 
 class Whole(NamedTuple):
@@ -196,8 +191,6 @@ def test_the_parity_gate_finds_faults_in_rollouts_of_older_weights(tmp_path, mon
 def test_a_rollout_of_another_version_is_refused(tmp_path):
     run = build(run_config(tmp_path, *ahead(1, *PPO)))
     issue = run.rl.collector.issue
-    run.rl.collector.issue = lambda model, step, version, *arguments: issue(
-        model, step, version + (step == 2), *arguments
-    )
+    run.rl.collector.issue = lambda model, step, version, *more: issue(model, step, version + (step == 2), *more)
     with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: those of version"):
         finish(run)

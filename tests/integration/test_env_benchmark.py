@@ -11,16 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_last_line_is_json_with_a_ratio():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "vector_env.py"),
-        "--sizes",
-        "2",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
+    command = [sys.executable, "benchmarks/vector_env.py", *"--sizes 2 --rounds 1 --steps 2".split()]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])

@@ -10,25 +10,19 @@ import sys
 import threading
 import time
 from multiprocessing import Pipe
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from processes import is_running
+from walk_env import WalkConfig, WalkVectorEnv
+from wanderer import Wanderer
 
 from rlinf.distributed.child_process import SharedMemory
-from rlinf.envs.process.worker_handle import Worker
+from rlinf.envs.process.env import Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
-from wanderer import Wanderer  # noqa: E402
 
 NUM_KILLS = 4
 
@@ -92,9 +86,7 @@ def test_a_rollout_holds_every_episode_once_while_workers_are_killed():
     batch = collector.collect(Wanderer(), 0, 0, needs_values=False)
     collector.close()
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
-    assert (
-        len(killer.killed) == NUM_KILLS and sum(env.num_restarts for env in envs) == NUM_KILLS and num_lost >= NUM_KILLS
-    )
+    assert len(killer.killed) == sum(env.num_restarts for env in envs) == NUM_KILLS <= num_lost
     for env in range(num_envs):
         valid = batch.loss_mask[:, env]
         ids = torch.unique_consecutive(batch.episode_ids[valid, env]).tolist()
@@ -119,18 +111,15 @@ def test_workers_outlive_the_signals_that_a_terminal_sends_to_its_whole_group():
     env.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "from_outside"),
-    [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGSEGV, False)],
-)
-def test_a_worker_that_somebody_ended_did_not_fail_by_its_episode(number, from_outside):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV])
+def test_a_worker_that_somebody_ended_did_not_fail_by_its_episode(number):
     worker, memory = Worker(np.arange(2)), SharedMemory(1)
     worker.connection, theirs = Pipe()
     worker.log = memory.file
     worker.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     theirs.close()
     worker.process.send_signal(number)
-    assert worker.receive(1.0, "step").from_outside is from_outside
+    assert worker.receive(1.0, "step").from_outside is (number != signal.SIGSEGV)
 
 
 SCRIPT = """
@@ -153,29 +142,17 @@ elif how == "wait":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "signal_sent", "to_group"),
-    [
-        ("hang", signal.SIGKILL, False),
-        ("grip", signal.SIGKILL, False),
-        ("wait", signal.SIGKILL, False),
-        ("hang", signal.SIGINT, True),
-        ("wait", signal.SIGTERM, False),
-        ("raise", None, False),
-        ("end", None, False),
-    ],
-)
+@pytest.mark.parametrize(("how", "signal_sent", "to_group"), [
+    ("hang", signal.SIGKILL, False), ("grip", signal.SIGKILL, False), ("hang", signal.SIGINT, True),
+    ("wait", signal.SIGTERM, False), ("raise", None, False), ("end", None, False),
+])  # fmt: skip
 def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
     """Killed, terminated, Ctrl-C (the signal goes to the whole group), an error, or an env that nobody closed; while the
     workers wait, sleep in a step, or are stuck in C code that holds Python's lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "fault"), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([FIXTURES, *sys.path])},
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "fault"), how]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, env=environment, **pipes)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
     if signal_sent is not None:

@@ -11,10 +11,10 @@ from rlinf.config.schema import build_config
 from rlinf.preflight.validation import validate
 
 SHORT = [
-    "env.tasks=[reach-v3,window-close-v3]", "env.max_episode_steps=3", "env.num_processes=1", "rollout.num_envs=4",
-    "rollout.num_chunks=3", "rollout.num_lanes=1", "sft.max_steps=2", "sft.num_demonstrations=4", "trainer.max_steps=1",
-    "trainer.minibatch_size=4", "trainer.eval_every=0", "evaluation.num_episodes=4", "evaluation.num_envs=4",
-    "evaluation.num_videos_per_task=2", "evaluation.video_size=64", "cluster.num_threads=1",
+    "env.tasks=[reach-v3,window-close-v3]", "env.max_episode_steps=2", "env.num_processes=1", "env.image_size=32",
+    "rollout.num_envs=2", "rollout.num_chunks=2", "rollout.num_lanes=1", "sft.max_steps=1", "sft.num_demonstrations=2",
+    "sft.batch_size=4", "trainer.max_steps=1", "trainer.minibatch_size=4", "trainer.eval_every=0", "evaluation.num_episodes=2",
+    "evaluation.num_envs=2", "evaluation.num_videos_per_task=2", "evaluation.video_size=64", "cluster.num_threads=1",
 ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_the_metaworld_experiment_clones_trains_and_evaluates(tmp_path):
     train(config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/episodes" in line]
-    assert len(evaluations) == 2 and all(line["eval/episodes"] == 4 for line in evaluations)
+    assert len(evaluations) == 2 and all(line["eval/episodes"] == 2 for line in evaluations)
     for line in evaluations:
         assert {"eval/success_rate/reach-v3", "eval/success_rate/window-close-v3"} <= set(line)
     [rollout] = [line for line in lines if "rollout/success_rate" in line]

@@ -67,19 +67,11 @@ DAMAGED_ROWS = {
     "empty image": (FRONT, with_value(2, {"bytes": None, "path": None}), "row 2 has no image"),
     "index twice": ("index", lambda values: [*values[:3], values[2], *values[4:]], "two rows with the index 2"),
     "unknown task": ("task_index", with_value(0, 99), "task_index 99, but meta/tasks.parquet has"),
-    "absolute path": (
-        FRONT,
-        with_value(0, {"bytes": None, "path": "/etc/hostname"}),
-        "'/etc/hostname'; required: a path within",
-    ),
-    "path that leads out": (
-        FRONT,
-        with_value(0, {"bytes": None, "path": "a/../../b.png"}),
-        "'a/../../b.png'; required",
-    ),
+    "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; required: a path within"),
+    "path that leads out": (FRONT, with_value(0, {"bytes": None, "path": "a/../../b.png"}), "'a/../../b.png'; required"),
     "missing image file": (FRONT, with_value(0, {"bytes": None, "path": "images/none.png"}), "none.png"),
     "torn episode": ("episode_index", lambda values: [*values[:-1], values[0]], "not consecutive"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("column", "change", "expected"), DAMAGED_ROWS.values(), ids=DAMAGED_ROWS)
@@ -126,14 +118,8 @@ def test_one_column_cannot_stand_for_two_cameras(lerobot):
 
 
 def everything(dataset) -> list[np.ndarray]:
-    observation, actions = dataset.rows(np.arange(len(dataset)))
-    return [
-        observation.images["front"],
-        observation.state,
-        actions.numpy(),
-        dataset.episode_ids,
-        np.array(observation.instruction),
-    ]
+    seen, actions = dataset.rows(np.arange(len(dataset)))
+    return [seen.images["front"], seen.state, actions.numpy(), dataset.episode_ids, np.array(seen.instruction)]
 
 
 def test_rows_are_in_the_order_of_their_index_wherever_they_lie(lerobot):
@@ -199,23 +185,8 @@ def slow_crc(data: bytes) -> int:
 def test_the_checksum_of_long_records_is_that_of_the_definition(length):
     data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8).tobytes()
     assert masked_crc32c(data) == masked_crc32c(memoryview(data)) == slow_crc(data)
-
-
-def test_one_flipped_bit_of_an_action_is_refused(rlds):
-    dataset = open_rlds(rlds)
-    (path,) = rlds.glob("*-train.tfrecord-*")
-    data = bytearray(path.read_bytes())
-    data[data.find(dataset.actions[1].tobytes()) + 3] ^= 0x02
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"{path.name} is damaged or .*its checksum.*use another"):
-        open_rlds(rlds)
-
-
-def test_an_empty_shard_is_refused(rlds):
-    (path,) = rlds.glob("*-train.tfrecord-*")
-    path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"{path.name} is empty"):
-        open_rlds(rlds)
+    # RFC 3720's CRC-32C of "123456789", with the mask of TensorFlow's crc32c.h.
+    assert slow_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def test_rlds_images_of_another_size_than_described_are_refused(rlds):

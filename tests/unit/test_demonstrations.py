@@ -16,9 +16,10 @@ from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig
 from rlinf.data.frames import Frames
 from rlinf.data.prefetch import Prefetcher
-from rlinf.data.rows import following_rows, shuffled_rows
+from rlinf.data.rows import shuffled_rows
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
+from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import ConfigError
 from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_episodes
 from rlinf.seeding import derive_seed
@@ -105,11 +106,6 @@ def test_a_dataset_gives_the_same_rows_as_demonstrations_in_memory():
         np.testing.assert_array_equal(first.state, second.state)
 
 
-def test_rows_past_the_last_one_repeat_it():
-    found = following_rows(np.array([0, 2, 5]), np.array([2, 2, 5]), 3)
-    assert found.tolist() == [[0, 1, 2], [2, 2, 2], [5, 5, 5]]
-
-
 class Recording:
     """Demonstrations that note which rows are read, and a worker that notes what it is given, in one."""
 
@@ -133,9 +129,7 @@ class Recording:
 
 @pytest.mark.parametrize(("batch_size", "ranks"), [(6, 1), (6, 2), (7, 2), (5, 3), (1, 2)])
 def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, batch_size, ranks):
-    config = build_config(
-        compose_config(["sft.max_steps=4", f"sft.batch_size={batch_size}", "tracking.progress=false"])
-    )
+    config = build_config(compose_config(["sft.max_steps=4", f"sft.batch_size={batch_size}"]))
     found = []
     for rank in range(ranks):
         monkeypatch.setattr(train_worker, "rank", lambda rank=rank: rank)
@@ -212,11 +206,8 @@ def test_an_error_of_a_thread_reaches_the_trainer_and_the_threads_end():
 # -- episodes ----------------------------------------------------------------------------------------------------
 
 
-def tabletop(*overrides, num_envs: int):
-    config = build_config(
-        compose_config(["env=tabletop", "env.tasks=[reach,reach_zone]", "env.state=none", *overrides])
-    )
-    return make_env(config.env, num_envs, auto_reset=False)
+def tabletop(num_envs: int):
+    return make_env(TabletopConfig(tasks=["reach", "reach_zone"], state="none"), num_envs, auto_reset=False)
 
 
 EXPERT = ExpertConfig(jitter=0.3)
@@ -290,11 +281,9 @@ def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_pl
     monkeypatch.setattr(env, "_reset_env", lambda index, spec: (begun.append(spec), reset(index, spec)))
     found = collect_demonstrations(env, 5, EXPERT, 1, seed=5)
     env.close()
-    single = tabletop(num_envs=1)
-    batches = [
-        play_episodes(single, [spec], ExpertDemonstrator(single, EXPERT, 5, [k])) for k, spec in enumerate(begun)
-    ]
-    single.close()
+    one = tabletop(num_envs=1)
+    batches = [play_episodes(one, [spec], ExpertDemonstrator(one, EXPERT, 5, [k])) for k, spec in enumerate(begun)]
+    one.close()
     assert len(begun) == 5 and found.episodes == [batch.results[0] for batch in batches if batch.results[0].success]
     expected = np.concatenate([batch.labels for batch in batches if batch.results[0].success])
     assert sorted(map(bytes, found.actions.numpy())) == sorted(map(bytes, expected))

@@ -12,7 +12,7 @@ import pytest
 
 from rlinf.data import rlds_dataset
 from rlinf.data.formats import describe_dataset
-from rlinf.data.tfrecord import Blobs, masked_crc32c, parse_example, records
+from rlinf.data.tfrecord import Blobs, parse_example, records
 from rlinf.errors import ConfigError
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "rlds"
@@ -58,12 +58,6 @@ def test_the_description_names_cameras_and_widths():
     assert info.state_dims == {"state": 8, "joint_state": 7} and info.action_dim == 7 and info.packages == ()
 
 
-def test_the_checksum_is_that_of_the_specification():
-    # CRC-32C of "123456789" is 0xE3069283 (RFC 3720's polynomial); the mask is that of TensorFlow's crc32c.h.
-    crc = 0xE3069283
-    assert masked_crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
 def field(number: int, payload: bytes) -> bytes:
     """A length-delimited field of a message shorter than 128 bytes."""
     return bytes([number << 3 | 2, len(payload)]) + payload
@@ -93,21 +87,29 @@ def test_packed_and_unpacked_lists_are_read():
     assert [bytes(data[a : a + n]) for a, n in zip(*found["blobs"], strict=True)] == [b"ab", b"", b"c"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "header", "message"])
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 0x02]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "cut": (lambda data, action: data[:-10], "ends"),
+    "empty": (lambda data, action: b"", "is empty"),
+    "header": (lambda data, action: flipped(data, 0), "no record begins at byte 0"),
+    "message": (lambda data, action: flipped(data, 13), "its checksum"),
+    "one bit of an action": (lambda data, action: flipped(data, data.find(action) + 3), "its checksum"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_records_are_refused(tmp_path, damage):
-    folder = Path(shutil.copytree(FIXTURE, tmp_path / "rlds"))
+    folder, (change, words) = Path(shutil.copytree(FIXTURE, tmp_path / "rlds")), DAMAGES[damage]
     (path,) = folder.glob("*-train.tfrecord-*")
-    data = bytearray(path.read_bytes())
-    assert len(list(records(memoryview(bytes(data))))) == 3
-    if damage == "cut":
-        data = data[:-10]
-    elif damage == "header":
-        data[0] ^= 1
-    else:
-        data[13] = 0x7F
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"tiny_rlds-train.* is damaged or incomplete.*use another"):
+    data = path.read_bytes()
+    assert len(list(records(memoryview(data)))) == 3
+    path.write_bytes(change(data, rlds_dataset.open_dataset(folder, CAMERAS, "state").actions[1].tobytes()))
+    with pytest.raises(ConfigError, match=rf"damaged or incomplete.*{words}.*use another") as caught:
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
+    assert path.name in str(caught.value)
 
 
 def test_a_missing_file_and_missing_parts_are_refused(tmp_path):

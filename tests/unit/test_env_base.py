@@ -1,5 +1,6 @@
 """The base class of environments, on a simulator whose numbers are counted by hand."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ from rlinf.envs import ENVS, make_env, register_env
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET, EpisodeList
-from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.envs.libero.tasks import package_folder
+from rlinf.errors import ConfigError, MissingDependencyError, NonFiniteError
 from rlinf.types import EpisodeSpec, Observation
 
 
@@ -76,33 +78,24 @@ def test_reward_modes(mode, expected):
     assert env.chunk_step(np.zeros((1, 4, 1))).rewards.tolist() == [expected]
 
 
-def test_time_limit_truncates_and_does_not_terminate():
-    env = build(1)
-    env.reset(options={"episodes": [spec(100)]})
-    step = env.chunk_step(np.zeros((1, 7, 1)))
-    assert step.truncated.tolist() == [True] and step.terminated.tolist() == [False]
-    assert step.executed.sum() == 5 and not step.episodes[0].success
-
-
-def test_success_in_the_last_step_terminates_and_does_not_truncate():
-    env = build(1)
-    env.reset(options={"episodes": [spec(2)]})
-    step = env.chunk_step(np.zeros((1, 7, 1)))
-    assert step.terminated.tolist() == [True] and step.truncated.tolist() == [False]
-
-
-def test_failure_terminates_without_success():
-    env = build(1)
-    env.reset(options={"episodes": [spec(2)]})
-    step = env.chunk_step(np.array([[[0.0], [1.0], [0.0]]]))
-    assert step.terminated.tolist() == [True] and step.success.tolist() == [False] and step.executed.sum() == 2
-
-
-def test_without_termination_success_is_remembered_until_the_time_limit():
-    env = build(1, terminate_on_success=False)
-    env.reset(options={"episodes": [spec(0)]})
-    step = env.chunk_step(np.zeros((1, 7, 1)))
-    assert step.truncated.tolist() == [True] and step.episodes[0].success and step.episodes[0].num_env_steps == 5
+@pytest.mark.parametrize(
+    ("init_state", "settings", "actions", "expected"),
+    [
+        (100, {}, [0] * 7, (False, True, False, 5)),
+        (2, {}, [0] * 7, (True, False, True, 5)),  # a success in the last step is no truncation
+        (2, {}, [0, 1, 0], (True, False, False, 2)),  # a failure
+        (0, {"terminate_on_success": False}, [0] * 7, (False, True, True, 5)),  # success at 3 is remembered
+    ],
+    ids=["time limit", "success in the last step", "failure", "success without termination"],
+)
+def test_an_episode_has_one_end(init_state, settings, actions, expected):
+    env = build(1, **settings)
+    env.reset(options={"episodes": [spec(init_state)]})
+    step = env.chunk_step(np.array(actions, dtype=float)[None, :, None])
+    (result,) = step.episodes
+    ends = step.terminated.item(), step.truncated.item()
+    assert (*ends, step.success.item(), step.executed.sum()) == expected
+    assert (result.success, result.num_env_steps) == expected[2:]
 
 
 def test_finished_rows_freeze_and_are_not_observed_again():
@@ -181,6 +174,7 @@ def test_reset_without_options_draws_training_episodes_by_seed():
 
 def test_episode_list_is_round_robin_and_disjoint():
     env = build(num_train_init_states=4, num_eval_init_states=2)
+    assert env.task_names == ["one", "two", "three"] and build(tasks=["three", "one"]).task_names == ["one", "three"]
     train, held_out = env.episode_specs("train"), env.episode_specs("eval")
     assert (len(train), len(held_out)) == (12, 6)
     assert [one.task_id for one in train[:6]] == [0, 1, 2, 0, 1, 2] and train[-1] == train[11]
@@ -188,11 +182,6 @@ def test_episode_list_is_round_robin_and_disjoint():
     with pytest.raises(IndexError):
         train[12]
     assert len(EpisodeList("x", 10, 10**8, 0, 0)) == 10**9  # made on demand
-
-
-def test_task_filter_keeps_the_suites_order():
-    env = build(tasks=["three", "one"])
-    assert env.task_names == ["one", "three"]
 
 
 @pytest.mark.parametrize(
@@ -206,27 +195,20 @@ def test_task_filter_keeps_the_suites_order():
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
         (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
-        (
-            lambda: build(auto_reset=True).reset(options={"episodes": [spec(0), None]}),
-            "Row 1 got None.*auto_reset=False",
-        ),
+        (lambda: build(1, True).reset(options={"episodes": [None]}), "None for each of 1 envs"),
+        (lambda: build(2, True).reset(options={"episodes": [spec(0), None]}), "Row 1 got None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
         (lambda: build().expert_actions(), "no scripted expert"),
         (lambda: build().render_frames([0], 64), "cannot draw"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
-        (
-            lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True),
-            "required: a TabletopConfig. Pass TabletopConfig",
-        ),
-        (
-            lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
-            r"got a DictConfig; required: an EnvConfig\. Pass build_config\(<composed configuration>\)\.env",
-        ),
+        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "required: a TabletopConfig. Pass TabletopConfig"),
+        (lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
+         r"got a DictConfig; required: an EnvConfig\. Pass build_config\(<composed configuration>\)\.env"),
         (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; required: an EnvConfig"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
@@ -292,9 +274,65 @@ def test_registered_env_is_made_by_name():
         ENVS._entries.pop("counting")
 
 
-def test_importing_the_package_imports_no_simulator():
-    code = "import rlinf.envs, sys; print({'mujoco', 'torch', 'gymnasium'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+def test_modules_of_envs_import_neither_simulators_nor_torch():
+    """So that a worker process starts fast, and a missing simulator is no error of an import."""
+    names = "{'torch', 'mujoco', 'libero', 'robosuite', 'metaworld', 'mani_skill', 'sapien'}"
+    modules = ", ".join(f"rlinf.envs{name}" for name in ("", ".libero.env", ".metaworld.env", ".maniskill.env"))
+    code = f"import sys; import rlinf.envs; print('gymnasium' in sys.modules); import {modules}; print({names} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "set()"], result.stdout + result.stderr
+
+
+SIMULATORS = {
+    "metaworld": "rlinf.envs.metaworld.env.importlib.util.find_spec",
+    "maniskill": "rlinf.envs.maniskill.scene.find_spec",
+    "libero": "rlinf.envs.libero.tasks.importlib.util.find_spec",
+}
+"""Env that needs a package, to the function with which it looks for it."""
+
+
+@pytest.mark.parametrize("name", SIMULATORS)
+def test_a_missing_package_is_named_with_its_installation(name, monkeypatch):
+    monkeypatch.setattr(SIMULATORS[name], lambda *_: None)
+    package = {"maniskill": "mani_skill"}.get(name, name)
+    if name == "libero":
+        package_folder.cache_clear()
+    try:
+        with pytest.raises(MissingDependencyError, match=f"'{package}' is missing.*bash scripts/setup.sh --sims"):
+            make_env(ENVS.get(name).config_class(), 1, auto_reset=False)
+    finally:
+        package_folder.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("tabletop", {"tasks": ["rech"]}, r"Did you mean 'reach'\?.*Set env.tasks=\[reach\]"),
+        ("tabletop", {"cameras": ["frnt"]}, "Did you mean 'front'"),
+        ("metaworld", {"tasks": ["reach-v2"]}, r"'reach-v2' in env\.tasks\. Did you mean 'reach-v3'\?"),
+        ("metaworld", {"cameras": ["topview", "coner4"]},
+         r"'coner4' in env\.cameras\. Did you mean 'corner4'\?.* Set env\.cameras=\[topview,corner4\]"),
+        ("libero", {"cameras": ["agentviw"]}, "Did you mean 'agentview'"),
+        ("libero", {"suite": "libero_goal", "tasks": ["turn_on_the_stov"]}, "Did you mean 'turn_on_the_stove'"),
+        ("libero", {"suite": "libero_goall"}, "Did you mean 'libero_goal'"),
+        ("maniskill", {"cameras": ["base_camra"]}, r"base_camra.*Did you mean 'base_camera'.*Set env.cameras=\[base_camera\]"),
+        ("maniskill", {"cameras": ["base_camera"] * 2}, r"names a camera twice. Set env.cameras=\[base_camera\]"),
+        ("maniskill", {"tasks": ["PickCube"]}, r"PickCube.*Did you mean 'PickCube-v1'.*Set env.tasks=\[PickCube-v1\]"),
+        ("maniskill", {"tasks": None, "state": "full"}, "'PickCube-v1': 42.*env.state=proprio"),
+        ("maniskill_gpu", {"tasks": None}, r"leaves 12.*env.tasks=\[PickCube-v1\]"),
+    ],
+)  # fmt: skip
+def test_names_that_do_not_fit_are_refused_with_the_nearest_one_before_a_simulator_starts(
+    name, settings, words, monkeypatch
+):
+    if name == "libero" and importlib.util.find_spec("libero") is None:
+        pytest.skip("LIBERO is not installed (bash scripts/setup.sh --sims)")
+    if name in SIMULATORS or name == "maniskill_gpu":
+        monkeypatch.setattr("rlinf.envs.maniskill.scene.find_spec", lambda package: package)
+    config = ENVS.get(name).config_class(**settings)
+    with pytest.raises(ConfigError, match=words):
+        ENVS.get(name).check_names(config)
+        make_env(config, 2, auto_reset=False)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

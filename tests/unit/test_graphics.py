@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,9 +43,8 @@ def test_the_first_visible_gpu_is_found_among_the_devices_of_egl(visible, number
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     names = ["GPU-a5f0", "GPU-b7c1"]
     assert graphics.egl_device(environment, numbers, names) == expected
-    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers, names) is None, (
-        "the user's choice stands"
-    )
+    environment["MUJOCO_EGL_DEVICE_ID"] = "0"  # the user's choice stands
+    assert graphics.egl_device(environment, numbers, names) is None
 
 
 def test_the_egl_device_is_set_for_egl_alone_and_only_where_gpus_are_chosen(monkeypatch):
@@ -99,9 +100,8 @@ def test_software_vulkan_is_chosen_for_the_cpu_unless_the_user_names_a_driver(fr
     driver = tmp_path / "lvp_icd.x86_64.json"
     driver.write_text("{}")
     fresh.setattr(graphics, "LAVAPIPE_FILES", (str(tmp_path / "lvp_icd*.json"),))
-    fresh.setattr(
-        graphics, "_VULKAN_PROBE", "import os; print('rendering works' if os.environ['VK_ICD_FILENAMES'] else '')"
-    )
+    probe = "import os; print('rendering works' if os.environ['VK_ICD_FILENAMES'] else '')"
+    fresh.setattr(graphics, "_VULKAN_PROBE", probe)
     fresh.setattr(graphics.importlib.util, "find_spec", lambda name: name)
     for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"):
         os.environ.pop(name, None)
@@ -127,3 +127,33 @@ def test_a_backend_of_the_user_is_tried_once_and_not_again_by_children(fresh):
     os.environ["MUJOCO_GL"] = "egl"
     graphics.choose_backend.cache_clear()
     assert graphics.choose_backend() == "egl" and tried[2:] == ["mujoco.egl"], "another one is tried again"
+
+
+def test_a_machine_without_gl_is_told_what_to_install(fresh):
+    backend, message = graphics.probe_rendering()
+    assert backend in graphics.CONTEXT_MODULES and backend in message, "the control: in another process, it works"
+    os.environ.pop("MUJOCO_GL", None)
+    os.environ.pop(graphics.PROBED_VARIABLE, None)
+    fresh.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")
+    backend, message = graphics.probe_rendering()
+    assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
+    assert "unset" not in message
+    with pytest.raises(MissingDependencyError, match="libosmesa6"):
+        graphics.choose_backend()
+    os.environ["MUJOCO_GL"] = "vulkan"
+    message = graphics.probe_rendering()[1]
+    assert "MUJOCO_GL=vulkan" in message and "`unset MUJOCO_GL`" in message
+
+
+PICTURES = {
+    "tabletop": "from rlinf.envs.tabletop.config import TabletopConfig as C; make_env(C(), 1, auto_reset=False).reset()",
+    "gymnasium": "from rlinf.envs.gymnasium.env import GymnasiumConfig as C\n"
+    "make_env(C(id='InvertedPendulum-v5', cameras=['render']), 1, auto_reset=False)",
+}
+
+
+@pytest.mark.parametrize("env", PICTURES)
+def test_triton_can_be_imported_after_a_picture_of_mujoco(env):
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    script = f"from rlinf.envs import make_env\n{PICTURES[env]}\nimport triton"
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0

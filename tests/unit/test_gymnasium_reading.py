@@ -140,18 +140,19 @@ def test_success_has_three_names_and_counts_are_none():
     build("Renamed-v0", success_return=1.0)  # a return counts instead
 
 
-def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
-    push = {}
-    for name, size in (("Untold-v0", 0.25), ("Arm-v0", 0.25)):
-        env = f"env.id=arm_for_tests:{name}"
-        push[name] = rlinf.evaluate(
-            lambda seen, size=size: np.full((len(seen), 1), size), "gymnasium", episodes=5, overrides=[env, "env.num_processes=0"]
-        )  # fmt: skip
-    untold, told = push.values()
-    assert untold.return_mean == told.return_mean == pytest.approx(0.25 * (1 + 2 + 3 + 4))
-    assert untold.return_interval == pytest.approx((2.5, 2.5)) and untold.metrics()["eval/return_low"] == pytest.approx(
-        2.5
+def evaluate(name, size, episodes, processes=0):
+    """Evaluate a policy that always takes steps of ``size``."""
+    overrides = [f"env.id=arm_for_tests:{name}", f"env.num_processes={processes}"]
+    return rlinf.evaluate(
+        lambda seen: np.full((len(seen), 1), size), "gymnasium", episodes=episodes, overrides=overrides
     )
+
+
+def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
+    untold, told = (evaluate(name, 0.25, episodes=5) for name in ("Untold-v0", "Arm-v0"))
+    assert untold.return_mean == told.return_mean == pytest.approx(0.25 * (1 + 2 + 3 + 4))
+    assert untold.return_interval == pytest.approx((2.5, 2.5))
+    assert untold.metrics()["eval/return_low"] == pytest.approx(2.5)
     assert "%" not in untold.table().replace("95 %", "") and "2.5 (95 % 2.5 to 2.5)" in untold.table()
     assert "100.0%" in told.table() and "2.5 (95 % 2.5 to 2.5)" in told.table()
     assert untold.headline().startswith("return 2.5") and told.headline().startswith("5/5 = 100.0%")
@@ -160,15 +161,9 @@ def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_an_env_that_tells_success_at_the_end_alone_shows_a_rate_once_an_episode_has_told_a_failure(
-    tmp_path, processes
-):
-    env = ["env.id=arm_for_tests:AtTheEnd-v0", f"env.num_processes={processes}"]
+def test_a_success_that_is_told_at_the_end_alone_is_a_rate_once_an_episode_has_told_a_failure(tmp_path, processes):
     # Four steps of 0.75 pass 2, where the env ends the episode with a failure; those of 0.25 meet the time limit, untold.
-    ended, cut = (
-        rlinf.evaluate(lambda seen, size=size: np.full((len(seen), 1), size), "gymnasium", episodes=3, overrides=env)
-        for size in (0.75, 0.25)
-    )
-    assert ended.headline().startswith("0/3 = 0.0%") and "0.0%" in ended.table() and ended.summary()["tells_success"]
+    ended, cut = (evaluate("AtTheEnd-v0", size, 2, processes) for size in (0.75, 0.25))
+    assert ended.headline().startswith("0/2 = 0.0%") and "0.0%" in ended.table() and ended.summary()["tells_success"]
     assert cut.headline().startswith("return 2.5") and not cut.summary()["tells_success"]
     assert EvaluationResult.from_json(ended.to_json(tmp_path / "result.json")).total.is_told

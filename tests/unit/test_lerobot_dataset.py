@@ -65,9 +65,7 @@ def test_a_dataset_of_the_lerobot_package_is_read(name):
         np.testing.assert_array_equal(images, expected["image"])
     else:
         assert error(images, expected["image"]).max() < VIDEO_ERROR
-        assert error(images, np.roll(expected["image"], 1, axis=0)).min() > VIDEO_ERROR, (
-            "a neighbour's frame is told apart"
-        )
+        assert error(images, np.roll(expected["image"], 1, axis=0)).min() > VIDEO_ERROR, "a neighbour's frame differs"
     order = np.random.default_rng(0).permutation(len(dataset))
     np.testing.assert_array_equal(dataset.rows(order)[0].images["front"], images[order])
 
@@ -98,9 +96,8 @@ def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> lis
     for number, length in enumerate(lengths):
         rng = np.random.default_rng(number)
         ramp = np.add.outer(np.arange(height), np.arange(width))[None, :, :, None]
-        images = (
-            (ramp + rng.integers(0, 120, 3) + 14 * np.arange(length)[:, None, None, None]).clip(0, 255).astype(np.uint8)
-        )
+        levels = ramp + rng.integers(0, 120, 3) + 14 * np.arange(length)[:, None, None, None]
+        images = levels.clip(0, 255).astype(np.uint8)
         made.append({
             "images": {"front": images, "side": images[:, ::-1]},
             "state": rng.normal(size=(length, state_dim)).astype(np.float32) if state_dim else None,
@@ -112,12 +109,18 @@ def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> lis
     return made
 
 
-def write(folder: Path, made: list[dict], video: bool = False, **options) -> Path:
+class ManyFiles(LeRobotWriter):
+    """Begins a new file with each episode."""
+
+    data_file_mib = video_file_mib = 0
+
+
+def write(folder: Path, made: list[dict], video: bool = False, writer_class=LeRobotWriter) -> Path:
     shape = made[0]["images"]["front"].shape[1:3]
     state_dim = 0 if made[0]["state"] is None else made[0]["state"].shape[1]
-    with LeRobotWriter(
+    with writer_class(
         folder, fps=10, image_shapes={"front": shape, "side": shape}, state_dim=state_dim,
-        action_dim=made[0]["actions"].shape[1], video=video, **options,
+        action_dim=made[0]["actions"].shape[1], video=video,
     ) as writer:  # fmt: skip
         for episode in made:
             writer.add_episode(**episode)
@@ -133,7 +136,7 @@ def joined(made: list[dict], key: str) -> np.ndarray:
 
 def test_images_come_back_bit_for_bit_over_several_files(tmp_path):
     made = episodes()
-    folder = write(tmp_path / "data", made, data_file_mib=0)
+    folder = write(tmp_path / "data", made, writer_class=ManyFiles)
     assert len(list((folder / "data").rglob("*.parquet"))) == len(made)
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, "observation.state")
     observation, actions = dataset.rows(np.arange(len(dataset)))
@@ -144,12 +147,12 @@ def test_images_come_back_bit_for_bit_over_several_files(tmp_path):
     assert observation.instruction == [e["task"] for e in made for _ in e["actions"]]
 
 
-@pytest.mark.parametrize("video_file_mib", [0, 200])
-def test_videos_come_back_frame_for_frame(tmp_path, video_file_mib):
+@pytest.mark.parametrize(("writer_class", "num_files"), [(ManyFiles, 3), (LeRobotWriter, 1)])
+def test_videos_come_back_frame_for_frame(tmp_path, writer_class, num_files):
     needs_av()
     made = episodes()
-    folder = write(tmp_path / "data", made, video=True, video_file_mib=video_file_mib)
-    assert len(list((folder / "videos" / FRONT).rglob("*.mp4"))) == (1 if video_file_mib else len(made))
+    folder = write(tmp_path / "data", made, video=True, writer_class=writer_class)
+    assert len(list((folder / "videos" / FRONT).rglob("*.mp4"))) == num_files
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, "observation.state")
     order = np.random.default_rng(1).permutation(len(dataset))
     seen = dataset.rows(order)[0].images
@@ -163,7 +166,7 @@ def test_videos_come_back_frame_for_frame(tmp_path, video_file_mib):
 def test_threads_read_what_one_thread_reads(tmp_path, video):
     if video:
         needs_av()
-    folder = write(tmp_path / "data", episodes(lengths=(6, 7, 8)), video=video, video_file_mib=0)
+    folder = write(tmp_path / "data", episodes(lengths=(6, 7, 8)), video=video, writer_class=ManyFiles)
     dataset = lerobot_dataset.open_dataset(folder, CAMERAS, None)
     batches = [np.random.default_rng(number).integers(0, len(dataset), 8) for number in range(24)]
     alone = [dataset.rows(rows)[0].images["wrist"] for rows in batches]
@@ -182,9 +185,8 @@ def test_the_columns_have_the_types_that_the_lerobot_package_writes(tmp_path):
         assert {key: found.get(key) for key in wanted} == wanted
     info, expected = (json.loads((root / "meta" / "info.json").read_text()) for root in (ours, theirs))
     assert list(info) == list(expected) and info["features"][FRONT] == expected["features"][FRONT]
-    assert {key: info[key] for key in ("codebase_version", "data_path", "video_path", "chunks_size", "splits")} == {
-        key: expected[key] for key in ("codebase_version", "data_path", "video_path", "chunks_size", "splits")
-    }
+    same = ("codebase_version", "data_path", "video_path", "chunks_size", "splits")
+    assert [info[key] for key in same] == [expected[key] for key in same]
     assert info["total_frames"] == 10 and info["total_episodes"] == 3 and info["total_tasks"] == 2
     rows = pq.read_table(ours / "data/chunk-000/file-000.parquet").to_pydict()
     assert rows["index"] == list(range(10)) and rows["frame_index"] == [0, 1, 2, 3, 4, 0, 0, 1, 2, 3]
@@ -248,25 +250,36 @@ def copy(tmp_path: Path, name: str = "images") -> Path:
     return Path(shutil.copytree(FIXTURES / name, tmp_path / name))
 
 
-def test_a_dataset_cut_short_is_refused(tmp_path):
+def test_a_dataset_cut_short_or_of_another_version_is_refused(tmp_path):
     folder = copy(tmp_path)
-    info = json.loads((folder / "meta" / "info.json").read_text())
-    info["total_frames"] += 1
-    (folder / "meta" / "info.json").write_text(json.dumps(info))
+    path = folder / "meta" / "info.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"total_frames": 13}))
     with pytest.raises(ConfigError, match="incomplete .it has 12 rows and 3 episodes.* 13 and 3.*use another"):
         open_fixture(folder)
     data = folder / "data/chunk-000/file-000.parquet"
     data.write_bytes(data.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="incomplete .ArrowInvalid"):
         open_fixture(folder)
+    for text, words in (
+        (json.dumps(info | {"codebase_version": "v2.1"}), "version v2.1; required: v3.0.*convert_dataset_v21_to_v30"),
+        ("{", "cannot be read as the description of a LeRobotDataset"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            describe_dataset(folder)
 
 
-def test_a_video_that_is_missing_or_cut_is_refused(tmp_path):
+def test_a_video_that_is_missing_or_cut_and_a_frame_that_it_does_not_have_are_refused(tmp_path):
     needs_av()
     folder = copy(tmp_path, "video")
+    dataset = open_fixture(folder)
+    dataset.frames["front"].seconds[3] += 60
+    dataset.rows(np.array([2]))
+    with pytest.raises(ConfigError, match=r"no frame at 60.300 s"):
+        dataset.rows(np.array([3]))
     (video,) = folder.rglob("*.mp4")
-    whole = video.read_bytes()
-    video.write_bytes(whole[:100])
+    video.write_bytes(video.read_bytes()[:100])
     with pytest.raises(ConfigError, match="cannot be read as a video"):
         open_fixture(folder).rows(np.array([0]))
     video.unlink()
@@ -274,32 +287,14 @@ def test_a_video_that_is_missing_or_cut_is_refused(tmp_path):
         open_fixture(folder)
 
 
-def test_a_frame_that_the_video_does_not_have_is_refused(tmp_path):
-    needs_av()
-    dataset = open_fixture(copy(tmp_path, "video"))
-    dataset.frames["front"].seconds[3] += 60
-    dataset.rows(np.array([2]))
-    with pytest.raises(ConfigError, match=r"no frame at 60.300 s"):
-        dataset.rows(np.array([3]))
-
-
-def test_another_version_of_the_format_is_refused(tmp_path):
-    folder = copy(tmp_path)
-    info = json.loads((folder / "meta" / "info.json").read_text())
-    (folder / "meta" / "info.json").write_text(json.dumps(info | {"codebase_version": "v2.1"}))
-    with pytest.raises(ConfigError, match="version v2.1; required: v3.0.*convert_dataset_v21_to_v30"):
-        describe_dataset(folder)
-    (folder / "meta" / "info.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as the description of a LeRobotDataset"):
-        describe_dataset(folder)
-
-
-def test_numbers_that_are_not_finite_are_refused(tmp_path):
+def test_numbers_that_are_not_finite_and_odd_images_of_a_video_are_refused(tmp_path):
     made = episodes()
     made[2]["actions"][1, 0] = np.nan
     folder = write(tmp_path / "data", made)
     with pytest.raises(ConfigError, match=r"action of row 7 \(episode 2\) is not finite"):
         lerobot_dataset.open_dataset(folder, CAMERAS, None)
+    with pytest.raises(ConfigError, match=r"odd side.*Set collect.video=false"):
+        write(tmp_path / "odd", episodes(size=(31, 48)), video=True)
 
 
 @pytest.mark.parametrize(("module", "video"), [("pyarrow", False), ("av", True)])
@@ -308,8 +303,3 @@ def test_a_missing_package_names_the_command(tmp_path, monkeypatch, module, vide
     with pytest.raises(MissingDependencyError, match=rf"'{module}'.*pip install -e '\.\[lerobot\]'"):
         write(tmp_path / "data", episodes(), video=video)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_odd_images_are_refused_as_video(tmp_path):
-    with pytest.raises(ConfigError, match=r"odd side.*Set collect.video=false"):
-        write(tmp_path / "data", episodes(size=(31, 48)), video=True)

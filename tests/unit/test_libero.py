@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +41,7 @@ def missing() -> str | None:
         libero_tasks.check_packages()
     except MissingDependencyError as error:
         return str(error)
-    return (
-        None if (ASSETS / "scenes").is_dir() else f"no LIBERO assets in {ASSETS} (set {libero_tasks.ASSETS_VARIABLE})"
-    )
+    return None if (ASSETS / "scenes").is_dir() else f"no LIBERO assets (set {libero_tasks.ASSETS_VARIABLE})"
 
 
 needs_package = pytest.mark.skipif(
@@ -105,13 +104,9 @@ def test_an_episode_is_that_of_the_published_evaluation_bit_for_bit():
         success = [sim.step(action).success for action in actions]
         assert np.array_equal(sim._state.data.qpos, qpos) and success[-1] == done
         hand = observation["robot0_eef_pos"], observation["robot0_eef_quat"], observation["robot0_gripper_qpos"]
-        w_first = np.roll(hand[1], 1)
-        assert np.array_equal(
-            sim.observe().state, np.concatenate([hand[0], axis_angle(w_first), hand[2]]).astype(np.float32)
-        )
-        assert (
-            all(np.array_equal(sim.poses()[name][:3], place) for name, place in fixtures.items()) and len(fixtures) == 3
-        )
+        expected = np.concatenate([hand[0], axis_angle(np.roll(hand[1], 1)), hand[2]])  # w first
+        assert np.array_equal(sim.observe().state, expected.astype(np.float32)) and len(fixtures) == 3
+        assert all(np.array_equal(sim.poses()[name][:3], place) for name, place in fixtures.items())
     control = simulator(num_settling_steps=9)
     control.reset(spec(0))
     for action in actions:
@@ -155,7 +150,9 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
 @needs_libero
 def test_episodes_depend_on_their_spec_alone_and_drawn_ones_differ():
     sim, other = simulator(), simulator()
+    np.random.seed(5)
     sim.reset(spec(DRAWN_OFFSET + 3, 1))
+    assert np.random.random() == np.random.RandomState(5).random(), "NumPy's global generator is left alone"
     first = sim.observe()
     other.reset(spec(5))
     for action in random_actions(2):
@@ -189,17 +186,6 @@ def test_the_flame_of_one_env_is_not_seen_in_another_and_the_goal_is_noticed():
     lit.reset(spec(2))
     lit.step(idle)
     assert np.array_equal(agentview(lit), before)
-
-
-@needs_libero
-def test_numpys_global_generator_is_left_alone():
-    sim = simulator()
-    np.random.seed(5)
-    expected = np.random.random()
-    np.random.seed(5)
-    sim.reset(spec(1))
-    sim.reset(spec(DRAWN_OFFSET, 1))
-    assert np.random.random() == expected
 
 
 @needs_libero
@@ -250,9 +236,7 @@ def test_the_path_of_a_chunk_is_where_the_hand_goes_and_asking_moves_nothing():
                 if ask:
                     here = sim.chunk_path(chunk[:1], 256)[0]
                     np.testing.assert_allclose(here, path[position + 1], atol=1e-3)
-                    assert np.linalg.norm(here - asked_again[position + 1]) > 0.3, (
-                        "control: another chunk leads elsewhere"
-                    )
+                    assert np.linalg.norm(here - asked_again[position + 1]) > 0.3, "control: another chunk"
         return found
 
     for asked, quiet in zip(play(True), play(False), strict=True):
@@ -281,13 +265,8 @@ def test_the_path_begins_where_the_fingers_are_seen():
 
 @needs_package
 def test_tasks_instructions_and_limits_are_the_published_ones():
-    assert HORIZONS == {
-        "libero_spatial": 220,
-        "libero_object": 280,
-        "libero_goal": 300,
-        "libero_10": 520,
-        "libero_90": 400,
-    }
+    limits = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+    assert limits == HORIZONS
     assert {suite: len(suite_tasks(suite)) for suite in HORIZONS} == dict.fromkeys(HORIZONS, 10) | {"libero_90": 90}
     env = LiberoVectorEnv
     assert env.all_task_names(LiberoConfig(suite="libero_goal"))[7] == STOVE
@@ -318,12 +297,8 @@ def test_every_task_has_fifty_recorded_states():
     for suite in HORIZONS:
         for task in suite_tasks(suite):
             states = recorded_states(suite, task)
-            assert (
-                states.shape[0] == adapter.NUM_RECORDED
-                and np.isfinite(states).all()
-                and bddl_file(suite, task).is_file()
-            )
-            assert len(np.unique(states, axis=0)) == adapter.NUM_RECORDED
+            assert len(states) == len(np.unique(states, axis=0)) == adapter.NUM_RECORDED
+            assert np.isfinite(states).all() and bddl_file(suite, task).is_file()
 
 
 @needs_libero
@@ -338,12 +313,6 @@ def test_evaluation_is_every_recorded_state_once_and_training_sees_others():
     assert len(recorded) == 500 and not set(recorded) & set(episodes) and recorded[499].init_state_id == 49
     with pytest.raises(ConfigError, match="Did you mean 'eval'"):
         env.episode_specs("evl")
-
-
-def test_the_module_imports_neither_simulator_nor_torch():
-    program = "import sys; import rlinf.envs.libero.env; print([n for n in ('torch', 'libero', 'robosuite', 'mujoco') if n in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 def test_axis_angle_follows_its_definition():
@@ -387,27 +356,12 @@ def test_initial_states_are_read_without_running_what_they_hold(tmp_path, monkey
         libero_tasks.read_states(tmp_path / "torn")
 
 
-@needs_libero
-def test_unknown_names_get_a_suggestion_before_anything_starts():
-    for settings, words in (
-        ({"cameras": ["agentviw"]}, "Did you mean 'agentview'"), ({"tasks": ["turn_on_the_stov"]}, f"Did you mean '{STOVE}'"),
-        ({"suite": "libero_goall"}, "Did you mean 'libero_goal'"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=words):
-            LiberoVectorEnv(config(**settings), 1, False)
-    with pytest.raises(ConfigError, match="libero_spatail"):
-        build_config(compose_config(["env=libero_spatial", "env.suite=libero_spatail"]))
-
-
 @needs_package
 def test_missing_assets_say_where_to_get_them(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
-    with pytest.raises(MissingDependencyError, match="is not LIBERO's assets folder") as error:
+    with pytest.raises(MissingDependencyError, match=f"{tmp_path} is not LIBERO's assets .*git clone.*env.assets_dir="):
         libero_tasks.find_assets(str(tmp_path))
-    assert (
-        str(tmp_path) in str(error.value) and "git clone" in str(error.value) and "env.assets_dir=" in str(error.value)
-    )
     monkeypatch.setenv(libero_tasks.ASSETS_VARIABLE, str(tmp_path / "nothing"))
     with pytest.raises(MissingDependencyError, match="nothing"):
         libero_tasks.find_assets(None)
@@ -426,34 +380,28 @@ def test_missing_assets_say_where_to_get_them(tmp_path, monkeypatch):
 def test_a_version_that_moves_success_rates_is_refused(monkeypatch):
     real = importlib.metadata.version
     for version, accepted in (("3.3.0", True), ("3.3.2", True), ("3.3.3", False), ("3.4.1", False)):
-        monkeypatch.setattr(
-            importlib.metadata, "version", lambda name, v=version: v if name == "mujoco" else real(name)
-        )
-        if accepted:
+        mujoco = {"mujoco": version}
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, known=mujoco: known.get(name) or real(name))
+        with (
+            nullcontext()
+            if accepted
+            else pytest.raises(MissingDependencyError, match=f"{version}.*pip install mujoco==3.3.0")
+        ):
             libero_tasks.check_packages()
-            continue
-        with pytest.raises(MissingDependencyError, match="pip install mujoco==3.3.0") as error:
-            libero_tasks.check_packages()
-        assert version in str(error.value)
 
 
 @needs_libero
-def test_states_and_episodes_that_do_not_fit_are_refused():
+def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
     sim = simulator()
     with pytest.raises(ConfigError, match="recorded state 50 of turn_on_the_stove, which has 50"):
         sim.reset(spec(50))
     sim.reset(spec(0))
     with pytest.raises(ConfigError, match=r"env\.assets_dir="):
         sim._scene.restore(sim._state, np.zeros(9), 0, 0)
-
-
-@needs_libero
-def test_assets_of_another_task_are_missed_by_name(tmp_path):
     for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
         (tmp_path / name).mkdir()
-    with pytest.raises(MissingDependencyError, match=STOVE) as error:
+    with pytest.raises(MissingDependencyError, match=f"{STOVE}.*{tmp_path}.*env.assets_dir="):  # another task's assets
         libero_scene.Scene(bddl_file("libero_goal", STOVE), tmp_path, True)
-    assert str(tmp_path) in str(error.value) and "env.assets_dir=" in str(error.value)
 
 
 @needs_package
@@ -476,17 +424,14 @@ def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypa
     files = [libero_assets.object_models()[name] for name in names]
     for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(
-            '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
-        )
+        text = '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
+        (tmp_path / name).write_text(text)
         (tmp_path / name).with_name("a.msh").touch()
     libero_assets.check_assets(tmp_path, "libero_10", [kitchen])
     other = next(task for task in suite_tasks("libero_10") if "STUDY" in task)
-    with pytest.raises(
-        MissingDependencyError, match="lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks"
-    ) as error:
+    words = rf"lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks.*{other}.*set env.tasks=\[{kitchen}\]"
+    with pytest.raises(MissingDependencyError, match=words):
         libero_assets.check_assets(tmp_path, "libero_10", [kitchen, other])
-    assert other in str(error.value) and f"set env.tasks=[{kitchen}]" in str(error.value)
     (tmp_path / files[2]).with_name("a.msh").unlink()
     libero_assets._missing_behind.cache_clear()
     monkeypatch.setattr(adapter, "check_packages", lambda: None)
@@ -517,11 +462,7 @@ def test_the_gripper_is_checked_before_weights_load(tmp_path):
         f"model.model_path={tmp_path}",
         "model.unnorm_key=libero_goal",
     ]
-
-    def check(*overrides):
+    for overrides in ([], ["env.gripper=openvla"]):
         config = build_config(compose_config([*common, *overrides]))
-        check_inputs(config, declared_policy(config))
-
-    check("env.gripper=openvla")
-    with pytest.raises(ConfigError, match=r"Set env\.gripper=openvla"):
-        check()
+        with nullcontext() if overrides else pytest.raises(ConfigError, match=r"Set env\.gripper=openvla"):
+            check_inputs(config, declared_policy(config))

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faulty_tabletop import FaultyTabletop
+from modules_note import note_modules
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -28,18 +30,11 @@ from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.process_collector import ProcessCollector, ProcessSettings
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.shared_memory import SharedTask, read_task
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.rollout.worker_process import _Sender
-
-FIXTURES = str(Path(__file__).parents[1] / "fixtures")
-if FIXTURES not in sys.path:
-    sys.path.append(FIXTURES)  # workers import from the same path
-
-from faulty_tabletop import FaultyTabletop  # noqa: E402
-from modules_note import note_modules  # noqa: E402
 
 NUM_ENVS, NUM_CHUNKS, GROUP_SIZE = 8, 5, 2
 BLOCKS = NUM_ENVS // GROUP_SIZE
@@ -88,12 +83,11 @@ def test_processes_play_what_threads_play(parts, blocks, rounding):
     """Bit for bit with an MLP where a process has as many rows as a thread: threads split a group, processes do not."""
     model, threads, processes = parts
     for step, attempt in ((0, 0), (7, 2)):
-        batch, other = (
-            each.collect(model, step, 42, needs_values=True, attempt=attempt, blocks=blocks) for each in (threads, processes)
-        )  # fmt: skip
+        options = {"needs_values": True, "attempt": attempt, "blocks": blocks}
+        batch, other = (each.collect(model, step, 42, **options) for each in (threads, processes))
         check_equal(batch, other, rounding)
     with pytest.raises(AssertionError):  # control
-        check_equal(batch, processes.collect(model, 8, 42, needs_values=True, attempt=attempt, blocks=blocks), 1e-6)
+        check_equal(batch, processes.collect(model, 8, 42, **options), 1e-6)
 
 
 def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
@@ -140,9 +134,7 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
         handles.append(collector.issue(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
-    with pytest.raises(
-        RLinfError, match=r"rollout \(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"
-    ):
+    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"):
         collector.issue(played, 7, 2, needs_values=True)
     batches = {(6, 0, 0.1): collector.take(handles[1]), (5, 0, 0.0): collector.take(handles[0])}
     batches[5, 1, 0.0] = collector.take(collector.issue(played, 5, 0, needs_values=True, attempt=1))
@@ -174,18 +166,13 @@ def faulty(fault: str, file: Path, num_processes: int) -> tuple:
     return model, ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=num_processes)
 
 
-@pytest.mark.parametrize(
-    ("fault", "num_processes", "error", "message"),
-    [
-        ("crash", 2, RankError, "(?s)worker [01] was lost: killed by SIGSEGV.*faulty_tabletop"),
-        ("bug", 1, RankError, "(?s)worker 0 failed: ZeroDivisionError.*faulty_tabletop.py"),
-        ("user error", 1, SimulatorError, "^out of blocks$"),
-    ],
-)
-def test_a_worker_that_fails_ends_the_rollout_with_its_cause_and_all_workers(
-    tmp_path, fault, num_processes, error, message
-):
-    model, collector = faulty(fault, tmp_path / "once", num_processes)
+@pytest.mark.parametrize(("fault", "error", "message"), [
+    ("crash", RankError, "(?s)worker [01] was lost: killed by SIGSEGV.*faulty_tabletop"),
+    ("bug", RankError, "(?s)worker [01] failed: ZeroDivisionError.*faulty_tabletop.py"),
+    ("user error", SimulatorError, "^out of blocks$"),
+])  # fmt: skip
+def test_a_worker_that_fails_ends_the_rollout_with_its_cause_and_all_workers(tmp_path, fault, error, message):
+    model, collector = faulty(fault, tmp_path / "once", 2 if fault == "crash" else 1)
     processes = [worker.process for worker in collector.workers]
     with pytest.raises(error, match=message):
         collector.collect(model, 0, 0, needs_values=False)
@@ -203,12 +190,8 @@ def test_what_workers_log_and_warn_arrives_here(tmp_path, caplog):
         collector.collect(model, 0, 0, needs_values=False)
     assert "the table is 7 m wide" in caplog.messages
     assert ["the table wobbles"] == list({str(each.message) for each in caught if each.category is UserWarning})
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-    ):  # a terminal or batch system signals all
+    # A terminal or a batch system signals all processes.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         for process in processes:
             process.send_signal(number)
     collector.collect(model, 0, 0, needs_values=False)
@@ -294,7 +277,7 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
     model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
     prepare = partial(note_modules, str(tmp_path / "modules"))
-    collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, prepare=prepare)
+    collector = ProcessCollector(make, model, ProcessSettings(prepare=prepare), num_blocks=BLOCKS, num_processes=1)
     process = collector.workers[0].process
     with pytest.raises(SimulatorError, match="no table"):
         collector.wait_until_ready()
@@ -306,7 +289,7 @@ def test_each_worker_has_random_numbers_that_repeat(tmp_path):
     drawn = []
     for seed in (1, 1, 2):
         model, make = make_parts(partial(FaultyTabletop, "draw", str(tmp_path / "drawn")), num_worker_threads=1)
-        collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2, seed=seed)
+        collector = ProcessCollector(make, model, ProcessSettings(seed=seed), num_blocks=BLOCKS, num_processes=2)
         collector.wait_until_ready()
         collector.close()
         drawn.append(sorted((tmp_path / "drawn").read_text().split()))

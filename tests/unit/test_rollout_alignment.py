@@ -92,24 +92,14 @@ class ClockPolicy(ActionModel, torch.nn.Module):
 
 
 @contextlib.contextmanager
-def collecting(
-    auto_reset: bool,
-    num_worker_threads: int = 2,
-    make=ClockEnv,
-    horizon: int = HORIZON,
-    group_size: int = GROUP,
-    **kwargs,
-):
+def collecting(auto_reset: bool, num_worker_threads=2, make=ClockEnv, horizon=HORIZON, group_size=GROUP, **kwargs):
     """Make a collector of clocks, and the sampler of its episodes; close it in the end."""
     config = EnvConfig(name="clock", max_episode_steps=horizon, success_bonus=0.0, cameras=[])
-    env = ClockEnv(config, 1, auto_reset=False)
-    sampler = EpisodeSampler(
-        env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=5
-    )
-    collector = RolloutCollector(
-        lambda count: make(config, count, auto_reset), sampler,
-        **{"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0, "num_worker_threads": num_worker_threads} | kwargs,
-    )  # fmt: skip
+    specs, num_groups = ClockEnv(config, 1, auto_reset=False).episode_specs("train"), NUM_ENVS // group_size
+    sampler = EpisodeSampler(specs, 2, num_groups=num_groups, group_size=group_size, seed=5)
+    kwargs = {"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0} | kwargs
+    kwargs |= {} if num_worker_threads is None else {"num_worker_threads": num_worker_threads}
+    collector = RolloutCollector(lambda count: make(config, count, auto_reset), sampler, **kwargs)
     try:
         yield collector, sampler
     finally:
@@ -334,20 +324,36 @@ def test_episodes_that_all_end_in_the_first_call_leave_zeros_behind_them():
     assert batch.bootstrap_values[0].all() and not batch.bootstrap_values[1:].any()
 
 
-def test_values_are_recorded_where_they_are_asked_for_and_the_policy_has_them():
+def test_values_and_states_are_recorded_where_they_are_asked_for_and_exist(monkeypatch):
     without, _ = play(True, needs_values=False)
     assert without.rollout_values is None and not without.bootstrap_values.any()
     blind, _ = play(True, policy=type("Blind", (ClockPolicy,), {"predicts_values": False}))
     assert blind.rollout_values is None
-    assert play(True)[0].rollout_values.shape == (NUM_CHUNKS, NUM_ENVS)
+    whole = play(True)[0]
+    assert whole.rollout_values.shape == (NUM_CHUNKS, NUM_ENVS)
+    stateless, _ = play(True, make=type("Stateless", (ClockEnv,), {"shows_state": False, "state_dim": 0}))
+    assert stateless.observation.state is None and torch.equal(stateless.rollout_logprobs, whole.rollout_logprobs)
+    np.testing.assert_array_equal(stateless.observation.images["front"], whole.observation.images["front"])
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.zeros(shape))
+    tokens = play(True)[0].action_tokens
+    assert 0 < tokens.min() and tokens.max() < 1e-30, "of a generator's 0, no quantile would be finite"
 
 
-def test_an_env_without_a_state_gives_a_batch_without_one():
-    batch, _ = play(True, make=type("Stateless", (ClockEnv,), {"shows_state": False, "state_dim": 0}))
-    whole, _ = play(True)
-    assert batch.observation.state is None
-    np.testing.assert_array_equal(batch.observation.images["front"], whole.observation.images["front"])
-    assert torch.equal(batch.rollout_logprobs, whole.rollout_logprobs)
+@pytest.mark.parametrize("offload", [{}, {"offload_envs": True}])
+def test_envs_are_made_for_two_threads_and_offloaded_only_where_asked(offload):
+    offloaded, sizes = [], []
+
+    class Offloading(ClockEnv):
+        def __init__(self, config, num_envs, auto_reset):
+            super().__init__(config, num_envs, auto_reset)
+            sizes.append(num_envs)
+
+        def offload(self):
+            offloaded.append(True)
+
+    batch, _ = play(True, None, make=Offloading, group_size=1, **offload)
+    assert sizes == [3, 3] and len(offloaded) == (2 if offload else 0)
+    assert batch.group_ids[0].tolist() == list(range(NUM_ENVS)), "the first attempt, unless told otherwise"
 
 
 class WatchedPolicy(ClockPolicy):
@@ -387,42 +393,6 @@ def test_each_thread_plays_in_its_context_with_its_share_of_the_threads(num_work
         torch.set_num_threads(before)
     assert {call[:3] for call in policy.calls} == {(True, 1.5, torch_threads)}
     assert not contexts and all(call[3] > 0 for call in policy.calls)
-
-
-@pytest.mark.parametrize("offload", [None, True])
-def test_envs_are_made_for_two_threads_and_offloaded_only_where_asked(offload):
-    offloaded, sizes = [], []
-
-    class Offloading(ClockEnv):
-        def __init__(self, config, num_envs, auto_reset):
-            super().__init__(config, num_envs, auto_reset)
-            sizes.append(num_envs)
-
-        def offload(self):
-            offloaded.append(True)
-
-    config = EnvConfig(name="clock", max_episode_steps=HORIZON, success_bonus=0.0, cameras=[])
-    sampler = EpisodeSampler(ClockEnv(config, 1, False).episode_specs("train"), 2, num_groups=NUM_ENVS, seed=5)
-    options = {} if offload is None else {"offload_envs": offload}
-    collector = RolloutCollector(
-        lambda count: Offloading(config, count, True),
-        sampler,
-        num_envs=NUM_ENVS,
-        num_chunks=2,
-        temperature=1.0,
-        **options,
-    )
-    batch = collector.collect(ClockPolicy(), 3, 42, needs_values=False)
-    collector.close()
-    assert sizes == [3, 3] and len(offloaded) == (2 if offload else 0)
-    assert batch.group_ids[0].tolist() == list(range(NUM_ENVS)), "the first attempt, unless told otherwise"
-
-
-def test_random_numbers_are_of_the_open_interval(monkeypatch):
-    """Even where the generator gives a 0, of which no quantile is finite."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.zeros(shape))
-    batch, _ = play(True)
-    assert 0 < batch.action_tokens.min() and batch.action_tokens.max() < 1e-30
 
 
 def test_a_failure_in_one_thread_ends_the_other_with_its_call():

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from rlinf.envs import make_env
-from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, WORKSPACE_M, ZONE_COLOURS
 from rlinf.envs.tabletop.tasks import FAMILIES, MIN_DISTANCE_M
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError
 
 
 def build(num_envs, auto_reset=False, **settings):
@@ -35,22 +34,12 @@ def run(env, act):
     return np.mean([result.success for result in results])
 
 
-def test_triton_can_be_imported_after_a_picture():
-    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    script = (
-        "from rlinf.envs import make_env; from rlinf.envs.tabletop.config import TabletopConfig\n"
-        "env = make_env(TabletopConfig(), 1, auto_reset=False); env.reset(); env.close()\n"
-        "import triton"
-    )
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
-
-
 @pytest.mark.parametrize("distractors", [False, True])
 @pytest.mark.parametrize("task", list(FAMILIES))
 def test_expert_succeeds_and_idling_does_not(task, distractors):
-    env = build(200, tasks=[task], cameras=[], distractors=distractors)
+    env = build(80, tasks=[task], cameras=[], distractors=distractors)
     assert run(env, env.expert_actions) >= 0.95
-    assert run(env, lambda: np.zeros((200, 2))) == 0.0
+    assert run(env, lambda: np.zeros((80, 2))) == 0.0
 
 
 def test_miscalibrated_expert_succeeds_sometimes():
@@ -79,10 +68,7 @@ def test_an_error_by_sentence_has_six_directions_evenly_over_the_circle():
     error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="by_sentence")
     angles = np.degrees(np.arctan2(error[:, 1], error[:, 0])) % 360
     np.testing.assert_allclose(np.linalg.norm(error, axis=1), 0.07, atol=0.01)
-    order = [
-        *(f"reach the {each} block" for each in BLOCK_COLOURS),
-        *(f"go to the {each} zone" for each in ZONE_COLOURS),
-    ]
+    order = [f"reach the {each} block" for each in BLOCK_COLOURS] + [f"go to the {each} zone" for each in ZONE_COLOURS]
     for number, sentence in enumerate(order):
         own = angles[sentences == sentence]
         away = (own - 60 * number + 180) % 360 - 180
@@ -149,10 +135,11 @@ def test_moved_objects_touch_nothing_and_no_episode_begins_with_success(family, 
 
 def test_objects_for_which_there_is_no_place_are_an_error():
     layout = FAMILIES["reach"].sample(np.random.default_rng(0), distractors=False)
+    layout = replace(layout, pusher=layout.blocks[0])
     with pytest.raises(
-        ConfigError, match=r"env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"
+        ConfigError, match="env.object_offset_m=0.0 found no place .* 0.08 m .* Set env.object_offset_m"
     ):
-        FAMILIES["reach"].moved(replace(layout, pusher=layout.blocks[0]), np.random.default_rng(0), 0.0, 0.045)
+        FAMILIES["reach"].moved(layout, np.random.default_rng(0), 0.0, 0.045)
 
 
 def test_instructions_name_colours():
@@ -173,16 +160,12 @@ def test_shaped_rewards_are_three_per_metre_of_progress():
     assert step.success.any() and not step.success.all()
 
 
-def test_moves_by_about_five_centimetres_in_the_direction_of_the_action():
+def test_an_action_moves_by_about_five_centimetres_and_a_wrong_block_does_not_end_the_episode():
     env = build(1, tasks=["reach"], cameras=[])
     first = start(env).state[0, :2]
     signs = -np.sign(first)
     moved = (env.chunk_step(signs[None, None]).observation.state[0, :2] - first) * WORKSPACE_M
     np.testing.assert_allclose(moved, 0.05 * signs, atol=0.012)
-
-
-def test_a_wrong_block_does_not_end_the_episode():
-    env = build(1, tasks=["reach"], cameras=[])
     start(env)
     wrong = (env._goals[0, 0] + 1) % 3
     for _ in range(10):
@@ -195,30 +178,25 @@ def test_a_wrong_block_does_not_end_the_episode():
 def test_touching_in_the_wrong_order_does_not_succeed():
     env = build(100, tasks=["touch_two"], cameras=[])
     start(env)
-    env._goals = env._goals[:, ::-1].copy()  # the expert is told the wrong order
-    wrong = env.expert_actions()
-    env._goals = env._goals[:, ::-1].copy()
-    assert not np.allclose(wrong, env.expert_actions())
+
+    def wrong() -> np.ndarray:
+        env._goals = env._goals[:, ::-1].copy()  # the expert is told the wrong order
+        actions = env.expert_actions()
+        env._goals = env._goals[:, ::-1].copy()
+        return actions
+
+    assert not np.allclose(wrong(), env.expert_actions())
     for _ in range(8):
-        env._goals = env._goals[:, ::-1].copy()
-        wrong = env.expert_actions()
-        env._goals = env._goals[:, ::-1].copy()
-        step = env.chunk_step(wrong[:, None])
-        touched = env._stages == 1
-        assert not (step.success & ~touched).any()
+        step = env.chunk_step(wrong()[:, None])
+        assert not (step.success & (env._stages != 1)).any()
 
 
-def test_horizons_are_the_tasks_own_unless_set():
-    assert build(1).max_episode_steps == 48 and build(1, tasks=["reach"]).max_episode_steps == 16
-    assert build(1, max_episode_steps=9).max_episode_steps == 9
-    config = TabletopConfig(tasks=["touch_two", "reach"])
-    assert build(1).longest_horizon(config) == 28
-
-
-def test_an_episode_does_not_depend_on_the_task_filter():
+def test_horizons_are_the_tasks_own_unless_set_and_an_episode_does_not_depend_on_the_task_filter():
     everything, filtered = build(4), build(1, tasks=["push"])
-    position = everything.task_names.index("push")
-    first, second = start(everything).select([position]), start(filtered)
+    assert everything.max_episode_steps == 48 and build(1, tasks=["reach"], cameras=[]).max_episode_steps == 16
+    assert build(1, max_episode_steps=9, cameras=[]).max_episode_steps == 9
+    assert everything.longest_horizon(TabletopConfig(tasks=["touch_two", "reach"])) == 28
+    first, second = start(everything).select([everything.task_names.index("push")]), start(filtered)
     assert np.array_equal(first.images["front"], second.images["front"]) and first.instruction == second.instruction
 
 
@@ -306,37 +284,3 @@ def test_leaving_envs_open_makes_no_noise_at_exit():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"tasks": ["rech"]}, "Did you mean 'reach'"), ({"cameras": ["frnt"]}, "Did you mean 'front'")],
-)
-def test_misspelt_names_are_mended(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        build(1, **settings)
-
-
-def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
-    monkeypatch.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")
-    backend, message = graphics.probe_rendering()
-    assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
-    assert "unset" not in message
-    graphics.choose_backend.cache_clear()
-    try:
-        with pytest.raises(MissingDependencyError, match="libosmesa6"):
-            graphics.choose_backend()
-    finally:
-        graphics.choose_backend.cache_clear()
-
-
-def test_an_unknown_mujoco_gl_is_named_and_to_be_unset(monkeypatch):
-    monkeypatch.setenv("MUJOCO_GL", "vulkan")
-    message = graphics.probe_rendering()[1]
-    assert "MUJOCO_GL=vulkan" in message and "`unset MUJOCO_GL`" in message
-
-
-def test_rendering_is_probed_in_another_process():
-    backend, message = graphics.probe_rendering()
-    assert backend in graphics.CONTEXT_MODULES and backend in message

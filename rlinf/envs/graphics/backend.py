@@ -1,7 +1,7 @@
 """Choose and try the OpenGL and Vulkan drivers that render pictures.
 
-MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a process
-silently, so each driver is first tried in a separate process.
+MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a
+process silently, so each driver is first tried in a separate process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ INSTALL_HINT = (
     "Install software rendering with `apt-get install libegl1 libgl1` (then MUJOCO_GL=egl works), "
     "or with `apt-get install libosmesa6` (MUJOCO_GL=osmesa)."
 )
+NO_MUJOCO = "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
 """Tells child processes which backend already worked in a parent, so that they do not try again."""
 SINGLE_THREADED_MESA = ("LP_NUM_THREADS", "0")
@@ -88,13 +89,12 @@ print(json.dumps(names))
 
 
 def import_mujoco() -> ModuleType:
-    """Import MuJoCo; raise MissingDependencyError without it, or if ``MUJOCO_GL`` names a GL that cannot be loaded."""
+    """Import MuJoCo, which loads the GL of ``MUJOCO_GL``; raise MissingDependencyError if either is missing."""
     if importlib.util.find_spec("mujoco") is None:
-        raise MissingDependencyError("The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`.")
+        raise MissingDependencyError(NO_MUJOCO)
     try:
         return importlib.import_module("mujoco")
     except (ImportError, AttributeError, RuntimeError) as error:
-        # MuJoCo loads the GL that MUJOCO_GL names when it is imported.
         raise cannot_render(os.environ.get("MUJOCO_GL", ""), error) from error
 
 
@@ -106,7 +106,7 @@ def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
 def probe_rendering() -> tuple[str | None, str]:
     """Return MuJoCo's GL backend here and a sentence, or None and what to install (about one second)."""
     if importlib.util.find_spec("mujoco") is None:
-        return None, "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
+        return None, NO_MUJOCO
     failures, wanted = [], os.environ.get("MUJOCO_GL", "").lower()
     for backend in [wanted] if wanted else ["cgl"] if sys.platform == "darwin" else ["egl", "osmesa"]:
         if backend not in CONTEXT_MODULES:
@@ -124,9 +124,9 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent. With
-    EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). If no backend works,
-    or not the one that ``MUJOCO_GL`` names, MissingDependencyError says what to install.
+    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent.
+    With EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). Raise
+    MissingDependencyError if the backend of ``MUJOCO_GL``, or without it every backend, fails.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
@@ -142,10 +142,7 @@ def choose_backend() -> str:
 
 
 def probe_vulkan(device: str) -> tuple[bool, str]:
-    """Return whether SAPIEN, ManiSkill's engine, renders on a device, and a sentence: what to install if not.
-
-    ``device`` is "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver). It takes about one second.
-    """
+    """Return whether SAPIEN renders on "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver), and a sentence (about one second)."""
     if importlib.util.find_spec("sapien") is None:
         return False, "The package 'sapien' is missing. Install it with `bash scripts/setup.sh --sims`."
     failure = _failure_of(_VULKAN_PROBE, VULKAN_DEVICES[device], _vulkan_environment(device))
@@ -158,8 +155,8 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
 def choose_vulkan(device: str) -> str:
     """Return SAPIEN's name of a render device ("cpu" or "gpu"), and set its environment here and in child processes.
 
-    On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``.
-    MissingDependencyError says what to install if the device does not work.
+    On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``. Raise
+    MissingDependencyError if the device fails.
     """
     works, message = probe_vulkan(device)
     if not works:
@@ -174,13 +171,9 @@ def egl_device(
 ) -> str | None:
     """Return the EGL device of the first GPU that CUDA shows; None: leave the choice to MuJoCo.
 
-    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``. EGL counts all GPUs and software renderers in an order of its own, so
-    equal numbers may mean different GPUs. A part of a GPU (MIG) cannot render and has no EGL device.
-
-    Args:
-        environment: Environment variables; a given ``MUJOCO_EGL_DEVICE_ID`` is kept.
-        cuda_numbers: For each EGL device, its CUDA number without ``CUDA_VISIBLE_DEVICES``, or None.
-        cuda_names: UUIDs of the GPUs in the order of these numbers; the variable may name a GPU by a prefix of its UUID.
+    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``, which may name one by a prefix of its UUID (``cuda_names``).
+    EGL counts all GPUs and software renderers in an order of its own: ``cuda_numbers`` are their CUDA numbers, or None.
+    A part of a GPU (MIG) cannot render and has no EGL device. ``MUJOCO_EGL_DEVICE_ID`` in ``environment`` is kept.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):
@@ -197,28 +190,27 @@ def list_egl_devices() -> list[int | None]:
 
 def _ask_driver(script: str) -> list:
     """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
-    environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-    )
+    result = _run([script], {name: value for name, value in os.environ.items() if name != VISIBLE})
     return json.loads(result.stdout) if result.returncode == 0 else []
+
+
+def _run(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
 
 
 def _environment_of(backend: str) -> dict[str, str]:
     names = {"MUJOCO_GL": backend}
     if backend in ("egl", "osmesa"):
         names["PYOPENGL_PLATFORM"] = backend
-    if backend == "egl" and EGL_DEVICE not in os.environ and _has_gpu():
+    # Whether CUDA may show a GPU; to be sure would take another process.
+    may_have_gpu = os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES)
+    if backend == "egl" and EGL_DEVICE not in os.environ and may_have_gpu:
         by_name = os.environ.get(VISIBLE, "").strip().startswith("GPU-")
         device = egl_device(os.environ, list_egl_devices(), _ask_driver(_CUDA_NAMES) if by_name else ())
         if device is not None:
             names |= {EGL_DEVICE: device, CHOSEN_EGL_DEVICE: device}
     return names
-
-
-def _has_gpu() -> bool:
-    """Return whether CUDA may show a GPU. To be sure would take another process."""
-    return bool(os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES))
 
 
 def _vulkan_environment(device: str) -> dict[str, str]:
@@ -229,11 +221,8 @@ def _vulkan_environment(device: str) -> dict[str, str]:
 
 def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:
     """Run a probe in a separate process, which a broken driver may crash. Return the reason of a failure, or None."""
-    command = [sys.executable, "-c", script, argument]
     try:
-        result = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-        )
+        result = _run([script, argument], {**os.environ, **environment})
     except subprocess.TimeoutExpired:
         return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
     if "rendering works" in result.stdout:

@@ -24,19 +24,16 @@ _open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Free open contexts at exit, before the GL library is unloaded (which would print errors on stderr).
-
-    Exit handlers run in reverse order, so this is called after the GL module has registered its own.
-    """
+    """Free open contexts before the GL library is unloaded, which would print errors. Call after the GL's own registration."""
     atexit.register(lambda: [renderer.close() for renderer in list(_open_renderers)])
 
 
 class StateRenderer:
     """Draw states of one model into square pictures of one size.
 
-    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any thread
-    may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they cannot be seen,
-    but would cost as much as the others.
+    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any
+    thread may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they
+    cannot be seen, but would cost as much as the others.
 
     Args:
         model: ``mujoco.MjModel``.
@@ -84,12 +81,10 @@ class StateRenderer:
         _close_at_exit()
 
     def render(self, states: list[Any], camera_ids: list[int], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Draw each state from each camera. Return pictures, uint8 ``[len(camera_ids), len(states), size, size, 3]``.
+        """Draw each state from each fixed camera. Return pictures, uint8 ``[len(camera_ids), len(states), size, size, 3]``.
 
-        Args:
-            states: ``mujoco.MjData`` with up-to-date kinematics, ``K`` of them.
-            camera_ids: Ids of fixed cameras of the model.
-            geom_groups: uint8 ``[K, 6]``, 1 where a state shows a geom group; None: MuJoCo's default groups.
+        ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
+        a state shows a geom group; None: MuJoCo's default groups.
         """
         mujoco = self._mujoco
         pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
@@ -128,15 +123,13 @@ class StateRenderer:
         forward, up = np.float64(view.forward), np.float64(view.up)
         right, near, centre = np.cross(forward, up), view.frustum_near, view.frustum_center
         half_width = view.frustum_width or (view.frustum_top - view.frustum_bottom) / 2
-        normals = np.stack(
-            [
-                forward,
-                near * right - (centre - half_width) * forward,
-                (centre + half_width) * forward - near * right,
-                near * up - view.frustum_bottom * forward,
-                view.frustum_top * forward - near * up,
-            ]
-        )  # inwards
+        normals = np.stack([
+            forward,
+            near * right - (centre - half_width) * forward,
+            (centre + half_width) * forward - near * right,
+            near * up - view.frustum_bottom * forward,
+            view.frustum_top * forward - near * up,
+        ])  # inwards  # fmt: skip
         normals /= np.linalg.norm(normals, axis=1, keepdims=True)
         axes = state.geom_xmat[meshes].reshape(-1, 3, 3)
         centres, half_sizes = model.geom_aabb[meshes, :3], model.geom_aabb[meshes, 3:]
@@ -177,3 +170,15 @@ def _release_function(backend: str) -> Any:
 
         return lambda: glfw.make_context_current(None)
     return lambda: None
+
+
+def project(model: Any, data: Any, camera_id: int, points: np.ndarray, size: int) -> np.ndarray:
+    """Return the places of ``points [N, 3]`` (metres) in a square picture of ``size`` pixels from a perspective camera.
+
+    ``model`` and ``data`` are MuJoCo's, with up-to-date kinematics. The result, ``[N, 2]``, is in pixels to the right
+    of and below the upper left corner; NaN behind the camera.
+    """
+    right, up, back = ((points - data.cam_xpos[camera_id]) @ data.cam_xmat[camera_id].reshape(3, 3)).T
+    focal = size / 2 / np.tan(np.deg2rad(model.cam_fovy[camera_id]) / 2)
+    depth = np.where(back < 0, -back, np.nan)
+    return np.stack([size / 2 + focal * right / depth, size / 2 - focal * up / depth], axis=1)

@@ -28,7 +28,7 @@ from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
 MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
-"""What the constructor of an env may raise for arguments that it does not take."""
+"""Errors of an env's constructor for arguments that it does not take."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GymnasiumConfig(ProcessEnvConfig):
     cameras: list[str] | None = option(
         None,
         f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the picture of "
-        "render_mode=rgb_array; null: those of the observation, as many as the model reads.",
+        "render_mode=rgb_array; null: the observation's, as many as the model reads.",
     )
     success_bonus: float = option(0.0, "Reward added at the step of success.")
     terminate_on_success: bool = option(False, "End the episode at success.")
@@ -72,11 +72,9 @@ class GymnasiumConfig(ProcessEnvConfig):
 
 
 class Spaces(NamedTuple):
-    """What the vector env must know before it steps.
+    """Facts of an env that are known before its first step.
 
     Attributes:
-        action_low, action_high: float32 ``[D]``.
-        parts: Cameras, sentence and state of the observation.
         state_low, state_high: ``[S]``; infinite if unbounded.
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: Whether it has render_mode=rgb_array.
@@ -100,9 +98,7 @@ class Spaces(NamedTuple):
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
     """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
 
-    Raises:
-        ConfigError: The id is not registered, its module cannot be imported, or the env refuses ``env.kwargs``.
-        MissingDependencyError: The env needs a package that is not installed, or MuJoCo a GL.
+    Raise ConfigError for a wrong id, module or ``env.kwargs``; MissingDependencyError for a missing package or GL.
     """
     options = {"max_episode_steps": -1, "disable_env_checker": True, "render_mode": render_mode}
     try:
@@ -161,8 +157,8 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the float32 bounds ``[D]`` of the numbers that encode an action of ``space``.
 
-    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last choice, so
-    that each choice has an equal share of the range.
+    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last
+    choice, so that each choice has an equal share of the range.
     """
     match space:
         case gymnasium.spaces.Discrete():
@@ -192,7 +188,7 @@ def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
 
 
 def _packages_behind(env_class: type) -> tuple[str, ...]:
-    """Return the distributions of the modules that define ``env_class`` and its bases, and of their imports."""
+    """Return the distributions of the modules of ``env_class`` and its bases, and of their imports."""
     modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
     modules += [value for module in modules for value in vars(module).values() if isinstance(value, ModuleType)]
     roots = {module.__name__.partition(".")[0] for module in modules}
@@ -203,11 +199,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
-    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode; ``VectorEnv`` keeps the time limit.
-
-    Raises:
-        ConfigError: The id is unknown, or its spaces do not fit.
-        MissingDependencyError: A package or a GL that the env needs is missing.
+    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode. ``VectorEnv`` truncates.
     """
 
     config_class = GymnasiumConfig
@@ -229,24 +221,23 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: GymnasiumConfig) -> list[str]:
-        """Return the id: the only task."""
         return [config.id]
 
     @classmethod
     def check_names(cls, config: GymnasiumConfig) -> None:
-        """Check tasks and cameras, and play one step, which shows what the env says and whether that can be read."""
+        """Check tasks and cameras, and play one step, whose observation and ``info`` must be readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
         _said_by(*_key(config), config.success_return is None)
 
     @classmethod
     def tells_success(cls, config: GymnasiumConfig) -> bool:
-        """Return whether a step says something about success, or a return counts as one."""
+        """Return whether ``info`` of a step tells success, or a return counts as one."""
         return config.success_return is not None or _said_by(*_key(config), True)[0]
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
-        """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
+        """Return gymnasium, and the packages of the env of ``config.id`` (``mujoco``, ``box2d``, ...)."""
         return spaces_of(config).packages
 
     @classmethod
@@ -273,7 +264,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: GymnasiumConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the limit of the registration, which must have one."""
         horizon = config.max_episode_steps or spaces_of(config).horizon
         if horizon is None:
             raise ConfigError(f"env.id={config.id} is registered without a time limit. Set env.max_episode_steps=200")
@@ -312,7 +302,6 @@ class GymnasiumSimulator(Simulator):
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one env step."""
         taken = action_of(self._env.action_space, action)
         self._observation, reward, terminated, truncated, info = self._env.step(taken)
         self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
@@ -326,25 +315,20 @@ class GymnasiumSimulator(Simulator):
         return SingleStep(self.config.reward_scale * float(reward), success, over)
 
     def observe(self) -> View:
-        """Return cameras, state and sentence."""
         state = self._spaces.parts.flattened(self._observation) if len(self._spaces.state_low) else None
         images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
 
     def _picture(self, camera: str, size: int) -> np.ndarray:
-        """Return what a camera shows, uint8 ``[size, size, 3]``."""
+        """Return the picture of a camera, uint8 ``[size, size, 3]``."""
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        return resized(
-            checked_picture(part(self._observation, path), f"env.id={self.config.id}", "env.cameras=[]"), size
-        )
+        seen = part(self._observation, path)
+        return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the picture of the env; of one without render_mode=rgb_array, that of its first camera.
-
-        Raise ConfigError if it has none; MissingDependencyError if a package that it draws with, or a GL, is missing.
-        """
+        """Return the env's picture, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
         cameras = list(self._spaces.parts.cameras)
         if cameras and not self._spaces.can_draw:
             return self._picture(cameras[0], size)
@@ -365,7 +349,6 @@ class GymnasiumSimulator(Simulator):
         return resized(checked_picture(picture, f"env.id={self.config.id}", without), size)
 
     def close(self) -> None:
-        """Close the env."""
         if self._env is not None:
             self._env.close()
         self._env = None
@@ -373,7 +356,7 @@ class GymnasiumSimulator(Simulator):
 
 @functools.cache
 def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple[bool, bool]:
-    """Play one step of an episode; return whether the env says something about success, and whether it has sentences."""
+    """Play one step of an episode; return whether the env tells success, and whether it has sentences."""
     options = {"kwargs": json.loads(kwargs), "state": state, "success_return": None if reads_success else 0.0}
     simulator = GymnasiumSimulator(GymnasiumConfig(id=env_id, max_episode_steps=2, **options), [env_id])
     simulator.is_trial = True

@@ -1,4 +1,4 @@
-"""Read what a gymnasium env shows and says: cameras, state, sentence and success."""
+"""Read cameras, state, sentence and success from the observations and infos of a gymnasium env."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Parts:
         return np.concatenate(parts).astype(np.float32)
 
     def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bounds of ``flattened``, float64 ``[S]``; raise ConfigError for a part that is no list of numbers."""
+        """Return the bounds of ``flattened``, float64 ``[S]``; raise ConfigError for a part of another kind than numbers."""
         flat = [_flat(space, path, env_id) for path, space in self.state]
         ends = [np.concatenate([np.zeros(0), *(getattr(box, end) for box in flat)]) for end in ("low", "high")]
         return ends[0], ends[1]
@@ -102,7 +102,7 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
 
 
 def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
-    """Return what ``info`` of a step says about success (None: nothing); raise ConfigError if it seems to say so under another key.
+    """Return the success that ``info`` of a step tells (None: nothing); raise ConfigError if another key seems to tell it.
 
     Without ``refuses``, such a key is a warning: a run that has begun is not ended by it.
     """
@@ -124,7 +124,7 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
 
 
 def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
-    """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, and for what is no text."""
+    """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, or if it is not a str."""
     shown = None if parts.sentence is None else part(observation, parts.sentence)
     said = info.get(INSTRUCTION_KEY)
     if shown is not None and said is not None:

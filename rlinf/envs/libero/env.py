@@ -117,12 +117,12 @@ class LiberoConfig(ProcessEnvConfig):
 class LiberoVectorEnv(ProcessVectorEnv):
     """One suite of LIBERO.
 
-    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within 50 ms,
-    and the gripper.
+    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within
+    50 ms, and the gripper.
 
-    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
-    settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script. Raises MissingDependencyError
-    without LIBERO, a package of the right version, the assets or a GL for pictures.
+    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions,
+    horizons, settling, picture orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises
+    MissingDependencyError without LIBERO, a package of the right version, the assets or a GL for pictures.
     """
 
     config_class = LiberoConfig
@@ -174,7 +174,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: LiberoConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the published limit of the suite."""
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
@@ -192,7 +191,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def state_width(cls, config: LiberoConfig) -> int:
-        """Return 8 (proprio) or 0 (none)."""
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -242,7 +240,7 @@ class LiberoSimulator(Simulator):
             return SingleStep(0.0, self._scene.step(self._state, self._libero_action(action)))
 
     def _libero_action(self, action: np.ndarray) -> np.ndarray:
-        """Return the action in LIBERO's own convention of the gripper, float64 ``[7]``."""
+        """Return the action in LIBERO's own gripper convention, float64 ``[7]``."""
         numbers = np.asarray(action, dtype=np.float64).copy()
         if self.config.gripper == "openvla":
             numbers[6] = -np.sign(2.0 * numbers[6] - 1.0)

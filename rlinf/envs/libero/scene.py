@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.graphics.projection import project
-from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.errors import ConfigError, MissingDependencyError
 
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
@@ -45,11 +44,9 @@ class SceneState:
         data: ``mujoco.MjData``.
         controller: robosuite's arm controller, with its goal.
         gripper: The gripper's current command, which changes by a fixed amount per simulator step.
-        fixtures: Body id to (position, quaternion) in this env's episode; the model holds those of one env.
+        fixtures: Body id to (position, quaternion) in this env's episode; the model can hold one env's only.
         sites: Colours of the model's sites, among them flames, ``[num_sites, 4]``.
-        seen_qpos: Joint positions from which pictures and states are made.
-        seen_sites: ``sites`` at the same moment.
-        seen_gripper: Joint positions of the two fingers at the same moment.
+        seen_qpos, seen_sites, seen_gripper: Joints, ``sites`` and finger joints when the sensors read.
     """
 
     data: Any
@@ -74,13 +71,7 @@ class _SimulationView:
 
 
 class Scene:
-    """One task: model, controller and goal. About 0.5 GB with its textures and a renderer; built in 2 to 7 s.
-
-    Args:
-        bddl_file: Description of the task.
-        assets: Folder of meshes and textures.
-        fast_rendering: See ``StateRenderer``.
-    """
+    """One task: model, controller and goal. About 0.5 GB with its textures and a renderer; built in 2 to 7 s."""
 
     def __init__(self, bddl_file: Path, assets: Path, fast_rendering: bool) -> None:
         env_class = _import_libero(assets)
@@ -116,17 +107,11 @@ class Scene:
         return SceneState(self._mujoco.MjData(self.model))
 
     def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
-        """Start at a recorded state.
+        """Overwrite ``state`` with the recorded one of the number ``index``, float64 ``[1 + nq + nv]``.
 
         A recorded state does not contain the places of the fixtures (cabinet, stove), which LIBERO draws within about a
-        centimetre at each reset. Here they are those of episode ``index`` of a script that calls ``env.seed(seed)`` once, and
+        centimetre at each reset. Here they equal episode ``index`` of a script that calls ``env.seed(seed)`` once, and
         then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
-
-        Args:
-            state: Overwritten.
-            recorded: float64 ``[1 + nq + nv]``.
-            seed: Seed of NumPy's global generator.
-            index: Number of the recorded state.
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
@@ -148,8 +133,8 @@ class Scene:
     def step(self, state: SceneState, action: np.ndarray) -> bool:
         """Advance by one env step (50 ms), and return whether the goal is reached.
 
-        The result equals that of robosuite's ``env.step``. In each simulator step, robosuite computes positions and velocities
-        three times, here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in
+        The result equals robosuite's ``env.step``, which computes positions and velocities three times in each
+        simulator step, here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in
         LIBERO's convention (gripper: -1 opens, 1 closes).
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
@@ -181,10 +166,9 @@ class Scene:
         return np.concatenate([position, axis_angle(hand.xquat), state.seen_gripper]).astype(np.float32)
 
     def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
-        """Return uint8 ``[size, size, 3]`` per camera of ``CAMERAS``.
+        """Return uint8 ``[size, size, 3]`` per camera: robosuite's pictures turned by 180 degrees, as in published datasets.
 
-        The pictures are robosuite's turned by 180 degrees, as in published datasets and evaluations: upright, with left and
-        right exchanged.
+        They are upright, with left and right exchanged.
         """
         if not cameras:
             return []
@@ -196,10 +180,7 @@ class Scene:
         return [np.ascontiguousarray(picture[:, ::-1]) for picture in pictures]
 
     def path(self, state: SceneState, actions: np.ndarray, camera: str, size: int) -> np.ndarray:
-        """Return where ``actions [C, 7]`` would lead the hand, as a picture of ``render`` shows it: ``[C + 1, 2]`` pixels.
-
-        The state stays as it is: its copy is simulated.
-        """
+        """Return where ``actions [C, 7]`` would lead the hand in a picture of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
         sim = state.controller.sim  # shared, as in ``state``
         controller = copy.deepcopy(state.controller, {id(sim): sim})
         moved = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
@@ -218,12 +199,6 @@ class Scene:
         """Return object and fixture to position (metres) and quaternion (w, x, y, z)."""
         data = state.data
         return {name: [*data.xpos[body].tolist(), *data.xquat[body].tolist()] for name, body in self._bodies.items()}
-
-    def close(self) -> None:
-        """Free the GL contexts. The next picture opens them again."""
-        for renderer in self._renderers.values():
-            renderer.close()
-        self._renderers.clear()
 
     def _activate(self, state: SceneState) -> None:
         """Make robosuite's objects work on ``state``."""

@@ -41,38 +41,35 @@ def package_folder() -> Path:
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         if (Path(folder) / "libero" / "bddl_files").is_dir():
             return Path(folder) / "libero"
-    raise MissingDependencyError(_missing("libero"))
+    raise _missing("libero")
 
 
 def check_packages() -> None:
     """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results.
 
-    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose 20 to 86
-    points of success.
+    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose
+    20 to 86 points of success.
     """
     package_folder()
     for name in ("robosuite", "bddl"):
         if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(_missing(name))
+            raise _missing(name)
     for name, (first, end, wanted) in REQUIRED.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            raise MissingDependencyError(_missing(name)) from None
+            raise _missing(name) from None
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
         if not first <= numbers < end:
+            lowest, limit = (".".join(map(str, bound)) for bound in (first, end))
             raise MissingDependencyError(
-                f"{name} has version {version}; required: from {_dotted(first)} to below {_dotted(end)} (later "
+                f"{name} has version {version}; required: from {lowest} to below {limit} (later "
                 f"versions change contacts and brightness, and with them success rates). Run pip install {wanted}"
             )
 
 
-def _missing(name: str) -> str:
-    return f"The package '{name}' is missing, and env.name=libero needs it. {_INSTALL}"
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(str(number) for number in numbers)
+def _missing(name: str) -> MissingDependencyError:
+    return MissingDependencyError(f"The package '{name}' is missing, and env.name=libero needs it. {_INSTALL}")
 
 
 @functools.cache
@@ -113,10 +110,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def read_states(path: Path) -> np.ndarray:
-    """Return the initial states of a file of LIBERO, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities).
-
-    The file is a zip archive around a pickle, from which only NumPy arrays are read.
-    """
+    """Return a file's initial states, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities): a pickle in a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
@@ -137,8 +131,8 @@ def recorded_states(suite: str, task: str) -> np.ndarray:
 def find_assets(configured: str | None) -> Path:
     """Return the folder of LIBERO's meshes and textures.
 
-    ``env.assets_dir`` and then the environment variable RLINF_LIBERO_ASSETS name it. If neither is set, the package, LIBERO's
-    settings and LIBERO's download folder are searched.
+    ``env.assets_dir`` names it, else RLINF_LIBERO_ASSETS. Without both, the package, LIBERO's settings and LIBERO's
+    download folder are searched.
     """
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}

@@ -69,7 +69,6 @@ class ManiSkillSimulator(Simulator):
         self._scene.reset(FIRST_ROW, [seed_of(task, spec.init_state_id, spec.seed)])
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by one control step (0.05 s)."""
         reward, success, failure = self._scene.step(FIRST_ROW, action[None])
         return SingleStep(float(reward[0]), bool(success[0]), bool(failure[0]))
 
@@ -83,11 +82,9 @@ class ManiSkillSimulator(Simulator):
         return self._scene.frames([0], size)[0]
 
     def poses(self) -> dict[str, list[float]]:
-        """Return the poses of the hand, the objects and the goals."""
         return self._scene.poses(0)
 
     def close(self) -> None:
-        """Free the simulation."""
         if self._scene is not None:
             self._scene.close()
         self._scene = None

@@ -27,10 +27,10 @@ class ManiSkillGpuConfig(ManiSkillOptions):
 class ManiSkillGpuVectorEnv(ManiSkillSuite):
     """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
 
-    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX
-    on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose episode ends
-    inside a chunk is put back after each step of the others. Raises ConfigError for more than one task, MissingDependencyError without
-    ManiSkill, a GPU or its Vulkan driver.
+    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone.
+    PhysX on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose
+    episode ends inside a chunk is put back after each step of the others. Raises ConfigError for more than one task,
+    MissingDependencyError without ManiSkill, a GPU or its Vulkan driver.
     """
 
     config_class = ManiSkillGpuConfig
@@ -68,7 +68,6 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite):
         return self._scene.frames(ids, size)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of the hand, the objects and the goals."""
         return [self._scene.poses(int(row)) for row in ids]
 
     def offload(self) -> None:

@@ -27,13 +27,7 @@ FIXED_ACTORS = ("ground", "table-workspace")
 
 
 class Task(NamedTuple):
-    """A task of ManiSkill.
-
-    Attributes:
-        instruction: Sentence for the policy.
-        horizon: Time limit of ManiSkill's registration, in env steps.
-        state_dim: Width of its observation mode "state".
-    """
+    """A task of ManiSkill: instruction, time limit of its registration, and width of the observation mode "state"."""
 
     instruction: str
     horizon: int
@@ -98,7 +92,7 @@ class ManiSkillOptions(EnvConfig):
 
 
 class ManiSkillSuite(VectorEnv):
-    """What ManiSkill on the CPU and on the GPU share."""
+    """The common part of ManiSkill on the CPU and on the GPU."""
 
     suite: ClassVar[str] = "maniskill"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
@@ -118,12 +112,10 @@ class ManiSkillSuite(VectorEnv):
 
     @classmethod
     def all_task_names(cls, config: ManiSkillOptions) -> list[str]:
-        """Return the names of the tasks, as ManiSkill registers them."""
         return list(TASKS)
 
     @classmethod
     def horizon_of(cls, config: ManiSkillOptions, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default ManiSkill's own limit."""
         return config.max_episode_steps or TASKS[task].horizon
 
     @classmethod
@@ -140,7 +132,6 @@ class ManiSkillSuite(VectorEnv):
         return next(iter(widths.values()))
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the sentence of the task."""
         return TASKS[self.task_names[task_id]].instruction
 
 
@@ -252,18 +243,15 @@ class Scene:
         return {name: _array(pose.raw_pose)[row].astype(float).tolist() for name, pose in things.items()}
 
     def close(self) -> None:
-        """Free the simulation."""
         self._env.close()
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
-    """Make the initial state of each row depend on its own seed alone, whichever rows are reset with it.
+    """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
 
-    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of
-    the rows. Here each row is initialised separately, with all generators under its seed. The expensive parts of a reset
-    (moving states to and from the GPU, observing all rows) still happen once.
-
-    Return a mapping from row to seed, to be filled before each ``env.reset``.
+    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from
+    generators of the rows. Here each row is initialised separately, with all generators under its seed. The expensive
+    parts of a reset (moving states to and from the GPU, observing all rows) still happen once.
     """
     import torch
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.graphics.projection import project
-from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import MissingDependencyError
@@ -129,8 +128,8 @@ class MetaWorldConfig(ProcessEnvConfig):
 class MetaWorldVectorEnv(ProcessVectorEnv):
     """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
 
-    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises MissingDependencyError
-    without Meta-World, MuJoCo or a GL for its pictures.
+    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises
+    MissingDependencyError without Meta-World, MuJoCo or a GL for its pictures.
     """
 
     config_class = MetaWorldConfig
@@ -153,7 +152,6 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: MetaWorldConfig) -> list[str]:
-        """Return the names of the 50 tasks, in Meta-World's order."""
         return list(INSTRUCTIONS)
 
     @classmethod
@@ -168,7 +166,6 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
         return np.array([*HAND_LOW, 0.0]), np.array([*HAND_HIGH, 1.0])
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the sentence of the task."""
         return INSTRUCTIONS[self.task_names[task_id]]
 
 
@@ -195,7 +192,6 @@ class MetaWorldSimulator(Simulator):
         self._numbers = _restart(self._env, derive_seed(spec.seed, "metaworld", task, spec.init_state_id))
 
     def step(self, action: np.ndarray) -> SingleStep:
-        """Advance by ``config.action_repeat`` simulator steps."""
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(action)
             if info["success"]:
@@ -215,7 +211,7 @@ class MetaWorldSimulator(Simulator):
         return np.clip(ENV_POLICY_MAP[self._task]().get_action(seen), -1.0, 1.0).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the first camera (corner4 if there is none)."""
+        """Return a picture of the first camera, or of corner4."""
         return self._draw(self._video_camera, size)
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
@@ -261,7 +257,7 @@ class MetaWorldSimulator(Simulator):
 
     @property
     def _video_camera(self) -> str:
-        return self.config.cameras[0] if self.config.cameras else "corner4"
+        return next(iter(self.config.cameras), "corner4")
 
     def _is_turned(self, camera: str) -> bool:
         return self.config.upright and camera in UPSIDE_DOWN_CAMERAS
@@ -285,7 +281,7 @@ def _take_scene(task: str) -> Any:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
                 return _idle_scenes.pop(index)[1]
-    import_mujoco()  # reports what is missing, before Meta-World imports it
+    import_mujoco()  # reports a missing package or GL, before Meta-World imports it
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     env = ALL_V3_ENVIRONMENTS[task]()
@@ -315,7 +311,7 @@ def _restart(env: Any, seed: int) -> np.ndarray:
 
 
 def _show_goal(env: Any) -> None:
-    """Place the marks of the goal. Meta-World leaves those of some tasks where the model file has them.
+    """Place the marks of the goal, which Meta-World does not move in some tasks.
 
     The first mark of its list is the goal's, but the list of pick-out-of-hole-v3 places it at the puck.
     """
@@ -331,8 +327,8 @@ _renderers_lock = threading.Lock()
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
     """Return this process's renderer for all envs of a model. It holds its own copy of the model, with equal geoms.
 
-    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at least
-    ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
+    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at
+    least ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
     """
     with _renderers_lock:
         renderers = _renderers.setdefault(size, OrderedDict())

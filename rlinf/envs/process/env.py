@@ -1,60 +1,101 @@
 """Simulators of one environment each, in worker processes, as one vector env.
 
 Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states are in
-anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline
-is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its
+deadline is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
+import os
+import signal
+import socket
+import struct
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
 import numpy as np
 
 import rlinf.errors
-from rlinf.distributed.child_process import POLL_S, Failure, SharedMemory, end_all
+from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
+from rlinf.distributed.stack_dump import dump_stacks
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
-from rlinf.envs.process.worker_handle import Worker
 from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
-from rlinf.envs.spread import SpreadVectorEnv
-from rlinf.envs.steps import SimulatorChunk
+from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.imports import import_string
 from rlinf.memory import num_cores
 from rlinf.types import EpisodeSpec, Observation
-
-logger = logging.getLogger("rlinf")
 
 MAX_FAILURES = 3
 """Number of failures in one episode that ends the run."""
 CLOSE_TIMEOUT_S = 5.0
 
 
+class Worker(Part, ChildProcess):
+    """The parent's end of a worker process and the rows that it owns. The process may be replaced."""
+
+    def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
+        # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
+        environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"}
+        name = f"simulators of rows {self.ids[0]} to {self.ids[-1]}"
+        self.launch("rlinf.envs.process.worker_process:main", name, [memory], environment)
+        self.send(task, task.config.reset_timeout_s)
+
+    def send(self, message: Any, timeout_s: float) -> bool:
+        """Send a message. Return False if a stopped process did not read it before the deadline."""
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, limit)
+        try:
+            self.connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # The process has died; ``receive`` reports why.
+        except BlockingIOError:
+            return False
+        return True
+
+    def receive(self, timeout_s: float, name: str) -> Any:
+        """Return the answer to ``name``, or a ``Failure`` if the process died or stopped while answering."""
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except BlockingIOError:
+            return self.give_up(timeout_s, name)
+        except (EOFError, OSError):
+            pass
+        status, ending = self.ending()
+        outside = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+        return Failure(None, ending, self.read_log(), from_outside=-status in outside)
+
+    def give_up(self, timeout_s: float, name: str) -> Failure:
+        """Kill a process that has been silent for too long, after it has dumped its stacks."""
+        dump_stacks(self.process, self.log)
+        self.process.kill()
+        key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
+        return Failure(None, f"{name} made no progress for {timeout_s:g} s ({key}). Stack traces:", self.read_log())
+
+
 class ProcessVectorEnv(SpreadVectorEnv):
-    """``num_envs`` simulators of one kind, spread over worker processes.
+    """``num_envs`` simulators of one kind, spread over worker processes, which start at the first reset.
 
-    A subclass sets ``simulator_class``, ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. The processes start
-    at the first reset.
-
-    Attributes:
-        simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers import.
-
-    Raises:
-        ConfigError: See ``VectorEnv``; or the simulator's class is defined in the main script, which workers cannot import.
-        SimulatorError: Raised by any call if more than ``config.max_restarts`` workers were lost, if a simulator failed
-            ``MAX_FAILURES`` times in one episode (both close the env), or if the env is closed.
+    A subclass sets ``simulator_class`` (``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the
+    workers import), ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. Any call raises SimulatorError
+    if more than ``config.max_restarts`` workers were lost, if a simulator failed ``MAX_FAILURES`` times in one episode
+    (both close the env), or if the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
     simulator_class: ClassVar[str] = ""
+    workers_name = "worker processes"
+    restarts_key = "env.max_restarts"
     free_settings: ClassVar[tuple[str, ...]] = (
         *VectorEnv.free_settings, "num_processes", "step_timeout_s", "reset_timeout_s", "max_restarts",
     )  # fmt: skip
@@ -81,33 +122,17 @@ class ProcessVectorEnv(SpreadVectorEnv):
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Return whether the simulator has a scripted expert."""
         return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
 
     @classmethod
     def expert_options(cls) -> list[str]:
-        """Return the names of the keyword options that ``expert_action`` of the simulator takes."""
         return list(inspect.signature(import_string(cls.simulator_class).expert_action).parameters)[1:]
-
-    def expert_actions(self, **options: Any) -> np.ndarray:
-        """Return the scripted experts' actions, float32 ``[B, D]``; 0 in idle rows."""
-        self._check_reset()
-        ids = self._rows_in_use()
-        actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
-        for worker, answer in self._ask_rows("expert_actions", ids, options).items():
-            actions[ids[worker.positions(ids)]] = answer
-        return actions
 
     def worker_processes(self) -> list[subprocess.Popen]:
         """Return the running processes, in the order of their rows."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
-    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows of the workers that own the rows ``ids``."""
-        return np.concatenate([ids, *(worker.ids for worker in self._workers if len(worker.positions(ids)))])
-
     def num_finished_calls(self) -> int:
-        """Return the number of calls that simulators have finished."""
         return int(self._rows["num_calls"].sum())
 
     def offload(self) -> None:
@@ -123,29 +148,10 @@ class ProcessVectorEnv(SpreadVectorEnv):
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
         self._num_failures[ids] = 0
-        wanted = dict(zip(ids.tolist(), specs, strict=True))
-        calls = {
-            worker: ("reset", (rows, [wanted[index] for index in rows]))
-            for worker in self._workers
-            if (rows := [index for index in worker.ids.tolist() if index in wanted])
-        }
-        # A worker that is lost here is replaced, and the new worker resets all its rows, these included.
-        self._read_resets(calls, self._call(calls, self.config.reset_timeout_s))
+        super()._reset_envs(ids, specs)
 
-    def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        chunk = SimulatorChunk.empty(*actions.shape[:2])
-        places = {worker: worker.positions(ids) for worker in self._workers}
-        calls = {
-            worker: ("step_chunk", (ids[at].tolist(), actions[at], steps_left[at]))
-            for worker, at in places.items()
-            if len(at)
-        }
-        for worker, (part, instructions) in self._call(calls, self.config.step_timeout_s).items():
-            at = places[worker]
-            for array, values in zip(chunk, part, strict=True):
-                array[at] = values
-            self._instructions[ids[at]] = instructions
-        return chunk
+    def _reset_call(self, part: Worker, rows: np.ndarray) -> Call:
+        return "reset", (rows, [self._specs[row] for row in rows])
 
     def _observe(self, ids: np.ndarray) -> Observation:
         images = {camera: self._rows["images"][ids, k] for k, camera in enumerate(self.config.cameras)}
@@ -154,60 +160,50 @@ class ProcessVectorEnv(SpreadVectorEnv):
 
     def _ask_rows(
         self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
-    ) -> dict[Worker, Any]:
+    ) -> Mapping[Worker, Any]:
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
             raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")
-        calls = {
-            worker: (name, (ids[at].tolist(), *(array[at] for array in of_rows), *arguments))
-            for worker in self._workers
-            if len(at := worker.positions(ids))
-        }
-        answers: dict[Worker, Any] = {}
-        while pending := {worker: call for worker, call in calls.items() if worker not in answers}:
-            answers |= self._call(pending, self.config.step_timeout_s)
-        return answers
+        return super()._ask_rows(name, ids, *arguments, of_rows=of_rows)
 
-    def _call(self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float) -> dict[Worker, Any]:
-        """Let each worker call a method of its ``SimulatorRows``, all in parallel, and return the answers.
-
-        Lost workers are missing there. They are replaced, and all their rows are in the first state of their episodes.
-        ``timeout_s`` is the longest time for one call of a simulator.
-        """
+    def _call(self, calls: dict[Worker, Call]) -> dict[Worker, Any]:
+        """Let each worker call a method of its ``SimulatorRows``."""
         if self.closed:
-            raise SimulatorError(
-                f"{next(iter(calls.values()))[0]} was called, but env.name={self.config.name} is closed: close() or a "
-                "SimulatorError has ended its worker processes. Make another env to continue"
-            )
+            raise self._closed_error(calls, self.config.name)
         if self.config.num_processes == 0:
             if self._local is None:
                 self._local = SimulatorRows(self._task, self._memory.map)
-            return {worker: getattr(self._local, name)(*arguments) for worker, (name, arguments) in calls.items()}
+            played = {worker: getattr(self._local, name)(*arguments) for worker, (name, arguments) in calls.items()}
+            return self._taken(calls, played)
         for worker in calls:
             if worker.process is None:
                 worker.start(self._task, self._memory)
-        answers, failed = self._exchange(calls, timeout_s)
+        answers, failed = self._exchange(calls)
         while failed:
             for worker, failure in failed.items():
                 self._replace(worker, failure)
             used = self._rows_in_use()
-            owned = {worker: used[worker.positions(used)].tolist() for worker in failed}
-            resets = {worker: ("reset", (rows, [self._specs[row] for row in rows])) for worker, rows in owned.items()}
-            shown, failed = self._exchange(resets, self.config.reset_timeout_s)
-            self._read_resets(resets, shown)
+            resets = {worker: self._reset_call(worker, used[worker.positions(used)]) for worker in failed}
+            shown, failed = self._exchange(resets)
+            self._taken(resets, shown)
+        return self._taken(calls, answers)
+
+    def _taken(self, calls: dict[Worker, Call], answers: dict[Worker, Any]) -> dict[Worker, Any]:
+        """Store the instructions that resets and steps have returned; return the rest of the answers."""
+        for worker, answer in answers.items():
+            name, arguments = calls[worker]
+            if name in ("reset", "step_chunk"):
+                answers[worker], self._instructions[arguments[0]] = answer
         return answers
 
-    def _read_resets(self, calls: dict[Worker, tuple[str, tuple]], answers: dict[Worker, list[str]]) -> None:
-        for worker, instructions in answers.items():
-            self._instructions[calls[worker][1][0]] = instructions
-
-    def _exchange(
-        self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float
-    ) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
+    def _exchange(self, calls: dict[Worker, Call]) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
         """Send all calls, then collect answers and failures.
 
-        An error that the user must fix is raised again, once all workers have answered.
+        A worker fails if one call of a simulator exceeds the time limit. An error that the user must fix is raised
+        again, once all workers have answered.
         """
+        names = {name for name, _ in calls.values()}
+        timeout_s = self.config.reset_timeout_s if names == {"reset"} else self.config.step_timeout_s
         results: dict[Worker, Any] = {}
         try:
             num_calls, silent_s = {}, dict.fromkeys(calls, 0.0)
@@ -259,15 +255,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
                 f"{what}\nThis was failure {MAX_FAILURES} in {self._episode_of(busy)}. To debug it in this process, set "
                 "env.num_processes=0"
             )
-        count, limit = self.num_restarts, self.config.max_restarts
-        if count > limit:
-            self.close()
-            raise SimulatorError(
-                f"{what}\n{count} worker processes have been lost (env.max_restarts={limit}). To continue, set "
-                f"env.max_restarts={2 * count}"
-            )
-        logger.warning("%s\nIts episodes restart (restart %d of %d).", what, count, limit)
-        self._lost[worker.ids] = True
+        self._restart_rows(worker.ids, what, self.num_restarts, self.config.max_restarts)
         worker.start(self._task, self._memory)
 
     def _episode_of(self, busy: np.ndarray) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. No success (None): the env says nothing of it."""
+    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told."""
 
     dense_reward: float
     success: bool | None
@@ -26,10 +26,7 @@ class SingleStep(NamedTuple):
 class View(NamedTuple):
     """The observation of one environment: a row of ``rlinf.types.Observation``.
 
-    Attributes:
-        images: Each of ``config.cameras`` to uint8 ``[H, W, 3]``.
-        state: float32 ``[S]``, or None.
-        instruction: One sentence.
+    ``images`` map each of ``config.cameras`` to uint8 ``[H, W, 3]``; ``state`` is float32 ``[S]``, or None.
     """
 
     images: dict[str, np.ndarray]
@@ -41,11 +38,8 @@ class Simulator(ABC):
     """One environment, made and used by one thread of a worker process.
 
     An episode must be a function of its ``EpisodeSpec`` and the actions alone, not of earlier episodes. Import the
-    simulator's packages in the constructor or later, never at module level; torch is not needed.
-
-    Args:
-        config: Settings of the environment.
-        task_names: Tasks that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
+    simulator's packages in the constructor or later, never at module level; torch is not needed. ``task_names`` are the
+    tasks that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
     """
 
     def __init__(self, config: EnvConfig, task_names: Sequence[str]) -> None:

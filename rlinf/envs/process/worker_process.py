@@ -57,8 +57,8 @@ class SimulatorRows:
         self._make = import_string(task.simulator_class)
         self._simulators: dict[int, Simulator] = {}
 
-    def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> list[str]:
-        """Start an episode in each of the rows ``ids``, write its observation, and return the instructions."""
+    def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> tuple[None, list[str]]:
+        """Start an episode in each of the rows ``ids``, write its observation, and return None and the instructions."""
         instructions = []
         for index, spec in zip(self._each(ids), specs, strict=True):
             if index not in self._simulators:
@@ -67,7 +67,7 @@ class SimulatorRows:
             self._simulators[index].reset(spec)
             self._count(index)
             instructions.append(self._show(index))
-        return instructions
+        return None, instructions
 
     def step_chunk(
         self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray
@@ -89,11 +89,9 @@ class SimulatorRows:
         return chunk, instructions
 
     def expert_actions(self, ids: Sequence[int], options: dict[str, Any]) -> np.ndarray:
-        """Return ``[K, D]``."""
         return np.stack([self._simulators[index].expert_action(**options) for index in self._each(ids)])
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return ``[K, size, size, 3]``."""
         frames = []
         for index in self._each(ids):
             frames.append(self._simulators[index].render(size))
@@ -101,18 +99,15 @@ class SimulatorRows:
         return np.stack(frames)
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return ``[K, C + 1, 2]``, or None."""
         each = zip(self._each(ids), chunks, strict=True)
         paths = [self._simulators[index].chunk_path(chunk, size) for index, chunk in each]
         known = [path for path in paths if path is not None]
         return np.stack(known) if len(known) == len(paths) else None
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return the poses of ``K`` rows."""
         return [self._simulators[index].poses() for index in self._each(ids)]
 
     def close(self) -> None:
-        """Free the simulators."""
         while self._simulators:
             self._simulators.popitem()[1].close()
 
@@ -123,7 +118,7 @@ class SimulatorRows:
             yield index
             self.rows["busy"][index] = False
 
-    def _count(self, index: int) -> None:
+    def _count(self, index: int) -> None:  # the parent sees the progress, and extends the deadline
         self.rows["num_calls"][index] += 1
 
     def _show(self, index: int) -> str:

@@ -1,13 +1,13 @@
 """A vector env whose simulators run on other machines, in actors of Ray.
 
-The base class (episodes, statistics, auto-reset) runs here, so that nothing that plays an env can tell the difference. Each
-actor has neighbouring rows: it gets actions, and returns rewards and the rows of observations that have changed. An actor that
-is lost or silent is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+The base class (episodes, statistics, auto-reset) runs here, so a caller cannot tell the difference. Each actor has
+neighbouring
+rows: it gets actions, and returns rewards and the changed rows of the observation. An actor that is lost or silent is
+replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import socket
@@ -27,16 +27,14 @@ from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import Answer, EnvFacts, EnvHost, HostTask
-from rlinf.envs.spread import Part, SpreadVectorEnv
-from rlinf.envs.steps import SimulatorChunk
+from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
-
-logger = logging.getLogger("rlinf")
 
 RESOURCE = "rlinf_env"
 """Machines that were added to the cluster with this resource get all actors; without any such machine, all machines share them."""
 NOWHERE = "a machine that has not answered yet"
+SILENT = "it is stopped or lost, or it holds Python's lock"
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_REASON = 1500
@@ -45,13 +43,13 @@ MAX_REASON = 1500
 
 @dataclass(frozen=True)
 class EnvNodes:
-    """How a run wants its simulators elsewhere.
+    """Number and time limits of the actors that hold the simulators of a run.
 
     Attributes:
         count: Actors of each env; at most one for each row.
         num_envs_at_once: Envs of the run, over all ranks, that play at the same time.
-        start_s: Longest time in which an actor is started and builds its env.
-        timeout_s: Longest time in which it then neither answers nor gets on.
+        start_s: Time limit for starting an actor and building its env.
+        timeout_s: Longest time in which it then makes no progress.
         max_restarts: Actors that each env may replace.
         prepare: Called in each actor first: imports of user code.
     """
@@ -65,16 +63,13 @@ class EnvNodes:
 
 
 class _Actor(Part):
-    """The rows of an env that are in one actor of Ray, which may be replaced.
+    """The rows of an env in one actor of Ray, which may be replaced.
 
-    Attributes:
-        handle: Ray's handle; None: not started.
-        host, pid: Where the actor is, once known.
-        num_restarts: Simulators that it has replaced.
+    ``handle`` is Ray's, None before the start and after the end. The actor has replaced ``num_restarts`` simulators.
     """
 
     def __init__(self, ids: np.ndarray) -> None:
-        super().__init__(ids)
+        super().__init__(ids, first=int(ids[0]))
         self.handle: Any = None
         self.host, self.pid, self.num_restarts = NOWHERE, 0, 0
 
@@ -83,20 +78,16 @@ class _Actor(Part):
 
 
 class RemoteVectorEnv(SpreadVectorEnv):
-    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class of a kind of env.
+    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class for the env's class ``kind``.
 
-    Attributes:
-        kind: The class that the actors build.
-        nodes: How many actors, and how long to wait for them.
-
-    Raises:
-        ConfigError: See ``VectorEnv``; or an actor has other software than this process.
-        SimulatorError: Raised by any call if more than ``nodes.max_restarts`` actors were lost, which closes the env, or if the
-            env is closed.
+    Raise ConfigError if an actor has other software than this process. Any call raises SimulatorError if more than
+    ``nodes.max_restarts`` actors were lost, which closes the env, or if the env is closed.
     """
 
     kind: ClassVar[type[VectorEnv]]
     nodes: ClassVar[EnvNodes]
+    workers_name = "env actors"
+    restarts_key = "cluster.env_node_restarts"
 
     @classmethod
     def of(cls, kind: type[VectorEnv], nodes: EnvNodes) -> type[Self]:
@@ -116,21 +107,22 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self.kind.check_names(config)
         self._ray = connect(f"cluster.env_nodes={self.nodes.count}")
         self._task_config = config
-        self._actors = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), min(self.nodes.count, num_envs))]
+        count = min(self.nodes.count, num_envs)
+        self._workers: list[_Actor] = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), count)]
         self._num_lost, self._past_restarts = 0, 0
         self._software = what_ranks_share(())
         own_remote(self)
         try:
-            found, lost = self._open(self._actors)
+            found, lost = self._open(self._workers)
             for actor, why in lost.items():
                 raise SimulatorError(
                     f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
                     f"needs longer, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
                 )
-            self._facts = found[self._actors[0]]
+            self._facts = found[self._workers[0]]
             super().__init__(config, num_envs, auto_reset, self._facts.action_low, self._facts.action_high)
         except BaseException:
-            self._kill(self._actors)
+            self._kill(self._workers)
             raise
         if "render_fps" in self._facts.metadata:
             self.metadata["render_fps"] = self._facts.metadata["render_fps"]
@@ -139,56 +131,35 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._state = np.zeros((num_envs, self.state_dim), np.float32)
         self._instructions = np.full(num_envs, "", dtype=object)
 
-    # What the actors know.
-
     @property
     def state_dim(self) -> int:
-        """``S``."""
         return self._facts.state_dim
 
     @property
     def num_restarts(self) -> int:  # type: ignore[override]
         """Simulators and actors that were lost and replaced."""
-        return self._num_lost + self._past_restarts + sum(actor.num_restarts for actor in self._actors)
+        return self._num_lost + self._past_restarts + sum(actor.num_restarts for actor in self._workers)
 
     def action_statistics(self) -> dict[str, Any]:
-        """Return those of the env in the actors."""
         return self._facts.action_statistics
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return those of the env in the actors."""
         return self._facts.state_bounds
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return that of the env in the actors."""
         return self._facts.instructions[task_id]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split."""
-        first = self._actors[0]
+        first = self._workers[0]
         return self._ask({first: ("episode_specs", (split,))})[first]
-
-    def expert_actions(self, **options: Any) -> np.ndarray:
-        """Return the scripted experts' actions, float32 ``[B, D]``; 0 in the rows of actors without an episode."""
-        self._check_reset()
-        actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
-        used = self._rows_in_use()
-        calls = {actor: ("expert_actions", (options,)) for actor in self._actors if len(actor.positions(used))}
-        for actor, answer in self._ask(calls).items():
-            actions[actor.ids] = answer
-        return actions
 
     def places(self) -> list[tuple[str, int]]:
         """Return host and process id of each actor, in the order of their rows."""
-        return [(actor.host, actor.pid) for actor in self._actors]
-
-    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows of the actors that own the rows ``ids``."""
-        return np.concatenate([ids[:0], *(actor.ids for actor in self._actors if len(actor.positions(ids)))])
+        return [(actor.host, actor.pid) for actor in self._workers]
 
     def offload(self) -> None:
         """Free what the actors can build again. Reset before anything else."""
-        self._ask({actor: ("offload", ()) for actor in self._actors})
+        self._ask({actor: ("offload", ()) for actor in self._workers})
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
@@ -196,122 +167,59 @@ class RemoteVectorEnv(SpreadVectorEnv):
         closings = [actor.handle.close.remote() for actor in self._alive()]
         if closings:
             self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
-        self._kill(self._actors)
+        self._kill(self._workers)
 
     def ask_stacks(self) -> Callable[[float], str]:
-        """Ask all actors for their stacks and those of their simulators; see ``RemoteProcesses``."""
+        """Ask all actors for their stacks, simulators included; see ``RemoteProcesses``."""
         asked = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
         return lambda deadline: self._stacks(asked, deadline)
 
     def _alive(self) -> list[_Actor]:
         """Return the actors that can be asked; none after Ray has ended."""
-        return [actor for actor in self._actors if actor.handle is not None and self._ray.is_initialized()]
+        return [actor for actor in self._workers if actor.handle is not None and self._ray.is_initialized()]
 
     def _stacks(self, asked: dict[_Actor, Any], deadline: float) -> str:
-        if not asked:
-            return ""
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
-        return "".join(f"\n{actor}:\n{self._stacks_in(reference, ready)}" for actor, reference in asked.items())
+        text, left = "", max(0.0, deadline - time.monotonic())
+        ready = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)[0] if asked else []
+        for actor, reference in asked.items():
+            text += f"\n{actor}:\n"
+            try:
+                text += self._ray.get(reference) if reference in ready else f"no answer: {SILENT}\n"
+            except self._ray.exceptions.RayError as error:
+                text += f"no answer: {_reason(error)}\n"
+        return text
 
-    def _stacks_in(self, reference: Any, ready: list[Any]) -> str:
-        if reference not in ready:
-            return "no answer: it is stopped or lost, or it holds Python's lock\n"
-        try:
-            return self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:
-            return f"no answer: {_reason(error)}\n"
-
-    # What the base class asks.
-
-    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
-        wanted = dict(zip(ids.tolist(), specs, strict=True))
-        calls: dict[_Actor, tuple[str, tuple]] = {}
-        for actor in self._actors:
-            if len(at := actor.positions(ids)):
-                own = ids[at]
-                calls[actor] = (
-                    "reset",
-                    (own - actor.ids[0], [wanted[row] for row in own.tolist()], self._specs_of(actor)),
-                )
-        # An actor that is lost here is replaced, and the new one resets all its rows, these included.
-        self._call(calls)
-
-    def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
-        chunk = SimulatorChunk.empty(*actions.shape[:2])
-        places = {actor: at for actor in self._actors if len(at := actor.positions(ids))}
-        calls = {
-            actor: ("step_chunk", (ids[at] - actor.ids[0], actions[at], steps_left[at])) for actor, at in places.items()
-        }
-        for actor, part in self._call(calls).items():
-            for array, values in zip(chunk, part, strict=True):
-                array[places[actor]] = values
-        return chunk
+    def _reset_call(self, part: _Actor, rows: np.ndarray) -> Call:
+        specs = [None] * len(part.ids) if self._specs is None else [self._specs[row] for row in part.ids]
+        return "reset", (rows - part.first, specs)
 
     def _observe(self, ids: np.ndarray) -> Observation:
         images = {camera: image[ids] for camera, image in self._images.items()}
         return Observation(images, self._state[ids] if self.state_dim else None, self._instructions[ids].tolist())
 
-    # How the actors are asked.
-
-    def _ask_rows(
-        self, name: str, ids: np.ndarray, *arguments: Any, of_rows: Sequence[np.ndarray] = ()
-    ) -> dict[_Actor, Any]:
-        calls = {
-            actor: (name, (ids[at] - actor.ids[0], *(array[at] for array in of_rows), *arguments))
-            for actor in self._actors
-            if len(at := actor.positions(ids))
-        }
-        return self._ask(calls)
-
-    def _ask(self, calls: dict[_Actor, tuple[str, tuple]]) -> dict[_Actor, Any]:
-        """Call, and call again in actors that were replaced."""
-        answers: dict[_Actor, Any] = {}
-        while pending := {actor: call for actor, call in calls.items() if actor not in answers}:
-            answers |= self._call(pending)
-        return answers
-
-    def _call(self, calls: dict[_Actor, tuple[str, tuple]]) -> dict[_Actor, Any]:
-        """Let each actor call a method of its ``EnvHost``, all in parallel, and return the values.
-
-        Lost actors are missing there. They are replaced, and all their rows are in the first state of their episodes.
-        """
+    def _call(self, calls: dict[_Actor, Call]) -> dict[_Actor, Any]:
+        """Let each actor call a method of its ``EnvHost``."""
         if any(actor.handle is None for actor in calls):
-            raise SimulatorError(
-                f"{next(iter(calls.values()))[0]} was called, but env.name={self._task_config.name} is closed: close() or a "
-                "SimulatorError has ended its actors. Make another env to continue"
-            )
-        answers, lost = self._exchange_in_time(calls)
-        values = {actor: self._take(actor, answer) for actor, answer in answers.items()}
+            raise self._closed_error(calls, self._task_config.name)
+        values, lost = self._exchange_in_time(calls)
         while lost:
             for actor, why in lost.items():
                 self._replace(actor, why)
             opened, lost = self._open(list(lost))
-            resets: dict[_Actor, tuple[str, tuple]] = {}
-            for actor in opened:
-                specs = self._specs_of(actor)
-                rows = np.array([row for row, spec in enumerate(specs) if spec is not None], dtype=np.int64)
-                resets[actor] = ("reset", (rows, [specs[row] for row in rows], specs))
-            answers, lost_again = self._exchange_in_time(resets)
-            lost |= lost_again
-            for actor, answer in answers.items():
-                self._take(actor, answer)
+            used = self._rows_in_use() if self._specs is not None else np.zeros(0, dtype=np.int64)
+            resets = {actor: self._reset_call(actor, used[actor.positions(used)]) for actor in opened}
+            lost |= self._exchange_in_time(resets)[1]
         return values
 
-    def _exchange_in_time(
-        self, calls: dict[_Actor, tuple[str, tuple]]
-    ) -> tuple[dict[_Actor, Answer], dict[_Actor, str]]:
-        """Let actors call methods of their ``EnvHost``; see ``_exchange``."""
+    def _exchange_in_time(self, calls: dict[_Actor, Call]) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
+        """Call methods of ``EnvHost``, store the observations, and return the values and why actors were lost."""
         asked = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
-        return self._exchange(asked, self.nodes.timeout_s, "cluster.env_node_timeout_s")
-
-    def _specs_of(self, actor: _Actor) -> list[EpisodeSpec | None]:
-        return [None] * len(actor.ids) if self._specs is None else [self._specs[row] for row in actor.ids]
+        answers, lost = self._exchange(asked, self.nodes.timeout_s, "cluster.env_node_timeout_s")
+        return {actor: self._take(actor, answer) for actor, answer in answers.items()}, lost
 
     def _take(self, actor: _Actor, answer: Answer) -> Any:
         """Store the observations of an answer, and return its value."""
-        first = actor.ids[0]
-        rows = answer.rows + first
+        rows = answer.rows + actor.first
         if answer.observation is not None:
             for camera, image in answer.observation.images.items():
                 self._images[camera][rows] = image
@@ -323,14 +231,11 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return answer.value
 
     def _exchange(
-        self, calls: dict[_Actor, tuple[str, tuple]], limit_s: float, key: str
+        self, calls: dict[_Actor, Call], limit_s: float, key: str
     ) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
-        """Send all calls, then collect answers, and why other actors gave none.
+        """Send all calls, then collect answers, and the reasons of actors that were lost.
 
-        Args:
-            calls: Name of a method of ``EnvHost``, and its arguments.
-            limit_s: Seconds in which an actor may neither answer nor get on.
-            key: The setting that is ``limit_s``.
+        An actor is lost after ``limit_s`` seconds without an answer or progress; ``key`` is the setting.
         """
         ray = self._ray
         answers: dict[_Actor, Any] = {}
@@ -373,23 +278,14 @@ class RemoteVectorEnv(SpreadVectorEnv):
         return answers, lost
 
     def _replace(self, actor: _Actor, why: str) -> None:
-        """Count a lost actor; close the env and raise SimulatorError if too many have been lost."""
         self._kill([actor])
         self._num_lost += 1
         self._past_restarts += actor.num_restarts
         actor.num_restarts = 0
-        count, limit = self._num_lost, self.nodes.max_restarts
-        if count > limit:
-            self.close()
-            raise SimulatorError(
-                f"{actor}: {why}\n{count} env actors have been lost (cluster.env_node_restarts={limit}). To continue, set "
-                f"cluster.env_node_restarts={2 * count}"
-            )
-        logger.warning("%s: %s\nIts episodes restart (restart %d of %d).", actor, why, count, limit)
-        self._lost[actor.ids] = True
+        self._restart_rows(actor.ids, f"{actor}: {why}", self._num_lost, self.nodes.max_restarts)
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors and let them build their envs; return what they tell, and why others did not start; refuse other software there."""
+        """Start actors and let them build their envs; return their facts, and why others did not start; refuse other software."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]
@@ -414,7 +310,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             actor.host, actor.pid = facts.host, facts.pid
             lines = describe_differences([(socket.gethostname(), self._software), (facts.host, facts.software)])
             if lines:
-                self._kill(self._actors)
+                self._kill(self._workers)
                 told = "\n  ".join(lines).replace("rank 1 on", "the actor on").replace("rank 0 on", "the run on")
                 raise ConfigError(
                     f"{actor} has other software than the run:\n  {told}\nStart all machines of the cluster in the same "
@@ -430,7 +326,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
 
 
 class _Wait:
-    """A call that an actor has not answered yet; ``silent_s``: seconds since the actor last got on."""
+    """A call that an actor has not answered yet; ``silent_s``: seconds since its last progress."""
 
     def __init__(self, reference: Any, name: str) -> None:
         self.reference, self.name, self.silent_s = reference, name, 0.0
@@ -438,7 +334,7 @@ class _Wait:
         self._num_calls = -1
 
     def has_moved(self, ray: Any, handle: Any) -> bool:
-        """Ask whether the actor's simulators have finished calls since the last time, without waiting for the answer."""
+        """Return whether the actor's simulators have finished calls since the last time; do not wait for an answer."""
         if self._question is None:
             self._question = handle.num_finished_calls.options(concurrency_group="control").remote()
             return False

@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec, Observation
 
 
+COUNTERPARTS = ("reset", "step_chunk", "expert_actions", "offload")
+
+
 @dataclass(frozen=True)
 class HostTask:
-    """What a host has to know.
-
-    Attributes:
-        config: Settings of the env.
-        num_envs: Rows of this host.
-        num_sharers: Hosts that share the cores of a machine.
-    """
+    """The settings of a host's env, its number of rows, and how many hosts share the cores of a machine."""
 
     config: EnvConfig
     num_envs: int
@@ -40,14 +37,7 @@ class HostTask:
 
 @dataclass(frozen=True)
 class EnvFacts:
-    """What the asking process must know of the env, which it does not build.
-
-    Attributes:
-        host, pid: Where the simulators are.
-        software: What all processes must have in common (``what_ranks_share``).
-        action_low, action_high: float32 ``[D]``.
-        instructions: ``instruction_of`` each task.
-    """
+    """Facts of the env for the asking process, which does not build it. ``instructions`` has one per task."""
 
     host: str
     pid: int
@@ -63,13 +53,12 @@ class EnvFacts:
 
 
 class Answer(NamedTuple):
-    """What a call returns.
+    """The result ``value`` of a call, and its side effects.
 
     Attributes:
-        value: The call's own result.
         rows: int64 ``[K]``: the rows that the call may have changed.
-        observation: Theirs.
-        lost: bool ``[rows of the host]``: the rows whose simulator was lost, and which are in the first state of their episode.
+        observation: Of these rows.
+        lost: bool ``[rows of the host]``: the simulator was lost, and the row is in the first state of its episode.
         num_restarts: Simulators lost so far.
     """
 
@@ -83,12 +72,9 @@ class Answer(NamedTuple):
 class EnvHost:
     """A vector env whose base class, which owns episodes, statistics and auto-reset, runs in another process.
 
-    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a thread.
-
-    Args:
-        path: ``sys.path`` of the process that asks.
-        prepare: A pickled function, called before the task is read: imports of user code.
-        task: A pickled ``HostTask``.
+    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a
+    thread. ``path`` is ``sys.path`` of the asking process. ``prepare`` (imports of user code) is called before the
+    ``HostTask`` is unpickled.
     """
 
     def __init__(self, path: Sequence[str], prepare: bytes, task: bytes) -> None:
@@ -100,8 +86,8 @@ class EnvHost:
         return _told(self._open)
 
     def call(self, name: str, *arguments: Any) -> Answer | Failure:
-        """Call one of the methods ``reset`` to ``episode_specs``; return an error that it raises."""
-        return _told(lambda: getattr(self, name)(*arguments))
+        """Call a method of this class that has a counterpart in the env, else the env's own; return an error that it raises."""
+        return _told(lambda: getattr(self, name)(*arguments) if name in COUNTERPARTS else self._ask(name, *arguments))
 
     def _open(self) -> EnvFacts:
         path, prepare, pickled = self._start
@@ -125,55 +111,38 @@ class EnvHost:
             metadata=dict(env.metadata),
         )
 
-    def reset(self, ids: np.ndarray, specs: Sequence[EpisodeSpec], all_specs: Sequence[EpisodeSpec | None]) -> Answer:
-        """Start the episodes ``specs`` in the rows ``ids``; those of all rows are then ``all_specs``."""
+    def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> Answer:
+        """Start an episode in each of the rows ``ids``. ``all_specs`` are then the episodes of all rows."""
         self._env._specs = list(all_specs)
         if len(ids):
-            self._env._reset_envs(ids, specs)
+            self._env._reset_envs(ids, [all_specs[row] for row in ids])
         return self._answer(None, ids)
 
     def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> Answer:
-        """Step as ``VectorEnv._step_chunk`` does."""
         chunk: SimulatorChunk = self._env._step_chunk(ids, actions, steps_left)
         return self._answer(chunk, ids)
 
-    def expert_actions(self, options: dict[str, Any]) -> Answer:
-        """Return the expert's actions of all rows."""
-        return self._answer(self._env.expert_actions(**options), ())
+    def expert_actions(self, ids: np.ndarray, options: dict[str, Any]) -> Answer:
+        """Return the expert's actions of the rows ``ids``."""
+        return self._answer(self._env.expert_actions(**options)[ids], ())
 
-    def render_frames(self, ids: np.ndarray, size: int) -> Answer:
-        """Return pictures of the rows ``ids``."""
-        return self._answer(self._env.render_frames(ids, size), ())
-
-    def chunk_paths(self, ids: np.ndarray, chunks: np.ndarray, size: int) -> Answer:
-        """Return where chunks would lead the hands of the rows ``ids``."""
-        return self._answer(self._env.chunk_paths(ids, chunks, size), ())
-
-    def poses(self, ids: np.ndarray) -> Answer:
-        """Return the poses of the rows ``ids``."""
-        return self._answer(self._env.poses(ids), ())
-
-    def episode_specs(self, split: str) -> Answer:
-        """Return the episodes of a split."""
-        return self._answer(self._env.episode_specs(split), ())
+    def _ask(self, name: str, *arguments: Any) -> Answer:
+        return self._answer(getattr(self._env, name)(*arguments), ())
 
     def offload(self) -> Answer:
-        """Free what the next reset can rebuild."""
         self._env.offload()
         self._env._specs = [None] * self._env.num_envs
         return self._answer(None, ())
 
     def close(self) -> None:
-        """Close the env."""
         if self._env is not None:
             self._env.close()
 
     def num_finished_calls(self) -> int:
-        """Return a number that grows while simulators in worker processes get on; from any thread."""
         return 0 if self._env is None else self._env.num_finished_calls()
 
     def stacks(self) -> str:
-        """Return the stacks of this process and of its simulators; from any thread."""
+        """Return the stacks of this process and of its simulators."""
         return all_stacks()
 
     def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> Answer:

@@ -10,8 +10,7 @@ import numpy as np
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.graphics.backend import choose_backend
-from rlinf.envs.graphics.projection import project
-from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer, project
 from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
@@ -22,15 +21,16 @@ from rlinf.types import EpisodeSpec, Observation
 REWARD_PER_METRE = 3.0
 SPEED_SCALE_M_PER_S = 0.5
 MOVED_M = 0.03
-"""How far ``moved`` moves."""
+"""Distance by which ``moved`` moves."""
 
 
 class TabletopVectorEnv(VectorEnv):
     """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
-    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL context.
-    Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its pictures.
+    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL
+    context. Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its
+    pictures.
     """
 
     config_class = TabletopConfig
@@ -59,7 +59,6 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def all_task_names(cls, config: TabletopConfig) -> list[str]:
-        """Return the names of the task families, from easy to hard."""
         return list(FAMILIES)
 
     @classmethod
@@ -83,7 +82,6 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the horizon of the family."""
         return config.max_episode_steps or FAMILIES[task].horizon
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
@@ -132,8 +130,8 @@ class TabletopVectorEnv(VectorEnv):
     ) -> np.ndarray:
         """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is an error of its aim.
 
-        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its own, evenly
-        over the circle) or ``half`` (no error in episodes with an even initial state).
+        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its
+        own, evenly over the circle) or ``half`` (no error in episodes with an even initial state).
         """
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
@@ -174,7 +172,6 @@ class TabletopVectorEnv(VectorEnv):
         self.close_extras()
 
     def close_extras(self, **kwargs: object) -> None:
-        """Free the GL contexts."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
@@ -195,7 +192,7 @@ class TabletopVectorEnv(VectorEnv):
         ]
 
     def _scene(self, ids: np.ndarray) -> Scene:
-        return self._scene_of(ids, *self._simulator.read(ids)[::2])
+        return self._scene_of(ids, *self._simulator.read(ids)[::2])  # without velocities
 
     def _scene_of(self, ids: np.ndarray, pusher: np.ndarray, blocks: np.ndarray) -> Scene:
         first, second = self._goals[ids].T

@@ -156,7 +156,7 @@ class TabletopSimulator:
         mujoco.mj_camlight(model, state)
 
     def path(self, index: int, actions: np.ndarray) -> np.ndarray:
-        """Return where ``actions [C, 2]`` would lead the middle of a pusher: ``[C + 1, 3]``, the first now. The state stays as it is."""
+        """Return where ``actions [C, 2]`` would lead the middle of a pusher: ``[C + 1, 3]``, the first now. Simulates a copy."""
         state = copy.copy(self.states[index])
         pusher, body = state.qpos[self._pusher : self._pusher + 2], state.body("pusher")
         places = [body.xpos.copy()]

@@ -32,12 +32,9 @@ NUM_COLOURS = 3
 
 @dataclass
 class Layout:
-    """First state of an episode, in metres; NaN rows are hidden.
+    """First state of an episode: ``pusher [2]``, ``blocks, zones [3, 2]`` in metres; NaN rows are hidden.
 
-    Attributes:
-        pusher: ``[2]``.
-        blocks, zones: ``[3, 2]``.
-        first, second: Colour indices in the instruction (``second`` is -1 if it names only one).
+    ``first, second`` are the colour indices in the instruction; ``second`` is -1 if it names only one.
     """
 
     pusher: np.ndarray
@@ -70,14 +67,7 @@ class Scene:
 
 
 class Family(ABC):
-    """One task family. ``K`` rows at once; distances in metres.
-
-    Attributes:
-        name: Task name.
-        horizon: Env steps of an episode.
-        height: Height of the pusher.
-        shows_blocks, shows_zones: What lies on the table besides distractors.
-    """
+    """One task family, for ``K`` rows at once; distances in metres. ``height`` is the pusher's."""
 
     name: ClassVar[str]
     horizon: ClassVar[int]
@@ -137,7 +127,7 @@ class Family(ABC):
     def moved(self, layout: Layout, generator: np.random.Generator, distance_m: float, tolerance_m: float) -> Layout:
         """Move each object by ``distance_m`` in a direction of its own, until a layout is accepted.
 
-        None is then so close to another one, or to the pusher, that they touch or that an episode succeeds (``tolerance_m``) at once. Raise
+        Objects and pusher then neither touch nor lie so close (``tolerance_m``) that an episode succeeds at once. Raise
         ConfigError if ``MOST_MOVES`` draws have found no such layout.
         """
         least = max(MIN_MOVED_DISTANCE_M, tolerance_m)

@@ -83,7 +83,7 @@ def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         if given is not None:
             return score(policy, loss, given)
         with Stopwatch() as watch:
-            update = trainer.update(step)
+            update = trainer.step(step)
         step += 1
         return {
             "answer_tokens": update.metrics["rollout/completion_length_mean"],

@@ -21,13 +21,13 @@ from pathlib import Path
 from rlinf.commands.train import build
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.offpolicy.trainer import OffPolicyTrainer
+from rlinf.offpolicy.head_trainer import HeadTrainer
 from rlinf.preflight.validation import validate
 
 PLUGIN = Path(__file__).parents[1] / "tests" / "fixtures" / "slow_tabletop.py"
 
 
-def begun(folder: Path, options: argparse.Namespace, overlap: bool) -> OffPolicyTrainer:
+def begun(folder: Path, options: argparse.Namespace, overlap: bool) -> HeadTrainer:
     """Return the trainer of a run, ready for its first iteration."""
     words = [
         f"plugins=[{PLUGIN}]", "model=mlp", "env=tabletop", "env.name=slow_tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.state=full",
@@ -40,8 +40,8 @@ def begun(folder: Path, options: argparse.Namespace, overlap: bool) -> OffPolicy
     config = build_config(compose_config(words))
     validate(config)
     trainer = build(config).rl
-    trainer._begin(trainer.session.worker.model)
-    trainer.session.worker.end_phase()
+    trainer.make_parts(trainer.parts.worker.model)
+    trainer.parts.worker.end_phase()
     return trainer
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         staleness = runs["ours"].iteration(options.iterations + 1)["rollout/staleness_updates"]
         for trainer in runs.values():
             trainer.close()
-            trainer.session.close()
+            trainer.close()
     found = {name: statistics.median(each) for name, each in seconds.items()}
     result = {
         "name": "offpolicy_overlap",

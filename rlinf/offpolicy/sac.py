@@ -29,7 +29,7 @@ class SAC(OffPolicyLearner):
         super().__init__(config, head, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
         self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
-        self.optimizers["head"] = self._adam([*head.parameters(), self.log_alpha])
+        self.steps["head"] = self._adam([*head.parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> Tensor:
         return self.head.options(batch.next_features, batch.next_base, self.normal_for_options(len(batch.actions)))

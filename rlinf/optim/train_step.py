@@ -13,6 +13,7 @@ from rlinf.distributed.parallel import Parallel, clip_gradients, grad_norm
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.errors import NonFiniteError
 from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.schedule import learning_rate
 
 Part = TypeVar("Part")
 
@@ -31,7 +32,7 @@ class Totals(dict[str, float]):
 
 
 class TrainStep:
-    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps.
+    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps. Every trainer steps by one.
 
     Args:
         optimizer: Steps the parameters.
@@ -43,6 +44,7 @@ class TrainStep:
 
     Attributes:
         num_steps: Steps taken.
+        decay: Share of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
     """
 
@@ -60,7 +62,7 @@ class TrainStep:
         self.max_grad_norm, self.warmup_steps = max_grad_norm, warmup_steps
         self.parts = [optimizer.masters] if parts is None else parts
         self.parallel, self.norm_of = parallel, norm_of
-        self.num_steps = 0
+        self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
@@ -103,11 +105,19 @@ class TrainStep:
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
         for part, norm in zip(parts, norms, strict=True):
             clip_gradients(part, norm, self.max_grad_norm)
-        share = min(1.0, (self.num_steps + 1) / max(1, self.warmup_steps))
+        self.step(moves=any(parts))
+        return self.grad_norm
+
+    def step(self, moves: bool = True) -> None:
+        """Take the step by the gradients as they are, with the learning rates of the schedule, and forget them.
+
+        Args:
+            moves: False: there are no gradients, so the step only counts.
+        """
+        share = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
-        if any(parts):
+        if moves:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
-        return self.grad_norm

@@ -12,25 +12,20 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint_manager import Upload
-from rlinf.checkpoints.hf_folder import token_manifest
 from rlinf.checkpoints.upload import HubUpload, S3Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
-from rlinf.manifest import Manifest
-from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
-from rlinf.options import from_mapping
 from rlinf.recipes.completions import Answers, Completer, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import GRPOTrainer
-from rlinf.recipes.loop import Trainer
 from rlinf.recipes.packers import Packer, PromptPacker
 from rlinf.recipes.plan import why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
@@ -38,12 +33,11 @@ from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.schedule import count_steps
 from rlinf.recipes.sft import SFTTrainer
+from rlinf.recipes.token_trainer import TokenTrainer
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
 
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""``param_dtype`` as the manifest names it."""
 TEST_SHARE = 0.1
 """Share of the rows that are kept for validation, if nothing else is said."""
 LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
@@ -141,7 +135,7 @@ def batch_size(config: RecipeConfig) -> int:
     return config.train.train_batch_per_replica * replicas
 
 
-def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
+def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]:
     """Return what determines the rows of a step."""
     method = config.train.train_policy
     dataset = method.dataset
@@ -157,18 +151,6 @@ def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
-    """Return the settings of the adapters that are trained."""
-    return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
-
-
-def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
-    """Return the conditions of a token policy after so many steps."""
-    precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
-    source, lora = policy.model_name, lora_of(policy)
-    return token_manifest(policy.model, source, precision=precision, seed=seed, policy_version=steps, lora=lora)
-
-
 def make_uploads(config: RecipeConfig) -> list[Upload]:
     """Return what takes a run's folders elsewhere, with credentials that work; made on one rank. Raise ConfigError if they do not work."""
     ckpt = config.train.ckpt
@@ -182,7 +164,7 @@ def make_uploads(config: RecipeConfig) -> list[Upload]:
 
 def make_trainer(
     config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
-) -> Trainer:
+) -> TokenTrainer:
     """Return the trainer of ``train.train_policy.type``.
 
     Raise ConfigError if the data are too few, a row cannot be used, or settings do not fit.
@@ -197,7 +179,9 @@ def make_trainer(
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
-    return _MAKERS[config.train.train_policy.type](config, policy, processor, data, stack)
+    trainer = _MAKERS[config.train.train_policy.type](config, policy, processor, data, stack)
+    trainer.config = config
+    return trainer
 
 
 def _make_sft(
@@ -285,7 +269,7 @@ def _make_grpo(
     )
 
 
-_MAKERS: dict[str, Callable[..., Trainer]] = {"sft": _make_sft, "dpo": _make_dpo, "grpo": _make_grpo}
+_MAKERS: dict[str, Callable[..., TokenTrainer]] = {"sft": _make_sft, "dpo": _make_dpo, "grpo": _make_grpo}
 
 
 def _split(config: RecipeConfig, data: RecipeData) -> tuple[Any, Rows | None]:

@@ -15,9 +15,9 @@ from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.generation_interface import SEEDS_KEY
-from rlinf.recipes.loop import Validation, own_share
 from rlinf.recipes.rewards import Rewards
 from rlinf.recipes.samples import Prompt, Sample, collate
+from rlinf.recipes.token_trainer import Validation, own_share
 
 
 class Generator(Protocol):

@@ -20,8 +20,8 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.recipes.completions import Answers, Completer, Completion, completion_metrics
 from rlinf.recipes.datasets import PackedRows, StreamedRows
-from rlinf.recipes.loop import Update, Validation
 from rlinf.recipes.samples import Prompt, collate
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -34,7 +34,7 @@ MAX_ADVANTAGE = 5.0
 """Scaled advantages are clipped to plus and minus this; others have the units of the reward."""
 
 
-class GRPOTrainer:
+class GRPOTrainer(TokenTrainer):
     """Groups of answers to a prompt, whose rewards are compared (Shao et al. 2024, section 4.1).
 
     The random numbers of an answer depend on the seed, the step, its group and its place there, and not on ranks or earlier steps.
@@ -77,15 +77,16 @@ class GRPOTrainer:
                 f"A batch of {batch_size} answers cannot be divided into groups of rollout.n_generation={group_size} on {world_size()} "
                 f"ranks. Set train.train_batch_per_replica to a multiple of {group_size * world_size()}"
             )
-        self.policy, self.rows, self.completer, self.answers = policy, rows, completer, answers
-        self.num_steps, self.batch_size, self.group_size = num_steps, batch_size, group_size
+        super().__init__(policy, rows, num_steps)
+        self.completer, self.answers = completer, answers
+        self.batch_size, self.group_size = batch_size, group_size
         self.seed, self.advantage, self.num_updates = seed, advantage, num_updates
         self.max_resamples = max_resamples
         self._loss, self._flat_steps = loss, 0
         if loss.needs_reference:
             policy.keep_reference()
 
-    def update(self, step: int) -> Update:
+    def step(self, step: int) -> TokenUpdate:
         """Collect answers and learn from them."""
         start = time.monotonic()
         with waiting("rollout"):
@@ -113,7 +114,7 @@ class GRPOTrainer:
         shown = {"Reward": named["rollout/reward_mean"], "Length": named["rollout/completion_length_mean"]}
         num_cut = round(named["rollout/truncated_fraction"] * self.batch_size)
         shown |= {f"Cut answers of {self.batch_size}": num_cut} if num_cut else {}
-        return Update(metrics["loss"], named, num_tokens, self.batch_size, shown)
+        return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
 
     def _warn_of_flat_steps(self, metrics: dict[str, Any]) -> None:
         """Warn when no group teaches anything for ``FLAT_STEPS`` steps, and whenever as many more have passed."""
@@ -127,11 +128,8 @@ class GRPOTrainer:
             )  # fmt: skip
 
     def validate(self, step: int) -> Validation | None:
-        """See ``Trainer.validate``."""
+        """Return what the answers to the validation prompts reach."""
         return None if self.answers is None else self.answers(step)
-
-    def close(self) -> None:
-        """See ``Trainer.close``."""
 
     def _collect(self, step: int) -> tuple[list[list[Completion]], int]:
         """Return the groups of this rank with their advantages, and how many of them replace others."""

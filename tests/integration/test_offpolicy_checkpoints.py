@@ -32,7 +32,7 @@ def cloned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cloned") / "run"
     run = build(config_of(folder, *CLONED, "trainer.max_steps=4", "trainer.max_keep=2"))
     run.execute()
-    return folder, run.rl.policy.eval(), random_observation(run.session.config, run.rl.policy, num_rows=50)
+    return folder, run.rl.policy.eval(), random_observation(run.parts.config, run.rl.policy, num_rows=50)
 
 
 def acts(policy, observation) -> np.ndarray:

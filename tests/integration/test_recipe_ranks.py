@@ -80,7 +80,7 @@ def make(kind, folder, lora, sharding):
 
 def train(kind, folder, lora, sharding):
     trainer = make(kind, folder, lora, sharding)
-    steps = [trainer.update(step) for step in range(2)]
+    steps = [trainer.step(step) for step in range(2)]
     numbers = {f"{name} {i}": value for i, each in enumerate(steps) for name, value in each.metrics.items()}
     numbers |= {f"tokens {i}": each.num_tokens for i, each in enumerate(steps)}
     validation = trainer.validate(2)
@@ -126,4 +126,4 @@ def test_the_comparison_notices_other_rows(tiny_lm):
     one = make("sft", tiny_lm(), None, "auto")
     other = make("sft", tiny_lm(), None, "auto")
     other.rows.seed = 1
-    assert one.update(0).loss != pytest.approx(other.update(0).loss, rel=1e-3)
+    assert one.step(0).loss != pytest.approx(other.step(0).loss, rel=1e-3)

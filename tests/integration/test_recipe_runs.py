@@ -165,14 +165,14 @@ def other_weights(model: str, target: Path) -> Path:
 
 
 def fail_in_step_2(monkeypatch) -> None:
-    update = SFTTrainer.update
+    update = SFTTrainer.step
 
     def fail(self, step):
         if step == 2:
             raise FloatingPointError("step 2")
         return update(self, step)
 
-    monkeypatch.setattr(SFTTrainer, "update", fail)
+    monkeypatch.setattr(SFTTrainer, "step", fail)
 
 
 @pytest.mark.parametrize("disk_is_full", [False, True])
@@ -313,13 +313,13 @@ def test_a_stream_has_no_epochs_between_checkpoints(model, tmp_path):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_run_that_is_stopped_says_whether_it_was_saved(model, tmp_path, monkeypatch, capfd, saves):
-    update = SFTTrainer.update
+    update = SFTTrainer.step
 
     def stop(self, step):
         os.kill(os.getpid(), signal.SIGTERM)
         return update(self, step)
 
-    monkeypatch.setattr(SFTTrainer, "update", stop)
+    monkeypatch.setattr(SFTTrainer, "step", stop)
     config = config_of(model, tmp_path, "sft", 4)
     config.train.ckpt.enable_checkpoint = saves
     with pytest.raises(SystemExit) as end:

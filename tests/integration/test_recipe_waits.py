@@ -72,7 +72,7 @@ def update_on_one_rank(work) -> None:
 
     generator.ready = late
     with waiting("update"):
-        trainer.update(0)
+        trainer.step(0)
 
 
 def test_a_rank_waits_for_the_answers_of_another_under_the_deadline_of_the_rollout(tiny_lm, tmp_path):

@@ -96,7 +96,7 @@ def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, 
     run = build(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", SMOOTH, *overrides))
     run.execute()
     line = next(line for line in untimed_metrics(folder) if "train/loss" in line)
-    return line, {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    return line, {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
     for name, tensor in weights.items():
         torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
     # Control: the step moved the weights by far more than the tolerance.
-    untouched = build(config_of(tmp_path / "c")).session.worker.model
+    untouched = build(config_of(tmp_path / "c")).parts.worker.model
     moved = max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters())
     assert moved > 1e-4
 
@@ -219,14 +219,14 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
     train(config_of(tmp_path / "first", "trainer.max_steps=1"))
-    source = build(config_of(tmp_path / "probe")).session.worker.model
+    source = build(config_of(tmp_path / "probe")).parts.worker.model
     halved = {"tabletop": {"action": {**source.config.norm_stats["tabletop"]["action"], "q99": [0.5, 0.5]}}}
     run = build(config_of(tmp_path / "second", "trainer.max_steps=1"))
-    run.session.worker.model.config.norm_stats = halved
+    run.parts.worker.model.config.norm_stats = halved
     run.execute()
     resumed = build(config_of(tmp_path / "second", "trainer.max_steps=2", f"resume={tmp_path / 'second'}"))
-    assert resumed.session.worker.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
-    assert list(resumed.session.worker.model.action_normalizer.high) == [0.5, 0.5]
+    assert resumed.parts.worker.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
+    assert list(resumed.parts.worker.model.action_normalizer.high) == [0.5, 0.5]
 
 
 def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
@@ -265,10 +265,10 @@ def test_a_vla_on_two_ranks_equals_one(tmp_path):
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
     rates = ["trainer.learning_rate=1e-3", "trainer.value_learning_rate=1e-5", "trainer.max_steps=1"]
     run = build(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
-    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
     run.execute()
     moved = {
-        name: (p.detach() - before[name]).abs().max().item() for name, p in run.session.worker.model.named_parameters()
+        name: (p.detach() - before[name]).abs().max().item() for name, p in run.parts.worker.model.named_parameters()
     }
     value = max(size for name, size in moved.items() if "value_head" in name)
     policy = max(size for name, size in moved.items() if "value_head" not in name)
@@ -316,62 +316,62 @@ def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
 
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
     run = build(config_of(tmp_path))
-    original = run.session.worker.model.rollout_logprobs
+    original = run.parts.worker.model.rollout_logprobs
 
     def drifted(prediction, temperature=1.0):
         logprobs = original(prediction, temperature)
         logprobs[3] += 0.25
         return logprobs
 
-    run.session.worker.model.rollout_logprobs = drifted
+    run.parts.worker.model.rollout_logprobs = drifted
     with pytest.raises(ParityError, match=r"differ by 0\.25 at step 0.*env (3|7).*EpisodeSpec.*reach the"):
         run.execute()
 
 
 def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path):
     run = build(config_of(tmp_path))
-    run.session.worker.temperature = 1.5
+    run.parts.worker.temperature = 1.5
     with pytest.raises(ParityError, match="differ by.*at step 0"):
         run.execute()
     folder = tmp_path / "halves"
     train(config_of(folder, "trainer.max_steps=1"))
     resumed = build(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
-    resumed.session.worker.temperature = 1.5
+    resumed.parts.worker.temperature = 1.5
     with pytest.raises(ParityError, match="differ by.*at step 1"):
         resumed.execute()
 
 
 def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "trainer.save_every=1"))
-    update, calls = run.session.worker.update, []
+    update, calls = run.parts.worker.update, []
 
     def poisoned(batch, index, algorithm, step):
         calls.append(step)
         return update(batch, index, algorithm, step)
 
-    norm_of = run.session.worker.train_step.norm_of
+    norm_of = run.parts.worker.train_step.norm_of
 
     def one_bad_gradient(parameters):
-        if calls and calls[-1] == 2 and run.session.worker.model.log_std in set(parameters):
-            run.session.worker.model.policy[0].weight.grad[0, 0] = float("nan")
+        if calls and calls[-1] == 2 and run.parts.worker.model.log_std in set(parameters):
+            run.parts.worker.model.policy[0].weight.grad[0, 0] = float("nan")
         return norm_of(parameters)
 
-    run.session.worker.update = poisoned
-    monkeypatch.setattr(run.session.worker.train_step, "norm_of", one_bad_gradient)
+    run.parts.worker.update = poisoned
+    monkeypatch.setattr(run.parts.worker.train_step, "norm_of", one_bad_gradient)
     with pytest.raises(NonFiniteError, match="rl step 2"):
         run.execute()
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
     assert report["step"] == 2 and report["parameters_with_bad_gradients"] == ["policy.0.weight"]
     assert {"advantages", "action_tokens", "state"} <= report["tensors"].keys()
     assert (tmp_path / "checkpoints" / "rl_000002" / "manifest.json").exists()
-    assert all(torch.isfinite(p).all() for p in run.session.worker.model.parameters())
+    assert all(torch.isfinite(p).all() for p in run.parts.worker.model.parameters())
 
 
 def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
     run = build(config_of(tmp_path, "trainer.max_steps=1", "trainer.weight_decay=0.1"))
-    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
     run.execute()
-    for name, parameter in run.session.worker.model.named_parameters():
+    for name, parameter in run.parts.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
 
 

@@ -38,7 +38,7 @@ def built(folder: Path, *overrides: str):
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    return {name: full_tensor(p.detach()).clone() for name, p in run.session.worker.model.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in run.parts.worker.model.named_parameters()}
 
 
 def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
@@ -77,7 +77,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     with waiting("update"), refused:
         loss = run.rl.iteration(0)["train/loss"]
     run.rl.collector.close()
-    run.session.close()
+    run.close()
     if not factor:
         return
     found = {"rows": rows, "loss": loss, "before": before, "after": weights(run)}
@@ -116,7 +116,7 @@ def play_the_last_group_again(folder: Path) -> None:
     with waiting("rollout"):
         metrics = run.rl.iteration(0)
     run.rl.collector.close()
-    run.session.close()
+    run.close()
     (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))
 
 
@@ -157,7 +157,7 @@ def begin_apart(folder: Path) -> None:
             run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
             found[case] = weights(run)
             run.rl.collector.close()
-            run.session.close()
+            run.close()
     torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
 
 
@@ -180,16 +180,16 @@ def clone_until_the_limit(folder: Path) -> None:
     """Clone with a clock that counts 600 s for each step of rank 0, and 400 s for each of rank 1."""
     limit = ["sft.max_steps=1", "sft.time_limit_s=1000", "sft.num_demonstrations=2", "sft.batch_size=4"]
     run = built(folder / f"run {world_size()}", *limit)
-    update, state = run.session.worker.sft_update, run.session.state
+    update, state = run.parts.worker.sft_update, run.loop.state
 
     def timed(*arguments):
         state.train_wall_s += 400 if rank() else 600
         return update(*arguments)
 
-    run.session.worker.sft_update = timed
-    run.sft.fit()
+    run.parts.worker.sft_update = timed
+    run.loop.fit(run.cloning)
     run.rl.collector.close()
-    run.session.close()
+    run.close()
     (folder / f"steps {rank()} of {world_size()}").write_text(str(state.sft_step))
 
 

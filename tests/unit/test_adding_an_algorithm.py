@@ -71,13 +71,13 @@ def test_the_command_of_the_page_trains_two_iterations(folder):
     validate(config)
     assert config.algorithm.name == "my_reinforce" and config.model.model_type == "mlp"
     run = build(config)
-    before = {name: parameter.detach().clone() for name, parameter in run.session.worker.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in run.parts.worker.model.named_parameters()}
     run.execute()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == [0, 1]
     assert all(line["train/baseline"] != 0 and line["train/grad_norm"] > 0 for line in steps)
-    for name, parameter in run.session.worker.model.named_parameters():
+    for name, parameter in run.parts.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" in name), name
 
 
@@ -115,7 +115,7 @@ def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder):
     derived = validate(config)
     assert (derived.optimizer_steps, derived.env_steps) == (0, 6 * 8 * 8 * config.model.action_chunks_len)
     run, trace = build(config), []
-    model, iteration = run.session.worker.model, run.rl.iteration
+    model, iteration = run.parts.worker.model, run.rl.iteration
 
     def traced(step: int) -> dict[str, float]:
         before, best = torch.cat([each.flatten() for each in model.parameters()]).detach(), run.rl.best

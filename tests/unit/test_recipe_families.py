@@ -63,7 +63,7 @@ def take_steps(folder, samples, kinds=("sft", "grpo")):
             trainer = GRPOTrainer(
                 policy, rows, num_steps=1, batch_size=4 * len(samples), group_size=4, loss=GRPOLossFn(), completer=completer, seed=0
             )  # fmt: skip
-        update = trainer.update(0)
+        update = trainer.step(0)
         moved = torch.cat([p.detach().flatten() for p in policy.model.parameters()]) - before
         found.append((update, float(moved.abs().max())))
     return found

@@ -23,7 +23,7 @@ from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.preflight import conditions
-from rlinf.training import evaluator, sft_trainer
+from rlinf.training import cloning_trainer, evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
 SMALL = [
@@ -42,49 +42,6 @@ def assert_equal(left: dict, right: dict) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "reinforce_pp"])
-def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
-    extra = {
-        "ppo": [],
-        "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
-        "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
-    }[kind]
-    drop = [] if kind == "ppo" else ["algorithm.critic_warmup_steps=1"]  # an option of PPO
-    base = [item for item in SMALL if item not in drop]
-
-    def config(folder, *more):
-        made = build_config(compose_config([*base, *extra, "trainer.save_every=2", "trainer.max_keep=-1", *more]))
-        made.output_dir = str(folder)
-        return made
-
-    train(config(tmp_path / "whole"))
-    train(config(tmp_path / "halves", "trainer.max_steps=2"))
-    train(config(tmp_path / "halves", f"resume={tmp_path / 'halves'}"))
-    assert_equal(weights_of(tmp_path / "whole", "rl_000004"), weights_of(tmp_path / "halves", "rl_000004"))
-    whole = [line for line in untimed_metrics(tmp_path / "whole") if "rollout/return_mean" in line]
-    halves = [line for line in untimed_metrics(tmp_path / "halves") if "rollout/return_mean" in line]
-    assert [line["step"] for line in halves] == [0, 1, 2, 3]
-    assert whole == halves
-    # Control: two steps that start from the half-way weights alone, without its optimiser and counters, end elsewhere.
-    train(
-        config(
-            tmp_path / "other", "trainer.max_steps=2", f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"
-        )
-    )
-    other = weights_of(tmp_path / "other", "rl_000002")
-    assert any(
-        not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items()
-    )
-
-
-def test_two_and_two_steps_of_cloning_equal_four_bit_for_bit(tmp_path):
-    sft = ["trainer.max_steps=0", "sft.num_demonstrations=8", "sft.batch_size=16", "trainer.save_every=2"]
-    train(config_of(tmp_path / "whole", *sft, "sft.max_steps=4"))
-    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=2"))
-    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=4", f"resume={tmp_path / 'halves'}"))
-    assert_equal(weights_of(tmp_path / "whole", "sft_000004"), weights_of(tmp_path / "halves", "sft_000004"))
 
 
 # AdamW's first step is the sign of the gradient where adam_eps is tiny, which turns rounding of a gradient near 0 into a
@@ -120,43 +77,6 @@ def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
     untouched = build(config_of(tmp_path / "c")).parts.worker.model
     moved = max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters())
     assert moved > 1e-4
-
-
-def test_two_ranks_equal_one(tmp_path):
-    shared = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.max_keep=-1", "sft.max_steps=2",
-              "sft.num_demonstrations=8", "sft.batch_size=15", SMOOTH]  # fmt: skip
-    train(config_of(tmp_path / "one", *shared))
-    train(config_of(tmp_path / "two", *shared, "cluster.num_processes=2"))
-    for checkpoint in ("sft_000002", "rl_000001", "rl_000002"):
-        one, two = weights_of(tmp_path / "one", checkpoint), weights_of(tmp_path / "two", checkpoint)
-        for name, tensor in one.items():
-            torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=f"{checkpoint} {name}")
-    for one, two in zip(untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two"), strict=True):
-        for name, value in one.items():
-            if isinstance(value, float):
-                assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
-
-
-@pytest.mark.parametrize("kind", ["rloo", "reinforce_pp"])
-def test_two_ranks_equal_one_without_a_critic(tmp_path, kind):
-    base = [item for item in SMALL if not item.startswith("algorithm.")]
-    lines, weights = [], []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        groups = ["rollout.group_size=4"] if kind == "rloo" else []
-        config = build_config(compose_config(
-            [*base, SMOOTH, f"algorithm={kind}", "algorithm.kl_coef=0.1", *groups, "trainer.max_steps=2", f"cluster.num_processes={ranks}"]
-        ))  # fmt: skip
-        config.output_dir = str(folder)
-        train(config)
-        lines.append(next(line for line in reversed(untimed_metrics(folder)) if "train/loss" in line))
-        weights.append(weights_of(folder, "rl_000002"))
-    assert abs(lines[0]["train/kl_to_reference"]) > 1e-7 and lines[0]["train/grad_norm"] > 1e-3
-    for name, value in lines[0].items():
-        if isinstance(value, float):
-            assert lines[1][name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_fsdp2_on_one_process_equals_a_replica(tmp_path, monkeypatch):
@@ -250,18 +170,6 @@ def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
         build(config_of(tmp_path, f"resume={tmp_path}"))
 
 
-def test_a_vla_on_two_ranks_equals_one(tmp_path):
-    vla = ["model=openvla_tiny", "env.cameras=[front]", "trainer.max_steps=1", "sft.max_steps=1", "rollout.num_envs=4",
-           "sft.num_demonstrations=4", "sft.batch_size=16", "algorithm.critic_warmup_steps=0", SMOOTH]  # fmt: skip
-    train(config_of(tmp_path / "one", *vla))
-    train(config_of(tmp_path / "two", *vla, "cluster.num_processes=2"))
-    before = weights_of(tmp_path / "one", "sft_000001")
-    one, two = weights_of(tmp_path / "one", "rl_000001"), weights_of(tmp_path / "two", "rl_000001")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=name)
-    assert max((tensor - before[name]).abs().max().item() for name, tensor in one.items()) > 1e-4
-
-
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
     rates = ["trainer.learning_rate=1e-3", "trainer.value_learning_rate=1e-5", "trainer.max_steps=1"]
     run = build(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
@@ -291,27 +199,6 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
     # A random policy never succeeds, so all returns are 0 and every group is replaced as often as is allowed.
     once = env_steps(tmp_path / "once")
     assert env_steps(tmp_path / "thrice", "algorithm.max_resamples=2") == 3 * once
-
-
-def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
-    """Episodes end at different times, so the ranks have different numbers of rows to score, and groups are replaced."""
-    grpo = [item for item in SMALL if not item.startswith("algorithm.")]
-    grpo += ["algorithm=grpo", "rollout=groups", "rollout.group_size=4", "rollout.num_envs=16", "rollout.num_chunks=8",
-             "env.reward_mode=sparse", "model.val_micro_batch_size=4", "trainer.max_steps=1", SMOOTH, "sft.max_steps=120",
-             "sft.num_demonstrations=40", "sft.batch_size=32", "algorithm.max_resamples=2"]  # fmt: skip
-    found = []
-    for ranks in (1, 2):
-        config = build_config(compose_config([*grpo, f"cluster.num_processes={ranks}"]))
-        config.output_dir = str(tmp_path / f"{ranks}")
-        train(config)
-        found.append(next(line for line in untimed_metrics(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
-    one, two = found
-    assert one["rollout/num_episodes"] > 16 and one["train/return_mean"] != one["rollout/return_mean"]
-    assert one["rollout/env_steps_total"] < 8 * one["rollout/num_episodes"]  # else all ranks have as many rows to score
-    assert two == pytest.approx(one, abs=1e-4)
-    weights = weights_of(tmp_path / "2", "rl_000001")
-    for name, tensor in weights_of(tmp_path / "1", "rl_000001").items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
@@ -518,7 +405,7 @@ def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_pat
 
 
 def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sft_trainer, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(cloning_trainer, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert ended.value.code == 128 + signal.SIGINT
@@ -528,7 +415,7 @@ def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, m
 def test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sft_trainer, "any_rank", lambda _mine: True)
+    monkeypatch.setattr(cloning_trainer, "any_rank", lambda _mine: True)
     with pytest.raises(SystemExit):
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert "nothing had been trained yet" in capsys.readouterr().err

@@ -99,7 +99,7 @@ class Algorithm(AnyAlgorithm, ABC):
 
     Attributes:
         needs_values: The model must have a value head.
-        needs_whole_episodes: Returns are those of whole episodes (one episode per env and iteration).
+        needs_whole_episodes: Returns count whole episodes (one episode per env and iteration).
         needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
         penalizes_rewards: ``compute_advantages`` subtracts the KL penalty from the rewards, so the loss has none.
     """

@@ -150,7 +150,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
     Args:
         config: Validated configuration with ``output_dir`` set.
-        reservation: Places in a Ray cluster; None: there is none.
+        reservation: Places in a Ray cluster, if any.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
@@ -231,7 +231,7 @@ def _dataset(
     digest = None if dataset is None else dataset.digest()
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
-            f"{resumed_from} has cloned other demonstrations than those of sft.dataset={override_text(config.sft.dataset)} "
+            f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "
             "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or begin a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
@@ -265,7 +265,7 @@ def _policy(
 def _on_ranks(
     config: RunConfig, model: torch.nn.Module, device: str, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make what plays: the policy itself, or copies that the first push fills."""
+    """Replicate or shard the policy, and make the player: the policy itself, or copies that the first push fills."""
     trainer, rollout = config.trainer, config.rollout
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     choice = sharding_choice(config, model, world_size(), memory)
@@ -277,7 +277,7 @@ def _on_ranks(
     take_weights_of_rank_0(model)
     trained = trained_names(model)
     shell = None if reservation is None else PolicyShell.of(model)
-    # Where players have the copies, that of a rank describes the policy and holds no numbers.
+    # Where players have the copies, a rank's own copy describes the policy and holds no numbers.
     rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
     parallel = make_parallel(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload

@@ -1,4 +1,4 @@
-"""What the frozen policy reaches without any learning: alone, with noise, and with constant corrections as large as those of the head."""
+"""How far the frozen policy comes without any learning: alone, with noise, and with constant corrections as large as the head's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def note_warmup(parts: Parts, begins_as_base: bool) -> None:
 
     Args:
         parts: Of the run.
-        begins_as_base: The evaluation before RL is that of the frozen policy, because its new head changed nothing yet.
+        begins_as_base: The evaluation before RL shows the frozen policy, because its new head changed nothing yet.
     """
     if rank() > 0:
         return

@@ -69,7 +69,7 @@ class HeadTrainer(ActionTrainer):
 
     Every rank plays its share of the envs and learns of all: what came of a policy call is joined, and then each rank does the same with
     equal numbers. With ``algorithm.overlap``, a thread makes the updates that are owed while the envs play the next policy call, whose
-    actions were chosen before. So what is played and learnt does not depend on how fast either is.
+    actions were chosen before. So results do not depend on how fast either is.
 
     Args:
         parts: Of the run.
@@ -77,7 +77,7 @@ class HeadTrainer(ActionTrainer):
         sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
-        demonstrations: Dataset of which a share of each batch is drawn; None: there is none.
+        demonstrations: Dataset of which a share of each batch is drawn, if any.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HeadTrainer(ActionTrainer):
         return None
 
     def played_by(self) -> str:
-        """Return in words what plays the envs of a rank."""
+        """Return in words who plays the envs of a rank."""
         return "the thread that updates" if self._updating is None else "a thread next to the one that updates"
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class HeadTrainer(ActionTrainer):
         self.env.close()
 
     def make_parts(self, model: ActionModel) -> None:
-        """Make what learns, or continue with that of the checkpoint."""
+        """Make head, learner and buffer, or restore them from the checkpoint."""
         loop, run = self.loop, self.parts.config
         config, seed, rollout = self.config, run.seed, run.rollout
         if isinstance(model, HeadedPolicy):
@@ -300,7 +300,7 @@ class HeadTrainer(ActionTrainer):
             )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Say once what is wrong with the critics or the scale of the head."""
+        """Warn once of critics that diverge, and of a head that is at its bound."""
         buffers = [self.replay] if self.offline is None else [self.replay, self.offline.data.replay]
         expected = metrics.get("train/q_mean", 0.0)
         possible = max(largest_return(buffer, self.config.gamma) for buffer in buffers)
@@ -349,9 +349,9 @@ class HeadTrainer(ActionTrainer):
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
     def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> Proposal | None:
-        """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None: there are none.
+        """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None without any.
 
-        ``purpose`` is that of the random numbers of its candidates.
+        ``purpose`` names the random numbers of its candidates.
         """
         if not len(rows):
             return None
@@ -439,7 +439,7 @@ class HeadTrainer(ActionTrainer):
         self._corrections.add(self._seen, base, changed)
 
     def _store(self, actions: Tensor, outcome: Outcome, episodes: _Episodes) -> None:
-        """Store what was done and what came of it."""
+        """Store actions and their outcome."""
         state, is_warm_up = self.loop.state, self._is_warm_up()
         kept = np.setdiff1d(np.arange(len(actions)), outcome.lost)
         self.replay.act(
@@ -518,7 +518,7 @@ class _Episodes:
         self._choices: list[Tensor] = []  # bool: a chunk of the frozen policy was chosen as it is
 
     def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
-        """Add which options were chosen, of which the first ``num_candidates`` are those of the frozen policy."""
+        """Add which options were chosen, of which the frozen policy gives the first ``num_candidates``."""
         if num_candidates:
             self._choices.append(chosen < num_candidates)
 

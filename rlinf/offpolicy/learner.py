@@ -31,7 +31,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     Args:
         config: Settings.
-        head: What is trained.
+        head: Trained.
         seed: Of its random numbers.
     """
 

@@ -109,7 +109,7 @@ class Offline:
 def take_over_replay(
     folder: Path, replay: ReplayBuffer, policy: HeadedPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Fill an empty buffer with that of another run.
+    """Fill an empty buffer with another run's.
 
     Raise CheckpointError if it was filled by another frozen policy, or under other conditions.
 
@@ -125,7 +125,7 @@ def take_over_replay(
     if settings.get("base_sha256") != policy.base_sha256:
         raise CheckpointError(
             f"The replay buffer of {folder} holds what another frozen policy said: the weights there have the digest "
-            f"{str(settings.get('base_sha256'))[:12]}, and those of this run {str(policy.base_sha256)[:12]}. "
+            f"{str(settings.get('base_sha256'))[:12]}, and the weights of this run {str(policy.base_sha256)[:12]}. "
             f"Set init_from={folder} to begin with its policy, or algorithm.replay_from=null"
         )
     others = [

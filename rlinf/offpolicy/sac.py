@@ -18,7 +18,7 @@ from rlinf.offpolicy.replay import Batch
 class SAC(OffPolicyLearner):
     """``alpha log pi - mean Q`` for the head; ``alpha`` is driven until the entropy is ``target_entropy``.
 
-    The density is that of the numbers of the head, in units of its scale. So the target means the same for every scale: the density
+    The density is over the numbers of the head, in units of its scale. So the target means the same for every scale: the density
     of the action differs by the constant ``A log scale``, which a target in units of the action would have to follow.
     """
 

@@ -37,7 +37,7 @@ class TrainStep:
     Args:
         optimizer: Steps the parameters.
         max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
-        warmup_steps: Steps over which the learning rates rise linearly to those of the optimiser.
+        warmup_steps: Steps over which the learning rates rise linearly to the optimiser's.
         parts: Masters that are clipped together; None: all of them are one part.
         parallel: How the ranks hold the model, whose gradients are summed over them; None: the caller sums.
         norm_of: Returns the norm of the gradients of a part over all ranks.
@@ -78,7 +78,7 @@ class TrainStep:
         Args:
             micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
             loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
-                minibatch, so neither the number of micro-batches nor that of ranks changes a number.
+                minibatch, so numbers of micro-batches and ranks change no result.
         """
         totals, parts = Totals(), list(micro_batches)
         for number, part in enumerate(parts, start=1):
@@ -112,7 +112,7 @@ class TrainStep:
         """Take the step by the gradients as they are, with the learning rates of the schedule, and forget them.
 
         Args:
-            moves: False: there are no gradients, so the step only counts.
+            moves: False: without any gradient, the step only counts.
         """
         share = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):

@@ -51,7 +51,7 @@ class RecipeData:
     Attributes:
         dataset: Rows to train on: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
         packer: Turns them into tokens.
-        reward_fns: Rewards of GRPO; None: those of the configuration.
+        reward_fns: Rewards of GRPO; None: the configuration names them.
         val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
         val_packer: Turns them into tokens; None: ``packer``.
         places: Where players of the run may be; None: the ranks generate.
@@ -273,7 +273,7 @@ _MAKERS: dict[str, Callable[..., TokenTrainer]] = {"sft": _make_sft, "dpo": _mak
 
 
 def _split(config: RecipeConfig, data: RecipeData) -> tuple[Any, Rows | None]:
-    """Return the rows to train on, and those of the validation, if there is one."""
+    """Return the rows to train on, and the rows of the validation, if there is one."""
     if not config.validation.enable:
         return data.dataset, None
     if data.val_dataset is not None:

@@ -41,14 +41,14 @@ class Completion:
     """An answer to a prompt.
 
     Attributes:
-        prompt: What was asked.
+        prompt: The question.
         tokens: Of the answer, with the token that ends it.
         logprobs: Their log-probabilities, as the generator reports them.
         text: The answer without special tokens.
         reward: Weighted sum of the parts.
         parts: Each reward by its name, without its weight.
         is_cut: The answer has reached the largest length without an end.
-        advantage: Of the reward over those of the group.
+        advantage: Of the reward over the others of its group.
     """
 
     prompt: Prompt

@@ -245,8 +245,9 @@ def flops_per_token(model: Any, length: float) -> float:
     """Estimate the floating-point operations that training takes for a token (Kaplan et al. 2020, section 2.1).
 
     A weight in a matrix product takes 2 operations forward, 2 for the gradient of its input, and, if it is trained, 2 for its
-    own gradient. Of the experts of a mixture, only those of one token count. Attention takes 4 times hidden size and length per layer forward, and twice that backward. Embeddings are looked
-    up and cost nothing, unless they are also the head. What gradient checkpointing repeats is not counted.
+    own gradient. In a mixture, only the experts of one token count. Attention takes 4 times hidden size and length per layer forward,
+    and twice as many backward. Embeddings are looked up and cost nothing, unless they are also the head. Passes that gradient
+    checkpointing repeats are not counted.
 
     Args:
         model: A causal language model of transformers, sharded or not.

@@ -76,16 +76,16 @@ class ActionTrainer:
         raise NotImplementedError(f"{type(self).__name__} does not implement iteration")
 
     def wait_until_ready(self) -> None:
-        """Wait for what plays."""
+        """Wait for the collector."""
         if self.collector is not None:
             self.collector.wait_until_ready()
 
     def played_by(self) -> str | None:
-        """Return in words what plays the rollouts of a rank; None: there are none."""
+        """Return in words who plays the rollouts of a rank; None without rollouts."""
         return None if self.collector is None else played_by(self.collector)
 
     def close(self) -> None:
-        """End what plays."""
+        """End the collector."""
         if self.collector is not None:
             self.collector.close()
 

@@ -37,7 +37,7 @@ class Update:
     Attributes:
         metrics: Named as in ``rlinf.tracking.METRICS``.
         shown: Numbers of the live line, by their names there.
-        is_logged: Write the metrics; those of the last step are written in any case.
+        is_logged: Write the metrics. The last step always writes its own.
     """
 
     metrics: dict[str, float]
@@ -51,7 +51,7 @@ class Trainer(Protocol):
     Attributes:
         phase: ``sft`` or ``rl``, as lines of metrics name it.
         num_steps: Steps of the phase.
-        last_tag: Evaluation after the last step; None: there is none.
+        last_tag: Evaluation after the last step, if any.
         ends_run: The last checkpoint is exported, and nothing is left to do then.
         model: The policy that checkpoints hold.
         optimizer: Its optimiser; None: ``state_dict`` has all that learns.
@@ -157,7 +157,7 @@ class Loop:
     def fit(self, trainer: Trainer) -> None:
         """Run a trainer from the present step to its end, or until an evaluation reaches the target or shows a collapse.
 
-        Raise StopRequested after a signal, when what was trained is saved, and RolledBack if the run goes on from a checkpoint.
+        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run goes on from a checkpoint.
         """
         self.trainer, state = trainer, self.state
         trainer.begin()
@@ -226,7 +226,7 @@ class Loop:
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """End the run if a signal has asked for it. What is not in a checkpoint yet is saved first. Raise StopRequested on all ranks."""
+        """End the run if a signal has asked for it: save steps that no checkpoint has, and raise StopRequested on all ranks."""
         state = self.state
         if not any_rank(self.stop_signal.number is not None) or (self.trainer.ends_run and self.trainer.is_done()):
             return

@@ -90,7 +90,7 @@ class RLTrainer(ActionTrainer):
         if state.phase != "rl":
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
-        self._issue_again()  # before anything is saved, because a checkpoint has what is under way
+        self._issue_again()  # before anything is saved, because a checkpoint has the rollouts under way
         if trainer.on_collapse == "rollback" and state.checkpoint_name is None:
             state.start_saved = True  # to go back to, if nothing is ever better
             loop.save()
@@ -196,7 +196,7 @@ class RLTrainer(ActionTrainer):
 
     @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Take the rollout of this rank's blocks, or play some of them again (None if there are none). Count its env steps."""
+        """Take the rollout of this rank's blocks, or play some of them again (None without any). Count its env steps."""
         state, issued, batch = self.loop.state, self._issued[step], None
         handle, version = issued.handle, issued.ahead.policy_version
         if blocks is not None:
@@ -210,7 +210,7 @@ class RLTrainer(ActionTrainer):
             played = batch.policy_version.unique().tolist()
             if played != [version]:
                 raise RLinfError(
-                    f"The rollout of step {step} was played by weights {played}; required: those of version {version}"
+                    f"The rollout of step {step} was played by weights {played}; required: weights {version}"
                 )
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         if blocks is None:
@@ -218,7 +218,7 @@ class RLTrainer(ActionTrainer):
         return batch
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
-        """Play groups that teach nothing again, until there are none or ``max_resamples`` is reached (dynamic sampling)."""
+        """Play groups that teach nothing again, until every group teaches something or ``max_resamples`` is reached (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
             uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
             blocks = [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]

@@ -199,5 +199,5 @@ def test_a_rollout_of_another_version_is_refused(tmp_path):
     run.rl.collector.issue = lambda model, step, version, *arguments: issue(
         model, step, version + (step == 2), *arguments
     )
-    with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: those of version"):
+    with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: weights"):
         finish(run)

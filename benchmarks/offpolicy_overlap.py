@@ -68,7 +68,7 @@ def main() -> None:
         staleness = runs["ours"].iteration(options.iterations + 1)["rollout/staleness_updates"]
         for trainer in runs.values():
             trainer.close()
-            trainer.close()
+            trainer.parts.evaluator.env.close()
     found = {name: statistics.median(each) for name, each in seconds.items()}
     result = {
         "name": "offpolicy_overlap",

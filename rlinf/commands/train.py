@@ -181,12 +181,11 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         checkpoints=CheckpointManager(folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
-        tracker=_tracker(config, state, resumed_from) if rank() == 0 else None,
-        profile_window=ProfileWindow(
-            config.trainer.profile_steps, "rl" if config.trainer.max_steps > 0 else "sft", folder, rank()
-        ),
         resumed_from=resumed_from,
     )
+    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
+    phase = "rl" if config.trainer.max_steps > 0 else "sft"
+    loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
     episodes = None if players is None else RemoteEpisodes(players, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
     parts = Parts(config, loop, worker, sync, evaluator, fingerprint)

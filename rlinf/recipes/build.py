@@ -25,7 +25,7 @@ from rlinf.recipes.completions import Answers, Completer, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import Packer, PromptPacker
 from rlinf.recipes.plan import why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
@@ -253,18 +253,21 @@ def _make_grpo(
         kl_coef=method.kl_beta,
     )
     advantage = "leave_one_out" if method.variant == "rloo" else "unscaled" if method.unbiased_advantage else "scaled"
+    groups = Groups(
+        rollout.n_generation,
+        config.train.seed or 0,
+        advantage,
+        method.mu_iterations,
+        method.max_resamples if method.variant == "dapo" else 0,
+    )
     return GRPOTrainer(
         policy,
         rows,
         num_steps=_num_steps(config, rows, rollout.n_generation),
         batch_size=batch_size(config),
-        group_size=rollout.n_generation,
+        groups=groups,
         loss=loss,
         completer=completer,
-        seed=config.train.seed or 0,
-        advantage=advantage,
-        num_updates=method.mu_iterations,
-        max_resamples=method.max_resamples if method.variant == "dapo" else 0,
         answers=None if val_rows is None else _answers(config, completer, val_rows, packer),
     )
 

@@ -137,9 +137,9 @@ def _run_in(
         loop = Loop(
             LoopState(phase="step", data=describe_data(config, trainer)), folder,
             TrainerConfig(save_every=save_every, save_every_minutes=0.0), mapping,
-            checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, profile_window=profile_window,
-            resumed_from=checkpoint,
+            checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, resumed_from=checkpoint,
         )  # fmt: skip
+        loop.profile_window = profile_window
         stack.enter_context(loop)
         check_equal_rows(trainer.rows)
         trainer.loop = loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -108,13 +108,16 @@ class Loop:
         checkpoints: Writes them.
         stop_signal: Whether the run is asked to stop.
         progress: Live line.
-        tracker: Writes metrics; None: on another rank.
-        profile_window: Records steps; None: none.
         resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
-        clock: Seconds, by which checkpoints are due.
+
+    Attributes:
+        trainer: Runs at present.
+        tracker: Writes metrics; None: on another rank.
+        profile_window: Records steps.
     """
 
     trainer: Trainer
+    tracker: Tracker | None = None
 
     def __init__(
         self,
@@ -126,17 +129,14 @@ class Loop:
         checkpoints: CheckpointManager,
         stop_signal: StopSignal,
         progress: Progress,
-        tracker: Tracker | None = None,
-        profile_window: ProfileWindow | None = None,
         resumed_from: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.folder, self.settings, self.run_config = state, folder, settings, run_config
-        self.checkpoints, self.stop_signal, self.progress, self.tracker = checkpoints, stop_signal, progress, tracker
-        self.profile_window = profile_window or ProfileWindow(None, "", folder, rank())
+        self.checkpoints, self.stop_signal, self.progress = checkpoints, stop_signal, progress
         self.resumed_from = resumed_from
+        self.profile_window = ProfileWindow(None, "", folder, rank())
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
-        self._clock, self._saved_at = clock, clock()
+        self._saved_at = time.monotonic()
 
     def __enter__(self) -> Loop:
         return self
@@ -218,7 +218,7 @@ class Loop:
         """Save at the end of a phase, every ``save_every`` steps and minutes, the best policy so far, and before stopping."""
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
-        late = rank() == 0 and limit > 0 and self._clock() - self._saved_at >= limit
+        late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
         best = state.best_checkpoint({one.get("checkpoint") for one in state.evaluations.values()} - {None})
         due = any_rank(late or (best is not None and best == state.checkpoint_name))  # only rank 0 has the clock
         if last or due or (settings.save_every and state.done % settings.save_every == 0):
@@ -269,7 +269,7 @@ class Loop:
             is_last=is_last,
         )
         self._saved_steps = (state.sft_step, state.step)
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors with those that ``Trainer.state_dict`` had by these names in the checkpoint that is resumed, if any."""

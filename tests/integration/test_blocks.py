@@ -107,7 +107,6 @@ def recorded(tmp_path_factory) -> Path:
         run.rl._issue_until(0, 0)
         batch = run.rl._collect(0)
         run.rl._score(batch)
-        run.rl.collector.close()
         run.close()
         batch.loss_mask[3:, 1] = False  # one env has fewer rows than the others
         batch.truncated[2, 1] = True

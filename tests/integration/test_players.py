@@ -165,7 +165,6 @@ def built(cluster, tmp_path_factory):
         try:
             yield run
         finally:
-            run.rl.collector.close()
             run.close()
 
 

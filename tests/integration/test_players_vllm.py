@@ -117,6 +117,5 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:
         player.close()
-        run.rl.collector.close()
         run.close()
     assert set(engines_of(os.getpid())) <= before

@@ -15,7 +15,7 @@ from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.completions import Answers, Completer
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.dpo import DPOTrainer
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt, Sample
 from rlinf.recipes.sft import SFTTrainer
@@ -73,8 +73,8 @@ def make(kind, folder, lora, sharding):
     sizes["batch_size"] = 16
     answers = Answers(completer, [prompts[number] for number in range(5)])
     return GRPOTrainer(
-        policy, prompts, group_size=4, loss=GRPOLossFn(dual_clip=3.0, kl_coef=0.1), completer=completer, seed=0, num_updates=2,
-        max_resamples=1, answers=answers, **sizes,
+        policy, prompts, groups=Groups(4, seed=0, num_updates=2, max_resamples=1), loss=GRPOLossFn(dual_clip=3.0, kl_coef=0.1),
+        completer=completer, answers=answers, **sizes,
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def test_asynchronous_checkpoints_change_no_number_and_are_resumed(tmp_path):
 
 
 @pytest.fixture
-def loop_of(tmp_path):
+def loop_of(tmp_path, monkeypatch):
     """Make a loop with a clock, whose checkpoints are only counted."""
 
     def make(clock, **settings) -> tuple[Loop, list[int]]:
@@ -95,9 +95,10 @@ def loop_of(tmp_path):
         checkpoints = SimpleNamespace(
             wait=lambda: None, names=list, save=lambda name, **_: calls.append(int(name[-6:]))
         )
+        monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock))
         loop = Loop(
             LoopState(phase="rl", step=1), tmp_path, trainer, {}, checkpoints=checkpoints, progress=None,
-            stop_signal=StopSignal(announce=False), clock=clock,
+            stop_signal=StopSignal(announce=False),
         )  # fmt: skip
         loop.trainer = SimpleNamespace(
             model=None, optimizer=None, manifest=lambda: None, state_dict=dict, ends_run=False

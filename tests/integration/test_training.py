@@ -185,7 +185,9 @@ def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
 
 
 def test_the_learning_rates_decay_over_the_iterations(tmp_path):
-    run = build(config_of(tmp_path, "trainer.lr_decay=linear", "trainer.lr_min_factor=0.3", "trainer.learning_rate=1e-2"))
+    run = build(
+        config_of(tmp_path, "trainer.lr_decay=linear", "trainer.lr_min_factor=0.3", "trainer.learning_rate=1e-2")
+    )
     run.execute()
     found = [line["train/learning_rate"] for line in untimed_metrics(tmp_path) if "train/learning_rate" in line]
     assert found == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.3e-2])

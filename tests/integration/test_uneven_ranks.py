@@ -76,7 +76,6 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     refused = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
     with waiting("update"), refused:
         loss = run.rl.iteration(0)["train/loss"]
-    run.rl.collector.close()
     run.close()
     if not factor:
         return
@@ -115,7 +114,6 @@ def play_the_last_group_again(folder: Path) -> None:
     run.rl.sync.push(0)
     with waiting("rollout"):
         metrics = run.rl.iteration(0)
-    run.rl.collector.close()
     run.close()
     (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))
 
@@ -156,7 +154,6 @@ def begin_apart(folder: Path) -> None:
                 train_module.take_weights_of_rank_0 = lambda model: None  # in a process of this launch only
             run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
             found[case] = weights(run)
-            run.rl.collector.close()
             run.close()
     torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
 
@@ -188,7 +185,6 @@ def clone_until_the_limit(folder: Path) -> None:
 
     run.parts.worker.sft_update = timed
     run.loop.fit(run.cloning)
-    run.rl.collector.close()
     run.close()
     (folder / f"steps {rank()} of {world_size()}").write_text(str(state.sft_step))
 

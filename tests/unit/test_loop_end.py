@@ -25,8 +25,9 @@ def test_the_last_checkpoint_is_written_although_something_else_cannot_be_closed
 
     loop = Loop(
         LoopState(), Path(), TrainerConfig(), {}, checkpoints=part("checkpoints"), stop_signal=None,
-        progress=part("progress"), tracker=part("tracker"), profile_window=part("profile"),
+        progress=part("progress"),
     )  # fmt: skip
+    loop.tracker, loop.profile_window = part("tracker"), part("profile")
     evaluator = SimpleNamespace(env=SimpleNamespace(close=fail))
     run = Run(Parts(None, loop, None, SimpleNamespace(generator=part("engine")), evaluator), None, part("trainer"))
     with pytest.raises(OSError, match="the simulator is gone"):

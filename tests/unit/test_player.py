@@ -35,7 +35,6 @@ def run(tmp_path_factory):
     run = build(run_config(tmp_path_factory.mktemp("run"), *SMALL))
     run.rl.sync.push(0)
     yield run
-    run.rl.collector.close()
     run.close()
 
 

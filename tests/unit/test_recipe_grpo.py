@@ -13,7 +13,7 @@ from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.completions import Answers, Completer
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
-from rlinf.recipes.grpo import ADVANTAGES, GRPOTrainer
+from rlinf.recipes.grpo import ADVANTAGES, Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt
 
@@ -46,8 +46,10 @@ def trainer(folder, rewards=even_share, loss=None, policy_options=None, generato
     completer = Completer(
         generator or TorchGenerator(policy), Letters(), rewards, batch_size=6, max_new_tokens=5, end_tokens=[END]
     )
-    settings = {"num_steps": 4, "batch_size": 12, "group_size": 4, "seed": 0, "loss": loss or GRPOLossFn(dual_clip=3.0)}
-    return GRPOTrainer(policy, packed(), completer=completer, **settings | options)
+    return GRPOTrainer(
+        policy, packed(), num_steps=4, batch_size=12, groups=Groups(**{"size": 4, "seed": 0} | options), completer=completer,
+        loss=loss or GRPOLossFn(dual_clip=3.0),
+    )  # fmt: skip
 
 
 def weights(one):
@@ -209,7 +211,7 @@ def test_answers_of_a_validation_are_greedy_and_kept(tiny_lm):
 
 def test_a_batch_that_holds_no_whole_groups_is_refused(tiny_lm):
     with pytest.raises(ConfigError, match="12 answers.*n_generation=5.*multiple of 5"):
-        trainer(tiny_lm(), group_size=5)
+        trainer(tiny_lm(), size=5)
 
 
 def test_the_generator_is_ready_while_answers_are_made(tiny_lm):

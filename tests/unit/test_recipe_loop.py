@@ -145,6 +145,16 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert summary(loop, "sft")["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
 
 
+@pytest.mark.parametrize(
+    ("ckpt", "every"),
+    [({}, 5), ({"save_freq_in_epoch": 2}, 6), ({"enable_checkpoint": False, "save_freq_in_epoch": 2}, 0)],
+)
+def test_checkpoints_follow_steps_or_epochs(ckpt, every):
+    train = {"train_batch_per_replica": 8, "ckpt": {"save_freq": 5, **ckpt}}
+    config = from_mapping(RecipeConfig, {"train": train})
+    assert _save_every(config, SimpleNamespace(rows=range(24))) == every
+
+
 class Validated(Steps):
     """A trainer that also validates, and may be told to stop while it takes a step."""
 

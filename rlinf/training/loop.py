@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from rlinf.manifest import Manifest
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
-from rlinf.training.collapse import ends_by_collapse
+from rlinf.training.collapse import RolledBack, ends_by_collapse
 from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
@@ -279,11 +279,13 @@ class Loop:
                 read_tensors(folder, dict(tensors))
 
     def _finish_checkpoints(self, error: BaseException | None) -> None:
+        ends_well = error is None or isinstance(error, (StopRequested, RolledBack))
+        # What is exported may also be uploaded, for longer than a deadline allows.
+        unlimited = ends_well and self.checkpoints.export is not None
         try:
-            with waiting("save"):
-                self.checkpoints.wait()
-            self.checkpoints.close()  # uploads may take longer than a deadline
-        except Exception as other:
-            if error is None or isinstance(error, StopRequested):
+            with nullcontext() if unlimited else waiting("save"):
+                self.checkpoints.close()
+        except Exception as other:  # the writer may raise any
+            if ends_well:
                 raise
             logger.error("The checkpoint that was being written is lost, too: %s", other)

@@ -13,6 +13,7 @@ import torch
 import yaml
 from run_results import differing_weights, metrics_of, untimed_metrics, weights_of
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm, AnyAlgorithm, LossCounts
 from rlinf.cli import main
 from rlinf.commands.train import build, train
@@ -178,13 +179,13 @@ def test_a_trainer_of_its_own_resumes_bit_for_bit(folder, search, monkeypatch):
     assert untimed_metrics(folder / "forgetful") != untimed_metrics(folder / "whole"), "control"
 
 
-def test_a_trainer_of_its_own_is_listed(folder, search, capsys):
-    search("run")
-    assert main(["models", "plugins=[random_search.py]"]) == 0
+@pytest.mark.parametrize("command", ["models", "doctor"])
+def test_a_trainer_of_its_own_is_listed(search, capsys, monkeypatch, command):
+    monkeypatch.delitem(ALGORITHMS._entries, "random_search", raising=False)
+    main([command])
+    assert "random_search" not in capsys.readouterr().out, "control"
+    main([command, "plugins=[random_search.py]"])
     assert "random_search" in capsys.readouterr().out
-    main(["doctor", "plugins=[random_search.py]", "--config-dir", "my_configs", *SEARCHES])
-    assert "random_search" in capsys.readouterr().out
-    assert main(["models"]) == 0
 
 
 def test_an_algorithm_without_a_trainer_says_so():

@@ -103,12 +103,9 @@ def test_updates_per_env_step_above_and_below_one(tmp_path):
 
 def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
     cloning = [
-        "sft.max_steps=60",
-        "sft.num_demonstrations=40",
-        "sft.batch_size=64",
-        "sft.learning_rate=0.003",
+        "sft.max_steps=60", "sft.num_demonstrations=40", "sft.batch_size=64", "sft.learning_rate=0.003",
         "env.state=full",
-    ]
+    ]  # fmt: skip
     train(config_of(tmp_path / "clone", *cloning, "trainer.max_steps=0"))
     train(config_of(tmp_path / "run", "env.state=full", "trainer.max_steps=1", f"init_from={tmp_path / 'clone'}"))
 

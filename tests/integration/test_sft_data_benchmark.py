@@ -41,19 +41,9 @@ def test_both_readers_give_the_same_rows(benchmark):
 def test_the_last_line_holds_the_ratio(benchmark, capsys):
     threads = torch.get_num_threads()
     words = [
-        "--dataset",
-        str(DATASET),
-        "--batch-size",
-        "4",
-        "--batches",
-        "2",
-        "--rounds",
+        "--dataset", str(DATASET), "--batch-size", "4", "--batches", "2", "--rounds", "1", "--workers", "0", "--warmup",
         "1",
-        "--workers",
-        "0",
-        "--warmup",
-        "1",
-    ]
+    ]  # fmt: skip
     try:
         found = benchmark.main(words)
     finally:
@@ -107,17 +97,9 @@ def test_real_steps_in_memory_are_compared_with_real_steps_from_disk(benchmark, 
     try:
         assert main(["collect", *collect, "tracking.progress=false", "cluster.num_threads=1"]) == 0
         words = [
-            "--dataset",
-            str(tmp_path / "data"),
-            "--batch-size",
-            "4",
-            "--batches",
-            "2",
-            "--rounds",
+            "--dataset", str(tmp_path / "data"), "--batch-size", "4", "--batches", "2", "--rounds", "1", "--warmup",
             "1",
-            "--warmup",
-            "1",
-        ]
+        ]  # fmt: skip
         found = benchmark.main([*words, "--train", *train])
     finally:
         torch.set_num_threads(threads)

@@ -14,19 +14,9 @@ ROOT = Path(__file__).parents[2]
 def test_last_line_is_json_with_the_ratio_and_the_flops_of_the_formula():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     options = [
-        "--sizes",
-        "tiny",
-        "--batch",
-        "2",
-        "--seq-len",
-        "16",
-        "--rounds",
-        "1",
-        "--matmul-size",
-        "64",
-        "--precision",
+        "--sizes", "tiny", "--batch", "2", "--seq-len", "16", "--rounds", "1", "--matmul-size", "64", "--precision",
         "fp32",
-    ]
+    ]  # fmt: skip
     command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), *options]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr

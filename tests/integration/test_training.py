@@ -400,12 +400,8 @@ def test_a_run_that_had_reached_its_target_trains_no_more_when_it_is_resumed(tmp
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
 def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_path, monkeypatch, within):
     steps = [
-        "trainer.max_steps=0",
-        "sft.max_steps=4",
-        "sft.eval_every=2",
-        "sft.num_demonstrations=8",
-        "sft.batch_size=16",
-    ]
+        "trainer.max_steps=0", "sft.max_steps=4", "sft.eval_every=2", "sft.num_demonstrations=8", "sft.batch_size=16",
+    ]  # fmt: skip
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         stop_in_evaluation(patch, 1, within)
         train(config_of(tmp_path / "run", *steps))

@@ -34,8 +34,22 @@ def _killed_at_the_third(stage: str, *run) -> None:
     start(*run)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_lm):
+    """Return the run of a trainer that nobody kills; it is made once."""
+    folders = {}
+
+    def run(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("whole") / "run"
+            start(name, folders[name], 4, add_tokenizer(tiny_lm()))
+        return folders[name]
+
+    return run
+
+
 @pytest.mark.parametrize(("name", "stage"), CASES)
-def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_path, tiny_lm):
+def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_path, tiny_lm, whole):
     model, folder = add_tokenizer(tiny_lm()), tmp_path / "killed"
     child = os.fork()
     if child == 0:  # a process that ends without cleaning up
@@ -47,7 +61,6 @@ def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_pat
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {stage}: {status}"
     assert resolve_checkpoint(folder) == checkpoint(name, folder, STAGES[stage])
     start(name, folder, 4, model, resumes=True)
-    start(name, tmp_path / "whole", 4, model)
-    assert not differing_weights(tensors(name, folder, 4), tensors(name, tmp_path / "whole", 4))
-    assert lines(folder) == lines(tmp_path / "whole")
+    assert not differing_weights(tensors(name, folder, 4), tensors(name, whole(name), 4))
+    assert lines(folder) == lines(whole(name))
     assert not list((folder / "checkpoints").glob(".*")), "what was half-written is cleared away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,27 +57,36 @@ def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, 
     return line, {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["model.micro_batch_size=5"],
-        ["model.val_micro_batch_size=7"],
-        ["rollout.num_lanes=1"],
-        ["rollout.worker_processes=2"],
-    ],
-)
-def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
-    line, weights = rl_step(tmp_path / "a")
-    other_line, other_weights = rl_step(tmp_path / "b", *overrides)
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """A step, which moves the weights by far more than the tolerances."""
+    folder = tmp_path_factory.mktemp("uncut")
+    line, weights = rl_step(folder)
+    untouched = build(config_of(folder / "control")).parts.worker.model
+    assert max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters()) > 1e-4
+    return line, weights
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A run of one iteration."""
+    folder = tmp_path_factory.mktemp("one_step")
+    train(config_of(folder, "trainer.max_steps=1"))
+    return folder
+
+
+CUTS = ("model.micro_batch_size=5", "model.val_micro_batch_size=7", "rollout.num_lanes=1", "rollout.worker_processes=2")
+
+
+@pytest.mark.parametrize("overrides", CUTS)
+def test_results_do_not_depend_on_how_work_is_cut(tmp_path, uncut, overrides):
+    line, weights = uncut
+    other_line, other_weights = rl_step(tmp_path, overrides)
     for name, value in line.items():
         if name.startswith("train/"):
             assert other_line[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
     for name, tensor in weights.items():
         torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
-    # Control: the step moved the weights by far more than the tolerance.
-    untouched = build(config_of(tmp_path / "c")).parts.worker.model
-    moved = max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters())
-    assert moved > 1e-4
 
 
 def test_fsdp2_on_one_process_equals_a_replica(tmp_path, monkeypatch):
@@ -138,7 +148,6 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
 
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
-    train(config_of(tmp_path / "first", "trainer.max_steps=1"))
     source = build(config_of(tmp_path / "probe")).parts.worker.model
     halved = {"tabletop": {"action": {**source.config.norm_stats["tabletop"]["action"], "q99": [0.5, 0.5]}}}
     run = build(config_of(tmp_path / "second", "trainer.max_steps=1"))
@@ -149,8 +158,8 @@ def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
     assert list(resumed.parts.worker.model.action_normalizer.high) == [0.5, 0.5]
 
 
-def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
-    train(config_of(tmp_path, "trainer.max_steps=1"))
+def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch, one_step):
+    folder = shutil.copytree(one_step, tmp_path / "copy")
     verify_files, hashed = checkpoint_folders.verify_files, []
 
     def counted(folder, manifest):
@@ -158,16 +167,15 @@ def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
         verify_files(folder, manifest)
 
     monkeypatch.setattr(checkpoint_folders, "verify_files", counted)
-    build(config_of(tmp_path, f"resume={tmp_path}"))
+    build(config_of(folder, f"resume={folder}"))
     assert hashed == ["rl_000001"]
 
 
-def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
-    train(config_of(tmp_path, "trainer.max_steps=1"))
+def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch, one_step):
     real = conditions.package_versions
     monkeypatch.setattr(conditions, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
     with pytest.raises(ManifestMismatchError, match="mujoco"):
-        build(config_of(tmp_path, f"resume={tmp_path}"))
+        build(config_of(tmp_path, f"resume={one_step}"))
 
 
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
@@ -225,17 +233,12 @@ def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
         run.execute()
 
 
-def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path):
-    run = build(config_of(tmp_path))
-    run.parts.worker.temperature = 1.5
-    with pytest.raises(ParityError, match="differ by.*at step 0"):
-        run.execute()
-    folder = tmp_path / "halves"
-    train(config_of(folder, "trainer.max_steps=1"))
-    resumed = build(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
-    resumed.parts.worker.temperature = 1.5
-    with pytest.raises(ParityError, match="differ by.*at step 1"):
-        resumed.execute()
+def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path, one_step):
+    for step, words in enumerate(([], ["trainer.max_steps=2", f"resume={one_step}"])):
+        run = build(config_of(tmp_path / str(step), *words))
+        run.parts.worker.temperature = 1.5
+        with pytest.raises(ParityError, match=f"differ by.*at step {step}"):
+            run.execute()
 
 
 def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
@@ -275,7 +278,6 @@ def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("number", "processes"),
     [
-        (signal.SIGTERM, "cluster.num_processes=1"),
         (signal.SIGTERM, "cluster.num_processes=2"),
         (signal.SIGINT, "cluster.num_processes=2"),  # which a terminal sends to all of them
         (signal.SIGINT, "rollout.worker_processes=2"),

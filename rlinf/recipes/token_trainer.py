@@ -85,7 +85,7 @@ class TokenTrainer(ABC):
     """
 
     phase: str
-    last_tag = None
+    last_tag: str | None = None
     ends_run = True
     config: RecipeConfig
     loop: Loop

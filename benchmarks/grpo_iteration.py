@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.recipes.completions import Completer
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt, Sample, collate
@@ -73,8 +73,8 @@ def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     )  # fmt: skip
     trainer = GRPOTrainer(
         policy, Prompts([Prompt(tokenizer(text)["input_ids"]) for text in settings["prompts"]]), num_steps=10**6,
-        batch_size=settings["batch_size"], group_size=settings["group_size"], loss=loss, completer=completer,
-        seed=settings["seed"], num_updates=settings["updates"],
+        batch_size=settings["batch_size"], loss=loss, completer=completer,
+        groups=Groups(settings["group_size"], settings["seed"], num_updates=settings["updates"]),
     )  # fmt: skip
     before, step = memory_mb("VmRSS"), 0
 
@@ -83,7 +83,7 @@ def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         if given is not None:
             return score(policy, loss, given)
         with Stopwatch() as watch:
-            update = trainer.update(step)
+            update = trainer.step(step)
         step += 1
         return {
             "answer_tokens": update.metrics["rollout/completion_length_mean"],

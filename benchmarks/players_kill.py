@@ -58,14 +58,14 @@ def train_and_note(kills: int, words: list[str]) -> None:
     score, folder = RLTrainer._score, Path(config.output_dir)
 
     def noted(self, batch):
-        wanted = kills * (self.session.state.step + 1) // config.trainer.max_steps
+        wanted = kills * (self.loop.state.step + 1) // config.trainer.max_steps
         while wanted and num_lines(folder / "killed") < wanted:
             time.sleep(0.01)
         with open(folder / "trained.jsonl", "a", encoding="utf-8") as file:
             logprobs = [
                 hashlib.sha256(column.numpy().tobytes()).hexdigest() for column in batch.rollout_logprobs.unbind(1)
             ]
-            print(json.dumps([self.session.state.step, batch.group_ids[0].tolist(), logprobs]), file=file)
+            print(json.dumps([self.loop.state.step, batch.group_ids[0].tolist(), logprobs]), file=file)
         score(self, batch)
 
     RLTrainer._score = noted

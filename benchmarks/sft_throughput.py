@@ -104,7 +104,7 @@ def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
             logprobs = policy.get_logprobs(collate(rows.rows))["logprobs"]
             return {"loss": -float(logprobs.sum()) / sum(len(row.input_ids) - 1 for row in rows.rows)}
         with Stopwatch() as watch:
-            update = trainer.update(step)
+            update = trainer.step(step)
         step += 1
         return {
             "loss": update.loss, "norm": update.metrics["sft/grad_norm"], "tokens": update.num_tokens, **watch.times,

@@ -101,7 +101,7 @@ def note_trained(monkeypatch) -> list[tuple[int, int, set[int], list[tuple[int, 
 
     def noted(self, batch):
         envs = [column.numpy().tobytes() for column in batch.rollout_logprobs.unbind(1)]
-        state, versions = self.session.state, set(batch.policy_version.flatten().tolist())
+        state, versions = self.loop.state, set(batch.policy_version.flatten().tolist())
         found.append(
             (state.step, state.policy_version, versions, list(zip(batch.group_ids[0].tolist(), envs, strict=True)))
         )

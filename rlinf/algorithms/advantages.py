@@ -101,7 +101,7 @@ def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e
     RLOO (Kool et al. 2019; Ahmadian et al. 2024). Equal to ``n / (n - 1) (R_i - mean)``: the advantages of a group sum to
     0, and none exceeds the largest difference of two returns. Dividing by the deviation of the other episodes would
     fail in a group ``[y, x, x, x]``, where it is 0. A group of one episode has advantage 0, and a deviation within ``eps``
-    or rounding counts as 0. Shapes are those of ``group_advantages``.
+    or rounding counts as 0. Shapes are as in ``group_advantages``.
     """
     centred, _, counts, varied = _compare_in_groups(returns, group_ids, eps)
     advantages = centred * counts / (counts - 1).clamp_min(1)

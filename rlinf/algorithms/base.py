@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,22 +46,6 @@ class LossCounts:
         return LossCounts(*sum_counts(self.units, self.entropies, self.calls))
 
 
-class Trainer(Protocol):
-    """Improves a policy on every rank, after cloning."""
-
-    def wait_until_ready(self) -> None:
-        """Wait for what plays."""
-
-    def played_by(self) -> str:
-        """Return in words what plays the rollouts of a rank."""
-
-    def fit(self) -> None:
-        """Train from ``state.step`` to ``trainer.max_steps``."""
-
-    def close(self) -> None:
-        """End what plays."""
-
-
 @dataclass(frozen=True)
 class Updates:
     """Counts of the updates of an iteration, and rows for the table of a dry run.
@@ -91,8 +75,8 @@ class AnyAlgorithm:
     freezes_policy: ClassVar[bool] = False
 
     @classmethod
-    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
-        """Make what trains the policy of ``session``; ``env`` evaluates it, and ``players`` play if they are not None."""
+    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
+        """Make the ``ActionTrainer`` of a run's ``Parts``; ``env`` evaluates the policy, and ``players`` play if they are not None."""
         raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
@@ -115,7 +99,7 @@ class Algorithm(AnyAlgorithm, ABC):
 
     Attributes:
         needs_values: The model must have a value head.
-        needs_whole_episodes: Returns are those of whole episodes (one episode per env and iteration).
+        needs_whole_episodes: Returns count whole episodes (one episode per env and iteration).
         needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
         penalizes_rewards: ``compute_advantages`` subtracts the KL penalty from the rewards, so the loss has none.
     """
@@ -130,8 +114,8 @@ class Algorithm(AnyAlgorithm, ABC):
         self.config = config
 
     @classmethod
-    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
-        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, session, env, players)
+    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
+        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, parts, env, players)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:

@@ -24,7 +24,7 @@ class ReinforcePP(Algorithm):
         A'_t = (A_t - mean(A)) / std(A)                            over the valid actions of the rollout, all ranks
 
     The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term. A time limit counts as
-    an end, because there is no value to bootstrap from.
+    an end, for want of a value to bootstrap from.
     """
 
     config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig

@@ -15,7 +15,7 @@ class RLOO(GroupAlgorithm):
     """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
 
     ``R_i`` is the undiscounted return of the episode. The surrogate is PPO's; in the first minibatch of a rollout its
-    gradient is that of REINFORCE. The KL penalty is a term of the loss, as in GRPO. The paper subtracts it from ``R_i``,
+    gradient is REINFORCE's. The KL penalty is a term of the loss, as in GRPO. The paper subtracts it from ``R_i``,
     after which no group would have equal returns.
     """
 

@@ -15,7 +15,7 @@ from rlinf.distributed.sums import maximum, sum_blocks
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Return the mean of the elements in ``mask`` over all ranks, 0 if there are none.
+    """Return the mean of the elements in ``mask`` over all ranks, 0 without any.
 
     Args:
         values: ``[B]``, or time-major ``[T, B, ...]``; ``B`` envs of this rank.
@@ -27,7 +27,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> float:
 def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Shift and scale to mean 0 and deviation 1 over the elements in ``mask`` of all ranks; the others become 0.
 
-    If the deviation is within rounding, all become 0. Shapes are those of ``masked_mean``.
+    If the deviation is within rounding, all become 0. Shapes are as in ``masked_mean``.
     """
     valid = torch.where(mask, advantages, 0.0).double()
     (mean,) = _means(mask, valid)

@@ -294,10 +294,3 @@ def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
 def comparable(score: float) -> float:
     """Return a score by which checkpoints are compared: one that is NaN or infinite is the lowest."""
     return score if math.isfinite(score) else -math.inf
-
-
-def save_is_due(step: int, save_freq: int, save_freq_in_epoch: int = -1, steps_per_epoch: int = 0) -> bool:
-    """Return whether a checkpoint follows ``step`` (steps done so far): every ``save_freq`` steps, or every so many epochs if that is set."""
-    if save_freq_in_epoch > 0:
-        return step % (save_freq_in_epoch * steps_per_epoch) == 0
-    return step % save_freq == 0

@@ -28,13 +28,13 @@ from rlinf.models.base_weights import weights_digest
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
 from rlinf.options import to_mapping
-from rlinf.recipes.build import PRECISIONS, load_processor
+from rlinf.recipes.build import load_processor
 from rlinf.recipes.completions import Completer
-from rlinf.recipes.loop import own_share, write_images
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
+from rlinf.recipes.token_trainer import PRECISIONS, own_share, write_images
 from rlinf.report.compare_folders import compare_folders, evaluation_folder
 from rlinf.report.run_page import write_report
 from rlinf.seeding import derive_seed

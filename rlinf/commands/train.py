@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.base import Trainer
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.cluster.factory import describe_places, env_maker
 from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
@@ -58,11 +59,13 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, FAILED_BATCH_FOLDER
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
+from rlinf.training.action_trainer import ActionTrainer, Parts
+from rlinf.training.cloning_trainer import CloningTrainer
 from rlinf.training.collapse import RolledBack, rollbacks_of
 from rlinf.training.evaluator import Evaluator
+from rlinf.training.loop import Loop
 from rlinf.training.outcome import write_failed_batch, write_summary
-from rlinf.training.session import Session
-from rlinf.training.sft_trainer import SFTTrainer
+from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trainer_config
@@ -75,50 +78,70 @@ class Run:
     """One rank of one run. ``train`` and ``sft`` start it on every rank.
 
     Attributes:
-        session: What the trainers share.
-        sft: Clones; None: the run does no cloning, or has done it.
+        parts: What the trainers are made of.
+        cloning: Clones; None: the run does no cloning, or has done it.
         rl: Improves the policy; None: the run is one of cloning only.
     """
 
-    session: Session
-    sft: SFTTrainer | None
-    rl: Trainer | None
+    parts: Parts
+    cloning: CloningTrainer | None
+    rl: ActionTrainer | None
+
+    @property
+    def loop(self) -> Loop:
+        """Runs the trainers."""
+        return self.parts.loop
+
+    def close(self) -> None:
+        """Close the env of the evaluations and an engine, then what the loop writes to, even if some of that fails."""
+        with self._closing():
+            pass
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        with self.loop, ExitStack() as stack:  # calls the last one first
+            stack.callback(self.parts.evaluator.env.close)
+            if self.parts.sync.generator is not None:
+                stack.callback(self.parts.sync.generator.close)
+            for trainer in filter(None, (self.cloning, self.rl)):
+                stack.callback(trainer.close)
+            yield
 
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
-        session = self.session
-        try:
-            engine = getattr(session.sync.generator, "engine", None)
+        parts, loop, rl = self.parts, self.loop, self.rl
+        who = None
+        with self._closing(), self._reporting():
+            engine = getattr(parts.sync.generator, "engine", None)
             if engine is not None:
                 engine.start()  # its faults show before the hours of cloning
-            if self.rl is not None:
+            if rl is not None:
                 with waiting("start"):
-                    self.rl.wait_until_ready()
+                    rl.wait_until_ready()
+                who = rl.played_by()
                 if rank() == 0:
-                    print(f"rollouts of each rank: played by {self.rl.played_by()}", flush=True)
-            if self.sft is not None:
-                self.sft.fit()
-            if self.rl is not None:
-                self.rl.fit()
-            else:
-                session.evaluate_once("after_sft")
+                    print(f"rollouts of each rank: played by {who}", flush=True)
+            if self.cloning is not None:
+                loop.fit(self.cloning)
+                self.cloning.close()
+            if rl is not None:
+                loop.fit(rl)
+        if rank() == 0:
+            write_summary(parts.config, loop.state, loop.checkpoints.names(), who)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Write the batch whose loss or gradient was not finite."""
+        try:
+            yield
         except NonFiniteError as error:
-            failed, folder = session.worker.failed_batch, session.folder / FAILED_BATCH_FOLDER
+            failed, folder = self.parts.worker.failed_batch, self.loop.folder / FAILED_BATCH_FOLDER
             if failed is not None:
                 if rank() == failed.rank:
                     write_failed_batch(failed, folder)
                 barrier()  # the first rank that fails ends the others, so all wait until the report is there
                 error.add_note(f"Report of the batch: {folder}")
             raise
-        finally:
-            try:
-                if self.rl is not None:
-                    self.rl.close()
-            finally:
-                session.close()
-        if rank() == 0:
-            who = None if self.rl is None else self.rl.played_by()
-            write_summary(session.config, session.state, session.saved_names(), who)
 
 
 @waiting("start")
@@ -127,7 +150,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
     Args:
         config: Validated configuration with ``output_dir`` set.
-        reservation: Places in a Ray cluster; None: there is none.
+        reservation: Places in a Ray cluster, if any.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
@@ -149,29 +172,27 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if resumed_from is not None:
         checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
     stop_signal = StopSignal(announce=rank() == 0)
-    session = Session(
-        config,
+    folder = Path(config.output_dir)
+    loop = Loop(
         state,
-        worker=worker,
-        sync=sync,
-        evaluator=Evaluator(
-            config,
-            env,
-            stop_signal,
-            worker.autocast,
-            None if players is None else RemoteEpisodes(players, config.evaluation.num_envs),
-        ),
+        folder,
+        config.trainer,
+        to_mapping(config),
+        checkpoints=CheckpointManager(folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
-        tracker=_tracker(config, state, resumed_from) if rank() == 0 else None,
-        fingerprint=fingerprint,
         resumed_from=resumed_from,
     )
-    sft = SFTTrainer(session, dataset) if state.phase == "sft" else None
-    rl = None
-    if config.trainer.max_steps > 0:
-        rl = ALGORITHMS.get(config.algorithm.name).make_trainer(session, env, players)
-    return Run(session, sft, rl)
+    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
+    phase = "rl" if config.trainer.max_steps > 0 else "sft"
+    loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
+    episodes = None if players is None else RemoteEpisodes(players, config.evaluation.num_envs)
+    evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
+    parts = Parts(config, loop, worker, sync, evaluator, fingerprint)
+    if config.trainer.max_steps == 0:
+        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+    cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
+    return Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
 
 
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
@@ -209,7 +230,7 @@ def _dataset(
     digest = None if dataset is None else dataset.digest()
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
-            f"{resumed_from} has cloned other demonstrations than those of sft.dataset={override_text(config.sft.dataset)} "
+            f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "
             "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or begin a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
@@ -243,7 +264,7 @@ def _policy(
 def _on_ranks(
     config: RunConfig, model: torch.nn.Module, device: str, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make what plays: the policy itself, or copies that the first push fills."""
+    """Replicate or shard the policy, and make the player: the policy itself, or copies that the first push fills."""
     trainer, rollout = config.trainer, config.rollout
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     choice = sharding_choice(config, model, world_size(), memory)
@@ -255,7 +276,7 @@ def _on_ranks(
     take_weights_of_rank_0(model)
     trained = trained_names(model)
     shell = None if reservation is None else PolicyShell.of(model)
-    # Where players have the copies, that of a rank describes the policy and holds no numbers.
+    # Where players have the copies, a rank's own copy describes the policy and holds no numbers.
     rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
     parallel = make_parallel(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
@@ -321,7 +342,7 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
 def _execute(config: RunConfig, reservation: Reservation | None) -> RolledBack | None:
     """Build and execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
     run = build(config, reservation)
-    stop_signal = run.session.stop_signal
+    stop_signal = run.loop.stop_signal
     try:
         with stop_signal.handled():
             run.execute()
@@ -330,8 +351,8 @@ def _execute(config: RunConfig, reservation: Reservation | None) -> RolledBack |
         return back.with_traceback(None)  # which holds the policy
     except StopRequested as stop:
         if rank() == 0:
-            words = f"rlinf train resume={run.session.folder} {code_overrides(to_mapping(config))}".rstrip()
-            way_on = f"continue with: {words}" if run.session.saved_names() else "nothing had been trained yet"
+            words = f"rlinf train resume={run.loop.folder} {code_overrides(to_mapping(config))}".rstrip()
+            way_on = f"continue with: {words}" if run.loop.checkpoints.names() else "nothing had been trained yet"
             print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
         number = stop_signal.number
         sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal

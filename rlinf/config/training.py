@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlinf.distributed.config import SHARDINGS, DeadlinesConfig
+from rlinf.optim.schedule import DECAYS
 from rlinf.options import option
 
 
@@ -21,6 +22,12 @@ class TrainerConfig:
     adam_beta2: float = option(0.95, "Second AdamW coefficient.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
     warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
+    lr_decay: str = option(
+        "none",
+        "How the learning rates of RL, also that of a head, decay over its iterations; none: they stay.",
+        choices=tuple(DECAYS),
+    )
+    lr_min_factor: float = option(0.0, "Smallest share of the learning rates while they decay.", minimum=0, maximum=1)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=1e-6)
     parity_max_gap: float | None = option(
         None,

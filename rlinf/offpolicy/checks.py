@@ -106,7 +106,7 @@ def _check_run(config: RunConfig, name: str) -> None:
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that a head that is there already, and in a resumed run critics and rewards, are those of this configuration.
+    """Check that a head that is there already, and in a resumed run critics and rewards, fit this configuration.
 
     A run that is resumed before RL has none of them.
     """
@@ -141,7 +141,7 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         return
     settings, wanted = head_settings(policy_folder(folder)), asdict(algorithm.head)
     pairs = {f"algorithm.head.{key}": (settings["head"].get(key, value), value) for key, value in wanted.items()}
-    # The critics of a head that chooses are saved with it; those of others only for the run that goes on.
+    # The critics of a head that chooses are saved with it; other critics only for the run that goes on.
     num_critics = saved.get("num_critics", algorithm.num_critics) if in_rl else settings["num_critics"]
     pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
     pairs["model.features"] = (settings["feature_kind"], config.model.features)

@@ -24,7 +24,7 @@ class ShiftedPolicy:
 
     Args:
         base: The policy.
-        action_low, action_high: Bounds of an action of the env, ``[D]``. What is executed is clipped to them.
+        action_low, action_high: Bounds of an action of the env, ``[D]``. Executed actions are clipped to them.
         offset: ``[D]``, in halves of that range; None: zeros.
         noise: Bound of the noise of each number, in the same units.
     """
@@ -67,7 +67,7 @@ class ShiftedPolicy:
 def evaluate_noise(
     base: ActionModel, env: VectorEnv, specs: Sequence[EpisodeSpec], noise: float, seed: int = 0, **options: Any
 ) -> EvaluationResult:
-    """Evaluate a policy with uniform noise of the bound ``noise`` around its greedy actions; ``options`` are those of ``evaluate_policy``."""
+    """Evaluate a policy with uniform noise of the bound ``noise`` around its greedy actions; ``options`` go to ``evaluate_policy``."""
     shaken = ShiftedPolicy(base, env.action_low, env.action_high, noise=noise)
     return evaluate_policy(shaken, env, specs, greedy=False, seed=seed, **options)
 
@@ -85,7 +85,7 @@ def best_offset(
     """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
 
     Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
-    ``options`` are those of ``evaluate_policy``.
+    ``options`` go to ``evaluate_policy``.
     """
     results = [
         evaluate_policy(ShiftedPolicy(base, env.action_low, env.action_high, offset), env, specs, **options)

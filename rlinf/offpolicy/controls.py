@@ -1,4 +1,4 @@
-"""What the frozen policy reaches without any learning: alone, with noise, and with constant corrections as large as those of the head."""
+"""How far the frozen policy comes without any learning: alone, with noise, and with constant corrections as large as the head's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlinf.options import to_mapping
 from rlinf.report.offpolicy import warmup_success
 from rlinf.run_folder import CONTROLS_FILE
 from rlinf.tracking.tracker import read_metrics
-from rlinf.training.session import Session
+from rlinf.training.action_trainer import Parts
 from rlinf.training.stop_signal import StopRequested
 
 logger = logging.getLogger("rlinf")
@@ -35,19 +35,19 @@ SHARES = (0.25, 0.5, 1.0)
 
 
 @waiting("evaluate")
-def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None:
+def evaluate_controls(parts: Parts, base: ActionModel, scale: float) -> None:
     """Evaluate the frozen policy ``base``, noise of up to ``scale`` and half of it, and the best constant correction (a collective call).
 
     ``controls.json`` has the results. The constant is chosen on training episodes. A resumed run that has the file does not repeat
     this. A signal ends it without a file.
     """
-    path = session.folder / CONTROLS_FILE
+    path = parts.loop.folder / CONTROLS_FILE
     if any_rank(rank() == 0 and path.exists()):
         return
-    env = session.evaluator.env
+    env = parts.evaluator.env
     try:
-        with session.evaluator.autocast():
-            found = _controls(session, base, scale)
+        with parts.evaluator.autocast():
+            found = _controls(parts, base, scale)
     except StopRequested:
         return
     finally:
@@ -55,21 +55,21 @@ def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None
     if rank() == 0:
         write_text(path, json.dumps([{"name": name, **success.as_dict()} for name, success in found], indent=1))
         for name, success in found:
-            session.progress.note(f"control, nothing learnt: {name}: {_words(success)}")
+            parts.loop.progress.note(f"control, nothing learnt: {name}: {_words(success)}")
         (_, frozen), *others = found
         _warn_if_easy(frozen.success_rate, *max(others, key=lambda each: each[1].success_rate))
 
 
-def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[str, Success]]:
+def _controls(parts: Parts, base: ActionModel, scale: float) -> list[tuple[str, Success]]:
     """Return the name and the success of each control."""
-    env, settings = session.evaluator.env, session.config.evaluation
+    env, settings = parts.evaluator.env, parts.config.evaluation
     held_out = episode_list(env, settings.split, settings.num_episodes)
     training = env.episode_specs("train")[:NUM_SELECTION_EPISODES]
-    ranks = RankGroup(rank(), world_size(), session.stop_signal.together)
+    ranks = RankGroup(rank(), world_size(), parts.loop.stop_signal.together)
     options: dict[str, Any] = {"on_result": lambda _: go_on(), "plan": EvaluationPlan(ranks=ranks)}
     found = [(FROZEN, evaluate_policy(base, env, held_out, **options).total)]
     for bound in (scale / 2, scale):
-        result = evaluate_noise(base, env, held_out, bound, session.config.seed, **options)
+        result = evaluate_noise(base, env, held_out, bound, parts.config.seed, **options)
         found.append((f"uniform noise of up to {bound:g}", result.total))
     offsets = constant_offsets(env.action_dim, [scale * share for share in SHARES])
     chosen, _ = best_offset(base, env, training, offsets, **options)
@@ -79,32 +79,32 @@ def _controls(session: Session, base: ActionModel, scale: float) -> list[tuple[s
     return [*found, (name, evaluate_policy(moved, env, held_out, **options).total)]
 
 
-def note_warmup(session: Session, begins_as_base: bool) -> None:
+def note_warmup(parts: Parts, begins_as_base: bool) -> None:
     """Say what the warm-up has shown: the success of the frozen policy and noise.
 
     Args:
-        session: The run.
-        begins_as_base: The evaluation before RL is that of the frozen policy, because its new head changed nothing yet.
+        parts: Of the run.
+        begins_as_base: The evaluation before RL shows the frozen policy, because its new head changed nothing yet.
     """
     if rank() > 0:
         return
-    success = warmup_success(read_metrics(session.folder), to_mapping(session.config.algorithm))
+    success = warmup_success(read_metrics(parts.loop.folder), to_mapping(parts.config.algorithm))
     if success is not None:
-        session.progress.note(
+        parts.loop.progress.note(
             f"warm-up, nothing learnt: the frozen policy and noise: {_words(success)}, training episodes"
         )
-        frozen = _success_of_frozen(session, begins_as_base)
+        frozen = _success_of_frozen(parts, begins_as_base)
         if frozen is not None:
             _warn_if_easy(frozen, "noise in the warm-up", success)
 
 
-def _success_of_frozen(session: Session, begins_as_base: bool) -> float | None:
+def _success_of_frozen(parts: Parts, begins_as_base: bool) -> float | None:
     """Return the success rate of the frozen policy; None: it was not evaluated alone."""
-    path = session.folder / CONTROLS_FILE
+    path = parts.loop.folder / CONTROLS_FILE
     for control in json.loads(path.read_text(encoding="utf-8")) if path.exists() else []:
         if control["name"] == FROZEN:
             return Success(control["successes"], control["episodes"]).success_rate
-    before = session.state.evaluations.get("before_rl") if begins_as_base else None
+    before = parts.loop.state.evaluations.get("before_rl") if begins_as_base else None
     return None if before is None else before["success_rate"]
 
 

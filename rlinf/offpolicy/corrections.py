@@ -105,7 +105,7 @@ class Corrections:
             self._largest[spec] = replace(found, picture=picture)
 
     def gather(self) -> None:
-        """Join those of all ranks (a collective call)."""
+        """Join the corrections of all ranks (a collective call)."""
         parts = gather_objects((self._sums, self._largest))
         self._sums, self._largest = {}, {}
         for sums, largest in parts:

@@ -123,7 +123,7 @@ class OfflineData:
         episodes: What they are.
         num_asked: Observations about which the frozen policy was asked; 0: its answers were on disk.
         out_of_reach: Share of the actions that the head cannot give. They are stored as they are, so the critics learn of them.
-        digest: Of what is stored, without what the frozen policy says.
+        digest: Of the stored rows, without the frozen policy's answers.
     """
 
     replay: ReplayBuffer

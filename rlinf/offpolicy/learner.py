@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
 
-from rlinf.algorithms.base import AnyAlgorithm, Trainer, Updates
+from rlinf.algorithms.base import AnyAlgorithm, Updates
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
+from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
 
 AT_BOUND = 0.99
@@ -30,7 +31,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     Args:
         config: Settings.
-        head: What is trained.
+        head: Trained.
         seed: Of its random numbers.
     """
 
@@ -46,13 +47,13 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.critics = critics.to(self.device)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
-        self.optimizers = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
+        self.steps = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
         self._live, self._slow = tuple(self.critics.parameters()), tuple(self.targets.parameters())
         self.num_updates = 0
 
     @classmethod
-    def make_trainer(cls, session: Any, env: Any, players: Any) -> Trainer:
-        return import_string("rlinf.offpolicy.trainer:make_off_policy_trainer")(cls, session)
+    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
+        return import_string("rlinf.offpolicy.head_trainer:make_head_trainer")(cls, parts)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
@@ -75,8 +76,13 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Return the deviation of the noise with which the head explores; None: it learns its own."""
         return None
 
-    def _adam(self, parameters: Any) -> Adam:
-        return Adam(list(parameters), lr=self.config.learning_rate, fused=True)
+    def _adam(self, parameters: Any) -> TrainStep:
+        return TrainStep(MasterAdamW(parameters, decoupled=False, weight_decay=0.0, lr=self.config.learning_rate), 0.0)
+
+    def decay(self, share: float) -> None:
+        """Take this share of the learning rate from now on."""
+        for each in self.steps.values():
+            each.decay = share
 
     @abstractmethod
     def next_actions(self, batch: Batch) -> Tensor:
@@ -130,17 +136,17 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         return metrics
 
     def _step(self, name: str, loss: Tensor) -> None:
-        optimizer, number = self.optimizers[name], float(loss.detach())
+        step, number = self.steps[name], float(loss.detach())
         if not math.isfinite(number):
             raise NonFiniteError(
                 f"The loss of the {name} is {number} at update {self.num_updates}; the step was not taken. "
                 "Set algorithm.learning_rate to less, or look at the rewards of the env"
             )
-        stepped = optimizer.param_groups[0]["params"]
+        stepped = step.optimizer.parameters
         # Of these alone: the loss of the head asks the critics, which do not learn from it.
         for parameter, gradient in zip(stepped, torch.autograd.grad(loss, stepped, allow_unused=True), strict=True):
             parameter.grad = gradient
-        optimizer.step()
+        step.step()
 
     def check_finite(self) -> None:
         """Raise NonFiniteError if a weight of head or critics is NaN or infinite; a finite loss with other gradients spoils them unseen."""
@@ -175,9 +181,9 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         state = {
             f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()
         }
-        for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
-                for key, value in optimizer.state.get(parameter, {}).items():
+        for name, step in self.steps.items():
+            for index, parameter in enumerate(step.optimizer.parameters):
+                for key, value in step.optimizer.state.get(parameter, {}).items():
                     state[f"{name}_optimizer.{index}.{key}"] = value
         return state | {"num_updates": torch.tensor(self.num_updates), "generator": self.generator.get_state()}
 
@@ -185,13 +191,13 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Restore what ``state_dict`` returned."""
         for name, module in self._modules().items():
             module.load_state_dict({key: state[f"{name}.{key}"] for key in module.state_dict()})
-        for name, optimizer in self.optimizers.items():
-            optimizer.state.clear()
-            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        for name, step in self.steps.items():
+            step.optimizer.state.clear()
+            for index, parameter in enumerate(step.optimizer.parameters):
                 prefix = f"{name}_optimizer.{index}."
                 found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 if found:
-                    optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+                    step.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
         self.num_updates = int(state["num_updates"])
         self.generator.set_state(state["generator"].cpu())
 

@@ -27,14 +27,14 @@ from rlinf.options import override_text
 from rlinf.preflight.conditions import build_manifest
 from rlinf.run_folder import HEAD_WEIGHTS, TRAINER_FOLDER
 from rlinf.seeding import derive_seed
-from rlinf.training.session import Session
+from rlinf.training.action_trainer import Parts
 
 
 class Offline:
     """Demonstrations of which a share of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
 
     Args:
-        session: The run.
+        parts: Of the run.
         dataset: The demonstrations, opened with what came of their actions.
         policy: Says features and chunks of them, on rank 0, unless it has said so in an earlier run.
         autocast: Makes the context in which the frozen policy computes.
@@ -45,12 +45,12 @@ class Offline:
 
     def __init__(
         self,
-        session: Session,
+        parts: Parts,
         dataset: StoredDemonstrations,
         policy: HeadedPolicy,
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
-        config, self.config = session.config, cast(OffPolicyConfig, session.config.algorithm)
+        config, self.config = parts.config, cast(OffPolicyConfig, parts.config.algorithm)
         manifest = build_manifest(config, policy, policy_version=0)
         seed = derive_seed(config.seed, "offline replay")
 
@@ -66,10 +66,10 @@ class Offline:
                     batch_size=config.rollout.num_envs,
                     autocast=autocast,
                     seed=seed,
-                    progress=lambda done, total: session.progress.update("demonstrations", done, total),
+                    progress=lambda done, total: parts.loop.progress.update("demonstrations", done, total),
                 )
 
-            return session.stop_signal.together(of_rank_0)[0]
+            return parts.loop.stop_signal.together(of_rank_0)[0]
 
         self.data: OfflineData = offline_data(dataset, policy, config.env, self.config.offline_episodes, seed, ask)
         self.num_calls = self.data.num_asked
@@ -109,7 +109,7 @@ class Offline:
 def take_over_replay(
     folder: Path, replay: ReplayBuffer, policy: HeadedPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Fill an empty buffer with that of another run.
+    """Fill an empty buffer with another run's.
 
     Raise CheckpointError if it was filled by another frozen policy, or under other conditions.
 
@@ -125,7 +125,7 @@ def take_over_replay(
     if settings.get("base_sha256") != policy.base_sha256:
         raise CheckpointError(
             f"The replay buffer of {folder} holds what another frozen policy said: the weights there have the digest "
-            f"{str(settings.get('base_sha256'))[:12]}, and those of this run {str(policy.base_sha256)[:12]}. "
+            f"{str(settings.get('base_sha256'))[:12]}, and the weights of this run {str(policy.base_sha256)[:12]}. "
             f"Set init_from={folder} to begin with its policy, or algorithm.replay_from=null"
         )
     others = [

@@ -1,4 +1,4 @@
-"""The replay buffer: what the frozen policy said of each observation, what was done, and what came of it."""
+"""The replay buffer: the frozen policy's answer about each observation, the action, and its outcome."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ReplayBuffer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, ``[slots, envs, ...]`` each."""
+        """The stored tensors, ``[slots, envs, ...]`` each."""
         names = ("features", "base", "actions", "rewards", "executed", "has_action", "terminated")
         return {name: getattr(self, name) for name in names}
 
@@ -111,7 +111,7 @@ class ReplayBuffer:
         self._transitions = None
 
     def act(self, envs: Tensor, actions: Tensor, rewards: Tensor, executed: Tensor, terminated: Tensor) -> None:
-        """Store what was done at the newest observation of each of the envs, and what came of it.
+        """Store the actions at the newest observation of each of the envs, and their outcome.
 
         Args:
             envs: int64 ``[K]``.
@@ -136,7 +136,7 @@ class ReplayBuffer:
         return self._transitions
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
-        """Draw transitions uniformly, with replacement. Raise ConfigError if there is none yet."""
+        """Draw transitions uniformly, with replacement. Raise ConfigError for an empty buffer."""
         known = self.transitions()
         if not len(known):
             raise ConfigError("The replay buffer holds no transition yet. Set algorithm.warmup_env_steps=1024")
@@ -183,7 +183,7 @@ class ReplayBuffer:
     def take_over(self, state: dict[str, Tensor]) -> None:
         """Append the observations of another buffer's ``state_dict``, whatever its size: of each env those that fit, the newest.
 
-        The ring of env ``e`` there goes into that of env ``e % num_envs`` here. Raise CheckpointError if it is of other features or
+        The ring of env ``e`` there goes into the ring of env ``e % num_envs`` here. Raise CheckpointError if it is of other features or
         actions.
         """
         self._check_shapes(state)
@@ -248,7 +248,7 @@ def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | No
 
 
 def offline_bytes(config: OffPolicyConfig, model: Any) -> int:
-    """Return the bytes, at most, of the demonstrations of a policy; 0 where there are none, or their rows are not known yet."""
+    """Return the bytes, at most, of the demonstrations of a policy; 0 without any, or where their rows are not known yet."""
     if config.offline_dataset is None:
         return 0
     info = describe_dataset(config.offline_dataset, "algorithm.offline_dataset")

@@ -18,7 +18,7 @@ from rlinf.offpolicy.replay import Batch
 class SAC(OffPolicyLearner):
     """``alpha log pi - mean Q`` for the head; ``alpha`` is driven until the entropy is ``target_entropy``.
 
-    The density is that of the numbers of the head, in units of its scale. So the target means the same for every scale: the density
+    The density is over the numbers of the head, in units of its scale. So the target means the same for every scale: the density
     of the action differs by the constant ``A log scale``, which a target in units of the action would have to follow.
     """
 
@@ -29,7 +29,7 @@ class SAC(OffPolicyLearner):
         super().__init__(config, head, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
         self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
-        self.optimizers["head"] = self._adam([*head.parameters(), self.log_alpha])
+        self.steps["head"] = self._adam([*head.parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> Tensor:
         return self.head.options(batch.next_features, batch.next_base, self.normal_for_options(len(batch.actions)))

@@ -25,7 +25,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     Attributes:
         parameters: The trained parameters of the model.
-        masters: What is stepped, in the same order: a float32 copy, or the parameter itself. Groups and state hold these.
+        masters: The stepped tensors, in the same order: a float32 copy, or the parameter itself. Groups and state hold these.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MasterAdamW(torch.optim.AdamW):
             )
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what is stepped for a parameter of the model; None: nothing, it is not trained."""
+        """Return the stepped tensor of a parameter of the model; None: it is not trained."""
         return self._master_of.get(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -67,7 +67,7 @@ class MasterAdamW(torch.optim.AdamW):
             tensor.grad = None
 
     def gather_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of the masters, where sums are not rounded to 16 bits."""
+        """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -76,7 +76,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step the masters by what was gathered, and round them to the parameters."""
+        """Step the masters by the gathered gradients, and round them to the parameters."""
         self.gather_gradients()
         super().step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):

@@ -18,7 +18,7 @@ from rlinf.errors import CheckpointError
 class Reference:
     """A copy of a model's trained weights, of this rank's shards of them, to compute with in their place.
 
-    What is frozen exists once: with LoRA the copy holds the adapters only.
+    Frozen weights exist once: with LoRA the copy holds the adapters only.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class Reference:
         self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the kept weights by name, sharded as the model is; what is written into them is kept."""
+        """Return the kept weights by name, sharded as the model is; writing into them changes what is kept."""
         return self._kept
 
     def tensors(self) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Weight]) -> None:
-        """Keep these whole weights instead; names that are not trained are ignored. Of those in files, only what is kept is read.
+        """Keep these whole weights instead; names that are not trained are ignored. From files, only the kept ones are read.
 
         Raise CheckpointError if the weight of a trained parameter is missing, or has another shape.
         """

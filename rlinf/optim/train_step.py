@@ -13,6 +13,7 @@ from rlinf.distributed.parallel import Parallel, clip_gradients, grad_norm
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.errors import NonFiniteError
 from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.schedule import learning_rate
 
 Part = TypeVar("Part")
 
@@ -31,18 +32,19 @@ class Totals(dict[str, float]):
 
 
 class TrainStep:
-    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps.
+    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps. Every trainer steps by one.
 
     Args:
         optimizer: Steps the parameters.
         max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
-        warmup_steps: Steps over which the learning rates rise linearly to those of the optimiser.
+        warmup_steps: Steps over which the learning rates rise linearly to the optimiser's.
         parts: Masters that are clipped together; None: all of them are one part.
         parallel: How the ranks hold the model, whose gradients are summed over them; None: the caller sums.
         norm_of: Returns the norm of the gradients of a part over all ranks.
 
     Attributes:
         num_steps: Steps taken.
+        decay: Share of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
     """
 
@@ -60,7 +62,7 @@ class TrainStep:
         self.max_grad_norm, self.warmup_steps = max_grad_norm, warmup_steps
         self.parts = [optimizer.masters] if parts is None else parts
         self.parallel, self.norm_of = parallel, norm_of
-        self.num_steps = 0
+        self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
@@ -76,7 +78,7 @@ class TrainStep:
         Args:
             micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
             loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
-                minibatch, so neither the number of micro-batches nor that of ranks changes a number.
+                minibatch, so numbers of micro-batches and ranks change no result.
         """
         totals, parts = Totals(), list(micro_batches)
         for number, part in enumerate(parts, start=1):
@@ -103,11 +105,19 @@ class TrainStep:
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
         for part, norm in zip(parts, norms, strict=True):
             clip_gradients(part, norm, self.max_grad_norm)
-        share = min(1.0, (self.num_steps + 1) / max(1, self.warmup_steps))
+        self.step(moves=any(parts))
+        return self.grad_norm
+
+    def step(self, moves: bool = True) -> None:
+        """Take the step by the gradients as they are, with the learning rates of the schedule, and forget them.
+
+        Args:
+            moves: False: without any gradient, the step only counts.
+        """
+        share = self.decay * learning_rate(self.num_steps, math.inf, warmup_steps=self.warmup_steps)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
-        if any(parts):
+        if moves:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
-        return self.grad_norm

@@ -12,25 +12,20 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint_manager import Upload
-from rlinf.checkpoints.hf_folder import token_manifest
 from rlinf.checkpoints.upload import HubUpload, S3Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
-from rlinf.manifest import Manifest
-from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
-from rlinf.options import from_mapping
 from rlinf.recipes.completions import Answers, Completer, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
-from rlinf.recipes.grpo import GRPOTrainer
-from rlinf.recipes.loop import Trainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import Packer, PromptPacker
 from rlinf.recipes.plan import why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
@@ -38,12 +33,11 @@ from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.schedule import count_steps
 from rlinf.recipes.sft import SFTTrainer
+from rlinf.recipes.token_trainer import TokenTrainer
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
 
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""``param_dtype`` as the manifest names it."""
 TEST_SHARE = 0.1
 """Share of the rows that are kept for validation, if nothing else is said."""
 LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
@@ -57,7 +51,7 @@ class RecipeData:
     Attributes:
         dataset: Rows to train on: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
         packer: Turns them into tokens.
-        reward_fns: Rewards of GRPO; None: those of the configuration.
+        reward_fns: Rewards of GRPO; None: the configuration names them.
         val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
         val_packer: Turns them into tokens; None: ``packer``.
         places: Where players of the run may be; None: the ranks generate.
@@ -141,7 +135,7 @@ def batch_size(config: RecipeConfig) -> int:
     return config.train.train_batch_per_replica * replicas
 
 
-def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
+def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]:
     """Return what determines the rows of a step."""
     method = config.train.train_policy
     dataset = method.dataset
@@ -157,18 +151,6 @@ def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
-    """Return the settings of the adapters that are trained."""
-    return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
-
-
-def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
-    """Return the conditions of a token policy after so many steps."""
-    precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
-    source, lora = policy.model_name, lora_of(policy)
-    return token_manifest(policy.model, source, precision=precision, seed=seed, policy_version=steps, lora=lora)
-
-
 def make_uploads(config: RecipeConfig) -> list[Upload]:
     """Return what takes a run's folders elsewhere, with credentials that work; made on one rank. Raise ConfigError if they do not work."""
     ckpt = config.train.ckpt
@@ -182,7 +164,7 @@ def make_uploads(config: RecipeConfig) -> list[Upload]:
 
 def make_trainer(
     config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
-) -> Trainer:
+) -> TokenTrainer:
     """Return the trainer of ``train.train_policy.type``.
 
     Raise ConfigError if the data are too few, a row cannot be used, or settings do not fit.
@@ -197,191 +179,163 @@ def make_trainer(
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
-    return _MAKERS[config.train.train_policy.type](config, policy, processor, data, stack)
+    trainer = getattr(_Maker(config, policy, processor, data, stack), config.train.train_policy.type)()
+    trainer.config = config
+    return trainer
 
 
-def _make_sft(
-    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
-) -> SFTTrainer:
-    train_rows, val_rows = _split(config, data)
-    rows = _packed(config, train_rows, data.packer.sample)
-    packer = data.val_packer or data.packer
-    validation = None if val_rows is None else _in_order(config, val_rows, packer.sample)
-    answers = None
-    if val_rows is not None and config.validation.reward_function:
-        completer = _completer(
-            config, policy, processor, make_rewards(config.validation.reward_function), data.places, stack
+@dataclass
+class _Maker:
+    """Makes the trainers of a recipe, each by a method with the name of ``train.train_policy.type``."""
+
+    config: RecipeConfig
+    policy: HuggingFacePolicy
+    processor: Any
+    data: RecipeData
+    stack: ExitStack
+
+    def sft(self) -> SFTTrainer:
+        """Make the trainer of supervised fine-tuning."""
+        config, method = self.config, self.config.train.train_policy
+        train_rows, val_rows = self._split()
+        rows = self._packed(train_rows, self.data.packer.sample)
+        packer = self._val_packer
+        validation = None if val_rows is None else self._in_order(val_rows, packer.sample)
+        answers = None
+        if val_rows is not None and config.validation.reward_function:
+            completer = self._completer(make_rewards(config.validation.reward_function))
+            if method.prompt_column_name:  # a conversation holds the answer, its prompt has a column of its own
+                packer = PromptPacker()
+                packer.setup(config, self.processor)
+            answers = self._answers(completer, val_rows, packer)
+        return SFTTrainer(
+            self.policy,
+            rows,
+            num_steps=self._num_steps(rows),
+            batch_size=batch_size(config),
+            validation_rows=validation,
+            validation_batch_size=config.validation.batch_size,
+            num_workers=method.dataloader_num_workers,
+            answers=answers,
         )
-        if (
-            config.train.train_policy.prompt_column_name
-        ):  # a conversation holds the answer, its prompt has a column of its own
-            packer = PromptPacker()
-            packer.setup(config, processor)
-        answers = _answers(config, completer, val_rows, packer)
-    return SFTTrainer(
-        policy,
-        rows,
-        num_steps=_num_steps(config, rows),
-        batch_size=batch_size(config),
-        validation_rows=validation,
-        validation_batch_size=config.validation.batch_size,
-        num_workers=config.train.train_policy.dataloader_num_workers,
-        answers=answers,
-    )
 
-
-def _make_dpo(
-    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
-) -> DPOTrainer:
-    train_rows, val_rows = _split(config, data)
-    rows = _packed(config, train_rows, data.packer.pair)
-    if isinstance(rows, StreamedRows):
-        raise ConfigError("DPO keeps the reference log-probabilities of all rows, so it cannot stream its dataset.")
-    packer = data.val_packer or data.packer
-    method = config.train.train_policy
-    return DPOTrainer(
-        policy,
-        rows,
-        num_steps=_num_steps(config, rows),
-        batch_size=batch_size(config),
-        loss=DPOLossFn(beta=method.dpo_beta, label_smoothing=method.dpo_label_smoothing),
-        validation_rows=None if val_rows is None else _in_order(config, val_rows, packer.pair),
-        validation_batch_size=config.validation.batch_size,
-    )
-
-
-def _make_grpo(
-    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
-) -> GRPOTrainer:
-    method, rollout = config.train.train_policy, config.rollout
-    train_rows, val_rows = _split(config, data)
-    rows = _packed(config, train_rows, data.packer.prompt)
-    rewards = make_rewards(data.reward_fns or method.reward_function, method.overlong_reward)
-    completer = _completer(config, policy, processor, rewards, data.places, stack)
-    packer = data.val_packer or data.packer
-    dual_clip = method.lower_bound_ratio
-    loss = GRPOLossFn(
-        clip_range_low=method.epsilon_low,
-        clip_range_high=method.epsilon_high,
-        dual_clip=dual_clip if dual_clip > 0 else None,
-        ratio_level="sequence" if method.variant == "gspo" else "token",
-        loss_level=LOSS_LEVELS[method.loss_type],
-        kl_coef=method.kl_beta,
-    )
-    advantage = "leave_one_out" if method.variant == "rloo" else "unscaled" if method.unbiased_advantage else "scaled"
-    return GRPOTrainer(
-        policy,
-        rows,
-        num_steps=_num_steps(config, rows, rollout.n_generation),
-        batch_size=batch_size(config),
-        group_size=rollout.n_generation,
-        loss=loss,
-        completer=completer,
-        seed=config.train.seed or 0,
-        advantage=advantage,
-        num_updates=method.mu_iterations,
-        max_resamples=method.max_resamples if method.variant == "dapo" else 0,
-        answers=None if val_rows is None else _answers(config, completer, val_rows, packer),
-    )
-
-
-_MAKERS: dict[str, Callable[..., Trainer]] = {"sft": _make_sft, "dpo": _make_dpo, "grpo": _make_grpo}
-
-
-def _split(config: RecipeConfig, data: RecipeData) -> tuple[Any, Rows | None]:
-    """Return the rows to train on, and those of the validation, if there is one."""
-    if not config.validation.enable:
-        return data.dataset, None
-    if data.val_dataset is not None:
-        return data.dataset, _as_rows(data.val_dataset)
-    if is_streamed(data.dataset):
-        raise ConfigError(
-            "A streamed dataset has no rows to split off. Give val_dataset, or set validation.enable=false"
+    def dpo(self) -> DPOTrainer:
+        """Make the trainer of direct preference optimisation."""
+        method = self.config.train.train_policy
+        train_rows, val_rows = self._split()
+        rows = self._packed(train_rows, self.data.packer.pair)
+        if isinstance(rows, StreamedRows):
+            raise ConfigError("DPO keeps the reference log-probabilities of all rows, so it cannot stream its dataset.")
+        return DPOTrainer(
+            self.policy,
+            rows,
+            num_steps=self._num_steps(rows),
+            batch_size=batch_size(self.config),
+            loss=DPOLossFn(beta=method.dpo_beta, label_smoothing=method.dpo_label_smoothing),
+            validation_rows=None if val_rows is None else self._in_order(val_rows, self._val_packer.pair),
+            validation_batch_size=self.config.validation.batch_size,
         )
-    val_rows, train_rows = split_rows(config, _as_rows(data.dataset))
-    return train_rows, val_rows
 
+    def grpo(self) -> GRPOTrainer:
+        """Make the trainer of group relative policy optimisation and its variants."""
+        method, size = self.config.train.train_policy, self.config.rollout.n_generation
+        train_rows, val_rows = self._split()
+        rows = self._packed(train_rows, self.data.packer.prompt)
+        completer = self._completer(
+            make_rewards(self.data.reward_fns or method.reward_function, method.overlong_reward)
+        )
+        loss = GRPOLossFn(
+            clip_range_low=method.epsilon_low,
+            clip_range_high=method.epsilon_high,
+            dual_clip=method.lower_bound_ratio if method.lower_bound_ratio > 0 else None,
+            ratio_level="sequence" if method.variant == "gspo" else "token",
+            loss_level=LOSS_LEVELS[method.loss_type],
+            kl_coef=method.kl_beta,
+        )
+        scaling = "unscaled" if method.unbiased_advantage else "scaled"
+        advantage = "leave_one_out" if method.variant == "rloo" else scaling
+        max_resamples = method.max_resamples if method.variant == "dapo" else 0
+        return GRPOTrainer(
+            self.policy,
+            rows,
+            num_steps=self._num_steps(rows, size),
+            batch_size=batch_size(self.config),
+            groups=Groups(size, self.config.train.seed or 0, advantage, method.mu_iterations, max_resamples),
+            loss=loss,
+            completer=completer,
+            answers=None if val_rows is None else self._answers(completer, val_rows, self._val_packer),
+        )
 
-def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
-    """Return the rows of the validation, by ``test_size``, and those to train on."""
-    size = config.train.train_policy.dataset.test_size
-    return rows.split_off(TEST_SHARE if size is None else size)
+    @property
+    def _val_packer(self) -> Packer:
+        return self.data.val_packer or self.data.packer
 
+    def _split(self) -> tuple[Any, Rows | None]:
+        """Return the rows to train on, and the rows of the validation, if any."""
+        data = self.data
+        if not self.config.validation.enable:
+            return data.dataset, None
+        if data.val_dataset is not None:
+            return data.dataset, _as_rows(data.val_dataset)
+        if is_streamed(data.dataset):
+            raise ConfigError(
+                "A streamed dataset has no rows to split off. Give val_dataset, or set validation.enable=false"
+            )
+        val_rows, train_rows = split_rows(self.config, _as_rows(data.dataset))
+        return train_rows, val_rows
 
-def _as_rows(dataset: Any) -> Rows:
-    return dataset if isinstance(dataset, Rows) else Rows(dataset)
+    def _packed(self, dataset: Any, pack: Callable[[dict[str, Any]], Any]) -> PackedRows | StreamedRows:
+        method = self.config.train.train_policy
+        seed = derive_seed(self.config.train.seed or 0, "rows") if method.dataloader_shuffle else None
+        skip = method.dataset.skip_bad_rows
+        rows = (
+            StreamedRows(dataset, pack, seed, skip)
+            if is_streamed(dataset)
+            else PackedRows(_as_rows(dataset), pack, seed, skip, in_memory=method.enable_dataset_cache)
+        )
+        rows.check()
+        return rows
 
+    def _in_order(self, dataset: Rows, pack: Callable[[dict[str, Any]], Any]) -> PackedRows:
+        rows = PackedRows(dataset, pack, None, self.config.train.train_policy.dataset.skip_bad_rows)
+        rows.check()
+        return rows
 
-def is_streamed(dataset: Any) -> bool:
-    """Return whether a dataset is read row by row."""
-    return not isinstance(dataset, Rows) and not hasattr(dataset, "__len__")
+    def _num_steps(self, rows: PackedRows | StreamedRows, rows_per_sample: int = 1) -> int:
+        train = self.config.train
+        if isinstance(rows, StreamedRows):
+            if train.max_num_steps is None:
+                raise ConfigError(
+                    "A streamed dataset does not tell how many rows it has. Set train.max_num_steps=<steps>"
+                )
+            return train.max_num_steps
+        return count_steps(len(rows), train.epoch, batch_size(self.config), rows_per_sample, train.max_num_steps)
 
+    def _answers(self, completer: Completer, dataset: Rows, packer: Packer) -> Answers:
+        rows = self._in_order(dataset, packer.prompt)
+        own = copy(completer)
+        own.batch_size = self.config.validation.batch_size or completer.batch_size
+        return Answers(own, [rows[number] for number in range(len(rows))])
 
-def _packed(config: RecipeConfig, dataset: Any, pack: Callable[[dict[str, Any]], Any]) -> PackedRows | StreamedRows:
-    method = config.train.train_policy
-    seed = derive_seed(config.train.seed or 0, "rows") if method.dataloader_shuffle else None
-    skip = method.dataset.skip_bad_rows
-    rows = (
-        StreamedRows(dataset, pack, seed, skip)
-        if is_streamed(dataset)
-        else PackedRows(_as_rows(dataset), pack, seed, skip, in_memory=method.enable_dataset_cache)
-    )
-    rows.check()
-    return rows
+    def _completer(self, rewards: Rewards) -> Completer:
+        rollout, tokenizer = self.config.rollout, getattr(self.processor, "tokenizer", self.processor)
+        generator = self._generator(tokenizer)
+        self.stack.callback(generator.close)
+        return Completer(
+            generator,
+            tokenizer,
+            rewards,
+            batch_size=rollout.batch_size * rollout.n_generation,
+            max_new_tokens=rollout.max_response_length,
+            end_tokens=end_tokens(self.policy.model, tokenizer, None),
+        )
 
-
-def _in_order(config: RecipeConfig, dataset: Rows, pack: Callable[[dict[str, Any]], Any]) -> PackedRows:
-    rows = PackedRows(dataset, pack, None, config.train.train_policy.dataset.skip_bad_rows)
-    rows.check()
-    return rows
-
-
-def _num_steps(config: RecipeConfig, rows: PackedRows | StreamedRows, rows_per_sample: int = 1) -> int:
-    train = config.train
-    if isinstance(rows, StreamedRows):
-        if train.max_num_steps is None:
-            raise ConfigError("A streamed dataset does not tell how many rows it has. Set train.max_num_steps=<steps>")
-        return train.max_num_steps
-    return count_steps(len(rows), train.epoch, batch_size(config), rows_per_sample, train.max_num_steps)
-
-
-def _answers(config: RecipeConfig, completer: Completer, dataset: Rows, packer: Packer) -> Answers:
-    rows = _in_order(config, dataset, packer.prompt)
-    own = copy(completer)
-    own.batch_size = config.validation.batch_size or completer.batch_size
-    return Answers(own, [rows[number] for number in range(len(rows))])
-
-
-def _completer(
-    config: RecipeConfig,
-    policy: HuggingFacePolicy,
-    processor: Any,
-    rewards: Rewards,
-    places: PlayerPlaces | None,
-    stack: ExitStack,
-) -> Completer:
-    tokenizer = getattr(processor, "tokenizer", processor)
-    generator = _generator(config, policy, tokenizer, places)
-    stack.callback(generator.close)
-    rows = config.rollout.batch_size * config.rollout.n_generation
-    return Completer(
-        generator,
-        tokenizer,
-        rewards,
-        batch_size=rows,
-        max_new_tokens=config.rollout.max_response_length,
-        end_tokens=end_tokens(policy.model, tokenizer, None),
-    )
-
-
-def _generator(
-    config: RecipeConfig, policy: HuggingFacePolicy, tokenizer: Any, places: PlayerPlaces | None
-) -> Generator:
-    """Return what generates with the engine of ``rollout.backend``; in torch where vLLM is not installed or cannot read the inputs."""
-    engine = _engine(config, policy, places)
-    if places is not None:
-        return make_generator(config, policy, tokenizer, engine, places)
-    return TorchGenerator(policy) if engine is None else VllmGenerator(policy, engine)
+    def _generator(self, tokenizer: Any) -> Generator:
+        """Return what generates with the engine of ``rollout.backend``; in torch where vLLM is not installed or cannot read the inputs."""
+        places, engine = self.data.places, _engine(self.config, self.policy, self.data.places)
+        if places is not None:
+            return make_generator(self.config, self.policy, tokenizer, engine, places)
+        return TorchGenerator(self.policy) if engine is None else VllmGenerator(self.policy, engine)
 
 
 def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlaces | None) -> dict[str, Any] | None:
@@ -407,3 +361,18 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
             "dtype": config.train.param_dtype,
         },
     }
+
+
+def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
+    """Return the rows of the validation, by ``test_size``, and those to train on."""
+    size = config.train.train_policy.dataset.test_size
+    return rows.split_off(TEST_SHARE if size is None else size)
+
+
+def _as_rows(dataset: Any) -> Rows:
+    return dataset if isinstance(dataset, Rows) else Rows(dataset)
+
+
+def is_streamed(dataset: Any) -> bool:
+    """Return whether a dataset is read row by row."""
+    return not isinstance(dataset, Rows) and not hasattr(dataset, "__len__")

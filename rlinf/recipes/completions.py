@@ -15,9 +15,9 @@ from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.generation_interface import SEEDS_KEY
-from rlinf.recipes.loop import Validation, own_share
 from rlinf.recipes.rewards import Rewards
 from rlinf.recipes.samples import Prompt, Sample, collate
+from rlinf.recipes.token_trainer import Validation, own_share
 
 
 class Generator(Protocol):
@@ -41,14 +41,14 @@ class Completion:
     """An answer to a prompt.
 
     Attributes:
-        prompt: What was asked.
+        prompt: The question.
         tokens: Of the answer, with the token that ends it.
         logprobs: Their log-probabilities, as the generator reports them.
         text: The answer without special tokens.
         reward: Weighted sum of the parts.
         parts: Each reward by its name, without its weight.
         is_cut: The answer has reached the largest length without an end.
-        advantage: Of the reward over those of the group.
+        advantage: Of the reward over the others of its group.
     """
 
     prompt: Prompt

@@ -69,7 +69,7 @@ class TrainPolicyConfig:
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
     enable_dataset_cache: bool = option(
-        False, "Keep every row in main memory once it is prepared; not the rows of a stream."
+        False, "Keep every row in main memory once it is prepared; a stream keeps none."
     )
 
     # sft
@@ -311,7 +311,7 @@ class ValidationConfig:
         None, "Most tokens of an answer; only null or rollout.max_response_length.", minimum=1
     )
     reward_function: str | list[str] | dict[str, float] | None = option(
-        None, f"{_REWARDS}; null: in GRPO as in training, in SFT none (the loss alone)."
+        None, f"{_REWARDS}; null: in GRPO the rewards of training, in SFT none (the loss alone)."
     )
 
 
@@ -383,6 +383,6 @@ class RecipeConfig:
     custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
     mode: str = option(
         "disaggregated",
-        "disaggregated: vLLM engines have GPUs of their own; colocated: they share the GPUs of the policy.",
+        "disaggregated: vLLM engines have GPUs of their own; colocated: they share the policy's.",
         choices=MODES,
     )

@@ -135,7 +135,7 @@ def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder that holds a dataset: its own, that of its file, or its mirror in ``$COSMOS_CACHE``; else None."""
+    """Return the folder that holds a dataset: its own, its file's, or its mirror in ``$COSMOS_CACHE``; else None."""
     path = Path(name).expanduser()
     if path.is_file():
         return path.parent
@@ -345,7 +345,7 @@ class PackedRows(Generic[Packed]):
 
 
 def share(items: Any, rank: int, num_ranks: int) -> Any:
-    """Return the ``rank``-th of equal neighbouring parts; raise ConfigError if there are none."""
+    """Return the ``rank``-th of equal neighbouring parts; raise ConfigError if it would be empty."""
     if len(items) % num_ranks:
         raise ConfigError(f"A batch of {len(items)} rows cannot be divided among {num_ranks} ranks. "
                           f"Set train.train_batch_per_replica={num_ranks * max(1, len(items) // num_ranks)}")  # fmt: skip

@@ -13,13 +13,13 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn
 from rlinf.recipes.datasets import PackedRows
-from rlinf.recipes.loop import Update, Validation, own_share
 from rlinf.recipes.samples import Sample, collate
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, own_share
 
 Pair = tuple[Sample, Sample]
 
 
-class DPOTrainer:
+class DPOTrainer(TokenTrainer):
     """Preferences between two answers (``DPOLossFn``).
 
     The log-probabilities of the reference are computed once, for all rows, when the trainer is made: before the state of a checkpoint is
@@ -48,15 +48,15 @@ class DPOTrainer:
         validation_rows: PackedRows[Pair] | None = None,
         validation_batch_size: int | None = None,
     ) -> None:
-        self.policy, self.rows, self.validation_rows = policy, rows, validation_rows
-        self.num_steps, self.batch_size = num_steps, batch_size
+        super().__init__(policy, rows, num_steps)
+        self.batch_size, self.validation_rows = batch_size, validation_rows
         self.validation_batch_size = validation_batch_size or batch_size
         self._loss = loss
         self._references = self._score(rows)
         self._validation_references = [] if validation_rows is None else self._score(validation_rows)
 
-    def update(self, step: int) -> Update:
-        """See ``Trainer.update``."""
+    def step(self, step: int) -> TokenUpdate:
+        """Train on the next batch."""
         numbers = self.rows.numbers(step, self.batch_size)
         share = own_share(len(numbers))
         batch = self._batch(self.rows, self._references, numbers[share].tolist())
@@ -65,7 +65,7 @@ class DPOTrainer:
         named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= _preference_metrics(metrics, "train")
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return Update(metrics["loss"], named, num_tokens, 2 * self.batch_size)
+        return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size)
 
     def validate(self, step: int) -> Validation | None:
         """Return the loss and the share of right preferences on the validation pairs."""
@@ -90,9 +90,6 @@ class DPOTrainer:
         metrics = dict(zip(names, means, strict=True))
         text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}"
         return Validation(-metrics["loss"], {"eval/loss": metrics["loss"]} | _preference_metrics(metrics, "eval"), text)
-
-    def close(self) -> None:
-        """See ``Trainer.close``."""
 
     def _batch(self, rows: PackedRows[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:
         batch = collate([sample for number in numbers for sample in rows[number]])

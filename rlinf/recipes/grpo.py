@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.recipes.completions import Answers, Completer, Completion, completion_metrics
 from rlinf.recipes.datasets import PackedRows, StreamedRows
-from rlinf.recipes.loop import Update, Validation
 from rlinf.recipes.samples import Prompt, collate
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -34,7 +35,26 @@ MAX_ADVANTAGE = 5.0
 """Scaled advantages are clipped to plus and minus this; others have the units of the reward."""
 
 
-class GRPOTrainer:
+@dataclass(frozen=True)
+class Groups:
+    """How answers are grouped and learned from.
+
+    Attributes:
+        size: Answers of a prompt.
+        seed: Of the answers.
+        advantage: How rewards are compared: a key of ``ADVANTAGES``.
+        num_updates: Optimiser steps on the answers of a step.
+        max_resamples: How often a group whose rewards are equal is replaced.
+    """
+
+    size: int
+    seed: int
+    advantage: str = "scaled"
+    num_updates: int = 1
+    max_resamples: int = 0
+
+
+class GRPOTrainer(TokenTrainer):
     """Groups of answers to a prompt, whose rewards are compared (Shao et al. 2024, section 4.1).
 
     The random numbers of an answer depend on the seed, the step, its group and its place there, and not on ranks or earlier steps.
@@ -44,13 +64,9 @@ class GRPOTrainer:
         rows: Prompts.
         num_steps: Steps of the run, each with new answers.
         batch_size: Answers of one step, over all ranks.
-        group_size: Answers of a prompt.
+        groups: Of the answers.
         loss: Of the answers.
         completer: Generates and rewards them.
-        seed: Of the answers.
-        advantage: How rewards are compared: a key of ``ADVANTAGES``.
-        num_updates: Optimiser steps on the answers of a step.
-        max_resamples: How often a group whose rewards are equal is replaced.
         answers: Evaluates the policy; None: nothing does.
     """
 
@@ -63,29 +79,25 @@ class GRPOTrainer:
         *,
         num_steps: int,
         batch_size: int,
-        group_size: int,
+        groups: Groups,
         loss: GRPOLossFn,
         completer: Completer,
-        seed: int,
-        advantage: str = "scaled",
-        num_updates: int = 1,
-        max_resamples: int = 0,
         answers: Answers | None = None,
     ) -> None:
-        if batch_size % (group_size * world_size()):
+        multiple = groups.size * world_size()
+        if batch_size % multiple:
             raise ConfigError(
-                f"A batch of {batch_size} answers cannot be divided into groups of rollout.n_generation={group_size} on {world_size()} "
-                f"ranks. Set train.train_batch_per_replica to a multiple of {group_size * world_size()}"
+                f"A batch of {batch_size} answers cannot be divided into groups of rollout.n_generation={groups.size} on {world_size()} "
+                f"ranks. Set train.train_batch_per_replica to a multiple of {multiple}"
             )
-        self.policy, self.rows, self.completer, self.answers = policy, rows, completer, answers
-        self.num_steps, self.batch_size, self.group_size = num_steps, batch_size, group_size
-        self.seed, self.advantage, self.num_updates = seed, advantage, num_updates
-        self.max_resamples = max_resamples
+        super().__init__(policy, rows, num_steps)
+        self.completer, self.answers = completer, answers
+        self.batch_size, self.groups = batch_size, groups
         self._loss, self._flat_steps = loss, 0
         if loss.needs_reference:
             policy.keep_reference()
 
-    def update(self, step: int) -> Update:
+    def step(self, step: int) -> TokenUpdate:
         """Collect answers and learn from them."""
         start = time.monotonic()
         with waiting("rollout"):
@@ -96,11 +108,11 @@ class GRPOTrainer:
         own = [each for group in groups for each in group]
         batch = self._batch(groups, own)
         (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
-        updates = [self.policy.train(batch, self._loss) for _ in range(self.num_updates)]
+        updates = [self.policy.train(batch, self._loss) for _ in range(self.groups.num_updates)]
         metrics: dict[str, Any] = {name: sum(each[name] for each in updates) / len(updates) for name in updates[0]}
         named = completion_metrics(own, "rollout")
         flat = sum_over_ranks([float(sum(_is_flat(group) for group in groups)), float(num_replaced)])
-        named["rollout/zero_variance_group_fraction"] = flat[0] * self.group_size / self.batch_size
+        named["rollout/zero_variance_group_fraction"] = flat[0] * self.groups.size / self.batch_size
         named["rollout/replaced_groups"] = flat[1]
         self._warn_of_flat_steps(named)
         for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
@@ -113,7 +125,7 @@ class GRPOTrainer:
         shown = {"Reward": named["rollout/reward_mean"], "Length": named["rollout/completion_length_mean"]}
         num_cut = round(named["rollout/truncated_fraction"] * self.batch_size)
         shown |= {f"Cut answers of {self.batch_size}": num_cut} if num_cut else {}
-        return Update(metrics["loss"], named, num_tokens, self.batch_size, shown)
+        return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
 
     def _warn_of_flat_steps(self, metrics: dict[str, Any]) -> None:
         """Warn when no group teaches anything for ``FLAT_STEPS`` steps, and whenever as many more have passed."""
@@ -127,20 +139,17 @@ class GRPOTrainer:
             )  # fmt: skip
 
     def validate(self, step: int) -> Validation | None:
-        """See ``Trainer.validate``."""
+        """Return what the answers to the validation prompts reach."""
         return None if self.answers is None else self.answers(step)
-
-    def close(self) -> None:
-        """See ``Trainer.close``."""
 
     def _collect(self, step: int) -> tuple[list[list[Completion]], int]:
         """Return the groups of this rank with their advantages, and how many of them replace others."""
-        num_groups = self.batch_size // self.group_size // world_size()
+        num_groups = self.batch_size // self.groups.size // world_size()
         prompts = self.rows.batch(step, num_groups * world_size(), rank(), world_size())
         numbers = range(rank() * num_groups, (rank() + 1) * num_groups)
         groups = self._groups(step, 0, dict(zip(numbers, prompts, strict=True)))
         num_replaced = 0
-        for attempt in range(1, 1 + self.max_resamples):
+        for attempt in range(1, 1 + self.groups.max_resamples):
             flat = [number for number, group in groups.items() if _is_flat(group)]
             if not any_rank(bool(flat)):
                 break
@@ -149,26 +158,26 @@ class GRPOTrainer:
             groups |= self._groups(step, attempt, others)
         for group in groups.values():
             rewards = torch.tensor([each.reward for each in group], dtype=torch.float64)
-            for each, value in zip(group, ADVANTAGES[self.advantage](rewards).tolist(), strict=True):
+            for each, value in zip(group, ADVANTAGES[self.groups.advantage](rewards).tolist(), strict=True):
                 each.advantage = value
         return list(groups.values()), num_replaced
 
     def _groups(self, step: int, attempt: int, prompts: dict[int, Prompt]) -> dict[int, list[Completion]]:
-        repeated = [prompt for prompt in prompts.values() for _ in range(self.group_size)]
+        repeated = [prompt for prompt in prompts.values() for _ in range(self.groups.size)]
         seeds = [
-            derive_seed(self.seed, "answer", step, attempt, number, place)
+            derive_seed(self.groups.seed, "answer", step, attempt, number, place)
             for number in prompts
-            for place in range(self.group_size)
+            for place in range(self.groups.size)
         ]
         found = self.completer.complete(repeated, seeds)
-        size = self.group_size
+        size = self.groups.size
         return {number: found[i * size : (i + 1) * size] for i, number in enumerate(prompts)}
 
     def _other_prompt(self, step: int, attempt: int, number: int, present: Prompt) -> Prompt:
         """Return another prompt of the dataset; of a streamed one the same again, whose answers will be others."""
         if isinstance(self.rows, StreamedRows):
             return present
-        random = np.random.default_rng(derive_seed(self.seed, "replacement", step, attempt, number))
+        random = np.random.default_rng(derive_seed(self.groups.seed, "replacement", step, attempt, number))
         return self.rows[int(random.integers(len(self.rows)))]
 
     def _batch(self, groups: Sequence[Sequence[Completion]], own: Sequence[Completion]) -> BatchedDataDict:
@@ -179,7 +188,7 @@ class GRPOTrainer:
             start = len(each.prompt.input_ids)
             generated[row, start : start + len(each.tokens)] = torch.tensor(each.logprobs)
         batch["generation_logprobs"] = generated
-        if self.num_updates > 1:
+        if self.groups.num_updates > 1:
             batch["old_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
         if self._loss.needs_reference:
             batch["reference_logprobs"] = self.policy.get_reference_logprobs(batch)["logprobs"]

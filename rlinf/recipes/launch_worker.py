@@ -50,10 +50,10 @@ def launch_worker(
 
     Args:
         dataset: Rows, or a function of the recipe that returns them: a list of dicts, ``Rows``, a ``datasets.Dataset`` or
-            ``IterableDataset``. None: those of ``train.train_policy.dataset``.
+            ``IterableDataset``. None: ``train.train_policy.dataset`` names them.
         data_packer: Turns rows into tokens. None: ``PromptPacker`` for GRPO, else ``ChatPacker``.
-        reward_fns: Rewards, instead of those of ``train.train_policy.reward_function``: see ``make_rewards``.
-        val_dataset, val_data_packer: The same for validation. None: those of ``validation.dataset`` if it has a name, else the first
+        reward_fns: Rewards, instead of ``train.train_policy.reward_function``: see ``make_rewards``.
+        val_dataset, val_data_packer: The same for validation. None: ``validation.dataset`` if it has a name, else the first
             rows of ``dataset``; and ``data_packer``.
 
     Raises:
@@ -89,7 +89,7 @@ def _made(dataset: Any, config: RecipeConfig) -> Any:
 
 
 def find_script(name: str) -> Path:
-    """Return the file of a dataset script. Raise ConfigError if there is no such file.
+    """Return the file of a dataset script. Raise ConfigError if it is missing.
 
     Args:
         name: A path or a dotted name, which may end in ``.py``. It is looked up below the working directory, then among the packaged

@@ -73,7 +73,7 @@ def find_recipe(name: str) -> Path:
             ``recipe_names()``.
 
     Raises:
-        ConfigError: There is no such file, or it is neither TOML nor YAML.
+        ConfigError: The file is missing, or it is neither TOML nor YAML.
     """
     folder, path = packaged_recipes(), Path(name).expanduser()
     found = [each for each in (path, folder / name) if each.is_file()]
@@ -125,7 +125,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
 
 
 def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a mapping with ``key=value`` laid over it; raise ConfigError for what is not an override of one value."""
+    """Return a mapping with ``key=value`` laid over it; raise ConfigError for anything but an override of one value."""
     config = OmegaConf.create(mapping)
     for word, parsed in zip(overrides, parse_overrides(overrides), strict=True):
         if parsed.is_delete() or parsed.is_sweep_override():

@@ -10,7 +10,7 @@ from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of messages with ``from`` and ``value``; other names are those of ``ROLES``."""
+"""Roles of messages with ``from`` and ``value``; ``ROLES`` has the other names."""
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
@@ -110,7 +110,7 @@ def text_of(content: Any) -> str:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row: those of ``images``, else that of ``image``."""
+    """Return the images of a row: its ``images``, else its ``image``."""
     return _media(row, "images", "image")[1]
 
 

@@ -1,6 +1,6 @@
-"""Rows of a dataset to tokens: chat templates, masks of what is learned, images and videos.
+"""Rows of a dataset to tokens: chat templates, masks of the learned tokens, images and videos.
 
-What is learned is found in the text, not among tokens. The answers are marked in the messages, the chat template renders them, and
+Learned parts are found in the text, not among tokens. The answers are marked in the messages, the chat template renders them, and
 the marks in the result say where each answer is. The offsets of the tokenizer then give its tokens.
 """
 
@@ -139,7 +139,7 @@ class ChatPacker:
     """
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``. Raise ConfigError if there is no chat template, or the tokenizer gives no offsets."""
+        """See ``Packer``. Raise ConfigError if the tokenizer has no chat template, or gives no offsets."""
         self.config, self.processor = config, processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.takes_images = hasattr(processor, "image_processor")

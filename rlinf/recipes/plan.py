@@ -191,7 +191,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     rollout = "none"
     if method.type == "grpo":
         each = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
-        rollout = f"{plan.rollout_gpus} ({plan.players} x {each})" if plan.players else "those of the policy"
+        rollout = f"{plan.rollout_gpus} ({plan.players} x {each})" if plan.players else "shared with the policy"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
@@ -284,7 +284,7 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
 
 
 def why_no_engine(model_config: Any) -> str | None:
-    """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is that of transformers; None: not known."""
+    """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is the configuration of transformers; None: not known."""
     reads_images = getattr(model_config, "vision_config", None) is not None
     if reads_images and model_config.model_type not in IMAGE_FAMILIES:
         return f"it gets images of {', '.join(IMAGE_FAMILIES)}, and the model type is {model_config.model_type}"

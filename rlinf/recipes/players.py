@@ -149,7 +149,7 @@ class RemoteGenerator:
         self.players.close()
 
     def _answer_all(self, batches: Sequence[BatchedDataDict], others: range, greedy: bool) -> list[BatchedDataDict]:
-        """Have the player answer the batches of this rank and of ``others``; return the answers to those of this rank.
+        """Have the player answer the batches of this rank and of ``others``; return this rank's answers.
 
         Each answer goes to its rank at once. The others get None for it, so that they, too, know that the player answers.
         """

@@ -66,7 +66,7 @@ class QuestionsConfig:
     )
     prompt_column: str | None = option(
         None,
-        "Column of what is asked: a text or messages; null: the first of prompt, question, messages, conversations.",
+        "Column of the questions: a text or messages; null: the first of prompt, question, messages, conversations.",
     )
     answer_column: str = option("answer", "Column of the right answer.")
     category_column: str | None = option(
@@ -82,7 +82,7 @@ class QuestionsConfig:
     max_tokens: int = option(1024, "Most tokens of a completion.", minimum=1)
     batch_size: int = option(8, "Questions of one call of the model; changes results by rounding only.", minimum=1)
     dtype: str | None = option(
-        None, "Number format of the weights; null: that of the model's config.json.",
+        None, "Number format of the weights; null: as in the model's config.json.",
         choices=("float32", "bfloat16", "float16"),
     )  # fmt: skip
     device: str = option("auto", "auto: a GPU if there is one.", choices=("auto", "cpu"))
@@ -101,7 +101,7 @@ class Question:
     Attributes:
         id: Value of the column ``id``, or the row number from 0.
         category: For the table; the name of the file without any.
-        messages: What is asked, as messages; a text that no chat template changes is a string.
+        messages: The question, as messages; a text that no chat template changes is a string.
         prompt: The same as plain text.
         expected: The right answer.
         row: All columns.

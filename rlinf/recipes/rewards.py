@@ -102,7 +102,7 @@ class Rewards:
 def make_rewards(
     rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float], overlong: OverlongRewardConfig | None = None
 ) -> Rewards:
-    """Return rewards and their weights. Raise ConfigError if a name is unknown, a weight is not a finite number, or there is no reward.
+    """Return rewards and their weights. Raise ConfigError if a name is unknown, a weight is not a finite number, or the list is empty.
 
     Args:
         rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
@@ -130,7 +130,7 @@ def make_rewards(
 
 
 def gsm8k(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the number after the first ``#### `` is that of the reference, as text without commas; else 0."""
+    """1 if the number after the first ``#### `` equals the reference's, as text without commas; else 0."""
     found, right = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
     return float(found is not None and found == right)
 
@@ -142,7 +142,7 @@ def gsm8k_loose(completion: str, reference: str | None, **row: Any) -> float:
 
 
 def single_choice(completion: str, reference: str | None, **row: Any) -> float:
-    """1 if the text in the first answer tags, or without tags the whole text, equals that of the reference; else 0."""
+    """1 if the text in the first answer tags, or without tags the whole text, equals the reference's; else 0."""
     return float(_choice(completion) == _choice(_required(reference, "single_choice")))
 
 
@@ -152,7 +152,7 @@ def think_format(completion: str, reference: str | None = None, **row: Any) -> f
 
 
 def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
-    r"""1 if what is in ``\boxed{}`` equals the reference by the rules of mathematics (math_verify); else 0, also after 5 s."""
+    r"""1 if the content of ``\boxed{}`` equals the reference by the rules of mathematics (math_verify); else 0, also after 5 s."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:

@@ -6,8 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from rlinf.checkpoints.checkpoint import on_rank_zero, set_aside_later
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
-from rlinf.distributed.deadlines import waiting
+from rlinf.config.training import TrainerConfig
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.manifest import Manifest
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.recipes.build import (
@@ -30,27 +28,27 @@ from rlinf.recipes.build import (
     batch_size,
     describe_data,
     load_processor,
-    lora_of,
     make_trainer,
     make_uploads,
-    manifest_of,
     policy_settings,
 )
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.logs import shown_logs
-from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
 from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
+from rlinf.recipes.token_trainer import TokenTrainer, lora_of
 from rlinf.report.run_page import write_report
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
+from rlinf.training.loop import Loop
 from rlinf.training.profile_window import ProfileWindow
+from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
@@ -81,7 +79,7 @@ def run(
     # Elsewhere than on a terminal the log has a line for each step already.
     progress = Progress(updates=rank() == 0 and sys.stderr.isatty())
     with ExitStack() as stack:
-        stack.callback(progress.close)
+        stack.callback(progress.close)  # after the last line of the log
         stack.enter_context(shown_logs(progress, rank()))
         folder, checkpoint = _folder(config)
         if rank() == 0:
@@ -117,9 +115,7 @@ def _run_in(
         policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
-        steps_per_epoch = _steps_per_epoch(config, trainer)
-        profile_window = _profile_window(config, trainer, folder)
-        stack.callback(profile_window.close)
+        save_every, profile_window = _save_every(config, trainer), _profile_window(config, trainer, folder)
         ckpt = train.ckpt
         exporter = HFFolder(
             policy.model_name,
@@ -138,46 +134,45 @@ def _run_in(
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
             uploads=uploads,
         )
-        stack.enter_context(_closing(checkpoints))
+        loop = Loop(
+            LoopState(phase="step", data=describe_data(config, trainer)), folder,
+            TrainerConfig(save_every=save_every, save_every_minutes=0.0), mapping,
+            checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, resumed_from=checkpoint,
+        )  # fmt: skip
+        loop.profile_window = profile_window
+        stack.enter_context(loop)
         check_equal_rows(trainer.rows)
-        state = LoopState(data=describe_data(config, trainer))
+        trainer.loop = loop
         if checkpoint is not None:
-            state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
+            _restore(checkpoint, loop, trainer)
             if rank() == 0 and checkpoint.parent.name == CHECKPOINTS_FOLDER:
                 set_aside_later(checkpoint)
-        tracker = None
         if rank() == 0:
-            tracker = stack.enter_context(_tracker(config, folder, mapping, state, trainer))
+            loop.tracker = _tracker(config, mapping, loop, trainer)
             write_text(folder / CONFIG_FILE, yaml.safe_dump(mapping, sort_keys=False))
-        loop = Loop(
-            config, policy, trainer, state, folder,
-            checkpoints=checkpoints,
-            manifest=lambda steps: manifest_of(config, policy, steps),
-            config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
-            profile_window=profile_window, resumed_from=checkpoint, steps_per_epoch=steps_per_epoch,
-        )  # fmt: skip
-        loop.fit()
+        loop.fit(trainer)
         checkpoints.wait()
         if rank() == 0:
-            write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
+            write_text(folder / SUMMARY_FILE, json.dumps(summary(loop, train.train_policy.type), indent=1))
             logger.info("Report: %s", write_report(folder))
 
 
-def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
-    """Return the steps of one pass over the dataset; 0 for a stream, whose length is unknown."""
-    if isinstance(trainer.rows, StreamedRows):
-        epochs = config.train.ckpt.save_freq_in_epoch
-        if epochs:
-            raise ConfigError(
-                f"train.ckpt.save_freq_in_epoch={epochs}, but a streamed dataset does not tell how long an epoch is. "
-                "Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
-            )
-        return 0
+def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
+    """Return the steps between two checkpoints; 0: only the last one is written. A stream has no epochs to count."""
+    ckpt = config.train.ckpt
+    epochs = ckpt.save_freq_in_epoch
+    if epochs and isinstance(trainer.rows, StreamedRows):
+        raise ConfigError(
+            f"train.ckpt.save_freq_in_epoch={epochs}, but a streamed dataset does not tell how long an epoch is. "
+            "Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
+        )
+    if not ckpt.enable_checkpoint or not epochs:
+        return ckpt.save_freq if ckpt.enable_checkpoint else 0
     rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
-    return count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
+    return epochs * count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
 
 
-def _profile_window(config: RecipeConfig, trainer: Trainer, folder: Path) -> ProfileWindow:
+def _profile_window(config: RecipeConfig, trainer: TokenTrainer, folder: Path) -> ProfileWindow:
     """Return what records the steps of ``profiler``; raise ConfigError if they are not steps of the run."""
     steps = config.profiler.steps
     if steps is not None and steps[1] >= trainer.num_steps:
@@ -189,33 +184,12 @@ def _profile_window(config: RecipeConfig, trainer: Trainer, folder: Path) -> Pro
     return ProfileWindow(steps, trainer.phase, folder, rank())
 
 
-@contextmanager
-def _closing(checkpoints: CheckpointManager) -> Iterator[None]:
-    """Let the checkpoint that is being written become whole, whatever ends the block.
-
-    An error of its writing or upload is raised, except beside another error, where it is logged.
-    """
-    try:
-        yield
-    except StopRequested:
-        checkpoints.close()
-        raise
-    except BaseException:
-        try:
-            with waiting("save"):
-                checkpoints.close()
-        except Exception as error:  # noqa: BLE001 - the writer may raise any, and the first error counts
-            logger.error("The checkpoint that was being written is lost, too: %s", error)
-        raise
-    checkpoints.close()
-
-
-def summary(loop: Loop) -> dict[str, Any]:
+def summary(loop: Loop, kind: str) -> dict[str, Any]:
     """Return what a finished run has reached: steps, tokens, seconds, and the last and the best validation."""
     state = loop.state
     best = max(state.scores, key=lambda name: comparable(state.scores[name]), default=None)
     return {
-        "type": loop.config.train.train_policy.type,
+        "type": kind,
         "steps": state.step,
         "tokens": state.num_tokens,
         "train_wall_s": state.train_wall_s,
@@ -250,39 +224,31 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
     return folder, None
 
 
-def _restored(
-    checkpoint: Path,
-    checkpoints: CheckpointManager,
-    policy: HuggingFacePolicy,
-    trainer: Trainer,
-    present: LoopState,
-    manifest: Manifest,
-) -> LoopState:
-    """Load a checkpoint into the policy and the dataset; refuse it if its next rows would be others. Return where it was."""
-    loaded = checkpoints.load(checkpoint, model=policy.model, optimizer=policy.optimizer, present=manifest)
-    state = LoopState(**loaded)
-    changed = [f"{name} was {state.data.get(name)} and is {value}" for name, value in present.data.items()
+def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
+    """Load a checkpoint into policy, dataset and loop; refuse it if its next rows would be others."""
+    present = trainer.manifest()
+    loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
+    state = LoopState(**loaded | {"phase": "step"})
+    changed = [f"{name} was {state.data.get(name)} and is {value}" for name, value in loop.state.data.items()
                if state.data.get(name) != value]  # fmt: skip
     if changed:
         raise ConfigError(
             f"{checkpoint} was written with other data: {'; '.join(changed)}. Set them as they were, or train.resume=false"
         )
     trainer.rows.load_state_dict(state.rows)
-    return state
+    loop.state = state
 
 
-def _tracker(
-    config: RecipeConfig, folder: Path, mapping: dict[str, Any], state: LoopState, trainer: Trainer
-) -> Tracker:
-    resumed = state.tracker_run_id is not None
-    names, experiment = config.logging, config.logging.experiment_name
+def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer: TokenTrainer) -> Tracker:
+    names, state, folder = config.logging, loop.state, loop.folder
     tracking = TrackingConfig(
         wandb="wandb" in names.logger,
         wandb_project=names.project_name,
-        wandb_name=f"{experiment}/{folder.name}" if experiment else str(folder),
+        wandb_name=f"{names.experiment_name}/{folder.name}" if names.experiment_name else str(folder),
     )
-    run_id = state.tracker_run_id
-    step = state.step if resumed else None
-    tracker = Tracker(folder, tracking, mapping, run_id=run_id, resume_step=step, resume_phase=trainer.phase)
+    step = None if state.tracker_run_id is None else state.step
+    tracker = Tracker(
+        folder, tracking, mapping, run_id=state.tracker_run_id, resume_step=step, resume_phase=trainer.phase
+    )
     state.tracker_run_id = tracker.run_id
     return tracker

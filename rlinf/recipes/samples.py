@@ -21,7 +21,7 @@ class BadRowError(ConfigError):
     """A row of a dataset cannot be used.
 
     Args:
-        reason: The actual value, and what is required.
+        reason: The value found, and the requirement.
         row: Row number within the dataset; a packer does not know it, the dataset adds it.
         source: File or name of the dataset.
     """
@@ -59,7 +59,7 @@ class Prompt:
     Attributes:
         input_ids: Tokens, ``[S]``.
         model_inputs: See ``Sample``.
-        reference: The right answer, for rewards; None if there is none.
+        reference: The right answer, for rewards, if any.
         row: The row itself, for rewards and for the report.
         previews: Small copies of its images as JPEG, for the report.
     """

@@ -12,11 +12,11 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import NLLLossFn, trained_tokens
 from rlinf.recipes.datasets import PackedRows, StreamedRows
-from rlinf.recipes.loop import Update, Validation, own_share
 from rlinf.recipes.samples import Sample, collate
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, own_share
 
 
-class SFTTrainer:
+class SFTTrainer(TokenTrainer):
     """Maximum likelihood of the learned tokens.
 
     The loss of a step is the mean over the learned tokens of its whole batch, so neither micro-batches, nor packing, nor ranks
@@ -47,15 +47,15 @@ class SFTTrainer:
         num_workers: int = 0,
         answers: Callable[[int], Validation] | None = None,
     ) -> None:
-        self.policy, self.rows, self.validation_rows, self.answers = policy, rows, validation_rows, answers
-        self.num_steps, self.batch_size = num_steps, batch_size
+        super().__init__(policy, rows, num_steps)
+        self.batch_size, self.validation_rows, self.answers = batch_size, validation_rows, answers
         self.validation_batch_size = validation_batch_size or batch_size
         self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
         self._loss = NLLLossFn()
         self._batches: Prefetcher[BatchedDataDict] | None = None
 
-    def update(self, step: int) -> Update:
-        """See ``Trainer.update``."""
+    def step(self, step: int) -> TokenUpdate:
+        """Train on the next batch."""
         if self._batches is None:
             self._batches = Prefetcher(self._read, step, self.num_workers)
         batch = self._batches.next()
@@ -63,7 +63,7 @@ class SFTTrainer:
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
         named = {f"sft/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return Update(metrics["loss"], named, num_tokens, self.batch_size)
+        return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size)
 
     def validate(self, step: int) -> Validation | None:
         """Return the loss on the validation rows, and what ``answers`` finds."""
@@ -76,7 +76,7 @@ class SFTTrainer:
         return Validation(parts[-1].score, metrics, ", ".join(part.text for part in parts), parts[-1].samples)
 
     def close(self) -> None:
-        """See ``Trainer.close``."""
+        """Stop the threads that read ahead."""
         if self._batches is not None:
             self._batches.__exit__()
 

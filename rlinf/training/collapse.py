@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf.checkpoints.checkpoint import on_rank_zero
 from rlinf.checkpoints.saved_config import read_saved_config
@@ -13,7 +13,9 @@ from rlinf.errors import CheckpointError
 from rlinf.evaluation.result import Success
 from rlinf.files import write_text
 from rlinf.run_folder import CHECKPOINTS_FOLDER, ROLLBACKS_FILE
-from rlinf.training.session import Session
+
+if TYPE_CHECKING:
+    from rlinf.training.loop import Loop
 
 IN_A_ROW = 2
 """Evaluations, one after the other, that must show it."""
@@ -33,30 +35,30 @@ class RolledBack(Exception):
         self.checkpoint = checkpoint
 
 
-def ends_by_collapse(session: Session) -> bool:
+def ends_by_collapse(loop: Loop) -> bool:
     """Return whether the run is to end, because its last evaluations have collapsed (a collective call).
 
     It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same. Raise RolledBack if it goes on from its best
     checkpoint instead.
     """
-    mode, state = session.config.trainer.on_collapse, session.state
+    mode, state = loop.settings.on_collapse, loop.state
     if mode == "continue":
         return False
-    found = on_rank_zero(lambda: _best_before_collapse(session), "read the checkpoints")
+    found = on_rank_zero(lambda: _best_before_collapse(loop), "read the checkpoints")
     if found is None:
         return False
     text, name = found
     goes_back = mode == "rollback" and name is not None and state.rollbacks < MAX_ROLLBACKS
     if goes_back:
-        checkpoint, rate = session.folder / CHECKPOINTS_FOLDER / name, session.config.trainer.learning_rate
+        checkpoint, rate = loop.folder / CHECKPOINTS_FOLDER / name, loop.settings.learning_rate
         note = json.dumps({"rollbacks": state.rollbacks + 1, "learning_rate": rate})
         # Before later checkpoints are set aside: a run that is killed in between finds the collapse again and notes the same.
         on_rank_zero(lambda: write_text(checkpoint / ROLLBACKS_FILE, note), f"write {checkpoint / ROLLBACKS_FILE}")
         lower = rate / 2 ** (state.rollbacks + 1)
-        session.progress.note(f"{text}; the run goes back to {name}, with a learning rate of {lower:g}")
+        loop.progress.note(f"{text}; the run goes back to {name}, with a learning rate of {lower:g}")
         raise RolledBack(checkpoint)
     best = "no checkpoint holds the best policy" if name is None else f"the best checkpoint is {name}"
-    session.progress.note(f"{text}; the run ends, and {best}")
+    loop.progress.note(f"{text}; the run ends, and {best}")
     return True
 
 
@@ -97,16 +99,16 @@ def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate:
     return rollbacks if halved == learning_rate else 0
 
 
-def _best_before_collapse(session: Session) -> tuple[str, str | None] | None:
-    """Return a sentence and the checkpoint of the best evaluation of RL, None if there is none on disk; None: no collapse."""
-    evaluations = [one for one in session.state.evaluations.values() if one["phase"] == "rl"]
+def _best_before_collapse(loop: Loop) -> tuple[str, str | None] | None:
+    """Return a sentence and the checkpoint of RL's best evaluation (None if it is gone); None: no collapse."""
+    evaluations = [one for one in loop.state.evaluations.values() if one["phase"] == "rl"]
     counts = [Success(one["successes"], one["episodes"]) for one in evaluations]
     if not has_collapsed(counts):
         return None
     best = max(range(len(counts)), key=lambda index: (counts[index].success_rate, index))
     name = evaluations[best]["checkpoint"]
-    session.checkpoints.wait()  # it may be the one that is being written
+    loop.checkpoints.wait()  # it may be the one that is being written
     return (
         f"the policy has collapsed, from {counts[best]} to {counts[-1]}",
-        name if name in session.saved_names() else None,
+        name if name in loop.checkpoints.names() else None,
     )

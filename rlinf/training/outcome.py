@@ -96,7 +96,7 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 
 def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
-    """Write the tensors of a batch (``tensors.pt``), and what is wrong with them (``report.json``)."""
+    """Write the tensors of a batch (``tensors.pt``), and their faults (``report.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(failed.tensors, folder / "tensors.pt.tmp")
     os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import AlgorithmConfig
-from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.cluster.players import Players
-from rlinf.cluster.rollouts import make_collector, played_by
+from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
@@ -29,11 +28,10 @@ from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import importance_ratios
-from rlinf.run_folder import REFERENCE_FILE, TRAINER_FOLDER
+from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
-from rlinf.training.iterations import Clock, iterate
+from rlinf.training.action_trainer import ActionTrainer, Clock, Parts
 from rlinf.training.minibatches import MinibatchPlan
-from rlinf.training.session import Session
 from rlinf.training.state import RolloutAhead
 from rlinf.training.train_worker import rl_trainer_config
 from rlinf.types import RolloutBatch
@@ -56,14 +54,14 @@ class _Issued:
     since: float
 
 
-def make_rl_trainer(algorithm: type[Algorithm], session: Session, env: VectorEnv, players: Players | None) -> RLTrainer:
+def make_rl_trainer(algorithm: type[Algorithm], parts: Parts, env: VectorEnv, players: Players | None) -> RLTrainer:
     """Make the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
-    config = session.config
-    collector = make_collector(config, env, session.sync.rollout_model, session.worker.autocast, players)
-    return RLTrainer(session, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
+    config = parts.config
+    collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, players)
+    return RLTrainer(parts, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 
 
-class RLTrainer:
+class RLTrainer(ActionTrainer):
     """Improve a policy by its own rollouts.
 
     With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
@@ -71,57 +69,43 @@ class RLTrainer:
     ``s`` iterations after its weights. At the beginning, the first ``s`` of them are played with the first weights.
 
     Args:
-        session: The run.
+        parts: Of the run.
         collector: Plays the policy.
         algorithm: Turns rollouts into losses.
     """
 
-    def __init__(self, session: Session, collector: Collector, algorithm: Algorithm) -> None:
-        self.session, self.collector, self.algorithm = session, collector, algorithm
-        self.worker, self.sync = session.worker, session.sync
-        self.gate = parity_gate(session.config)
+    collector: Collector
+
+    def __init__(self, parts: Parts, collector: Collector, algorithm: Algorithm) -> None:
+        super().__init__(parts, collector)
+        self.algorithm = algorithm
+        self.gate = parity_gate(parts.config)
         self.reference: Reference | None = None
         self._issued: dict[int, _Issued] = {}
         self._updated = False  # the policy, since the last rollout was issued
-        session.before_save = self._note_ahead
 
-    def wait_until_ready(self) -> None:
-        """Wait for what plays."""
-        self.collector.wait_until_ready()
-
-    def played_by(self) -> str:
-        """Return in words what plays the rollouts of a rank."""
-        return played_by(self.collector)
-
-    def close(self) -> None:
-        """End what plays."""
-        self.collector.close()
-
-    @waiting("update")
-    def fit(self) -> None:
-        """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
-        session, state = self.session, self.session.state
-        if state.phase != "rl":  # cloning has ended: RL has an optimiser of its own
+    def begin(self) -> None:
+        """Begin RL with an optimiser of its own, or go on with it, after an evaluation of the policy before it."""
+        loop, state, trainer = self.loop, self.loop.state, self.parts.config.trainer
+        if state.phase != "rl":
             state.phase = "rl"
-            self.worker.start_phase(rl_trainer_config(session.config.trainer, state.rollbacks))
-        self._issue_again()  # before anything is saved, because a checkpoint has what is under way
-        if session.config.trainer.on_collapse == "rollback" and state.checkpoint_name is None:
+            self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
+        self._issue_again()  # before anything is saved, because a checkpoint has the rollouts under way
+        if trainer.on_collapse == "rollback" and state.checkpoint_name is None:
             state.start_saved = True  # to go back to, if nothing is ever better
-            session.save()
-        session.evaluate_once("before_rl")
+            loop.save()
+        super().begin()
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()
-        iterate(session, self.iteration)
-        session.evaluate_once("after_rl")
 
     def _make_reference(self) -> Reference | None:
         """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call)."""
-        session = self.session
+        loop = self.loop
         if self.algorithm.config.kl_coef == 0:
             return None
         reference = Reference(self.worker.model)
-        run_folder = session.folder if session.resumed_from is None else session.resumed_from.parent.parent
-        if session.state.step > 0:
+        run_folder = loop.folder if loop.resumed_from is None else loop.resumed_from.parent.parent
+        if loop.state.step > 0:
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
                 raise CheckpointError(
@@ -129,18 +113,19 @@ class RLTrainer:
                     "set algorithm.kl_coef=0"
                 )
             reference.load(open_tensors([path]))
-        if session.state.step == 0 or run_folder.resolve() != session.folder.resolve():
+        if loop.state.step == 0 or run_folder.resolve() != loop.folder.resolve():
             tensors = reference.tensors()
             if rank() == 0:
-                partial = session.folder / f".{REFERENCE_FILE}.tmp"
+                partial = loop.folder / f".{REFERENCE_FILE}.tmp"
                 save_file(tensors, partial)
-                os.replace(partial, session.folder / REFERENCE_FILE)
+                os.replace(partial, loop.folder / REFERENCE_FILE)
         return reference
 
     def iteration(self, step: int) -> dict[str, float]:
         """One iteration of reinforcement learning; returns its metrics."""
-        config, state, algorithm = self.session.config, self.session.state, self.algorithm
+        config, state, algorithm = self.parts.config, self.loop.state, self.algorithm
         clock, env_steps_before = Clock(), state.env_steps
+        self.worker.train_step.decay = self.decayed(step)
         self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
@@ -173,10 +158,10 @@ class RLTrainer:
 
     def _issue_until(self, last: int, step: int) -> None:
         """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
-        last = min(last, self.session.config.trainer.max_steps - 1)
+        last = min(last, self.num_steps - 1)
         for each in range(max(self._issued, default=step - 1) + 1, last + 1):
             weights = None if each == step else Reference(self.worker.model)
-            ahead = RolloutAhead(each, self.session.state.policy_version, step, self._updated)
+            ahead = RolloutAhead(each, self.loop.state.policy_version, step, self._updated)
             self.sync.push(ahead.policy_version)
             self._issued[each] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
             self._updated = False
@@ -188,21 +173,20 @@ class RLTrainer:
 
     def _issue_again(self) -> None:
         """Ask again for the rollouts that were under way when the checkpoint that is resumed was written, with their weights."""
-        session = self.session
-        found = [RolloutAhead(**each) for each in session.state.rollouts_ahead]
-        if session.resumed_from is None or any(each.lag > session.config.cluster.max_staleness for each in found):
+        resumed_from, staleness = self.loop.resumed_from, self.parts.config.cluster.max_staleness
+        found = [RolloutAhead(**each) for each in self.loop.state.rollouts_ahead]
+        if resumed_from is None or any(each.lag > staleness for each in found):
             return  # resumed with a smaller max_staleness: they are played with the present weights instead
         for ahead in found:
             weights = Reference(self.worker.model)
-            targets = {f"{ahead.name}.{name}": part for name, part in weights.parts().items()}
-            read_tensors(session.resumed_from / TRAINER_FOLDER, targets)
+            self.loop.restore({f"{ahead.name}.{name}": part for name, part in weights.parts().items()})
             with weights.in_place():
                 self.sync.push(ahead.policy_version)
                 self._issued[ahead.step] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
 
-    def _note_ahead(self) -> dict[str, Tensor]:
-        """Note the rollouts that are under way in the state of a checkpoint, and return the weights that play them."""
-        self.session.state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
+    def state_dict(self) -> dict[str, Tensor]:
+        """Note the rollouts that are under way in the loop's state, and return the weights that play them."""
+        self.loop.state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
         return {
             f"{each.ahead.name}.{name}": part
             for each in self._issued.values()
@@ -212,8 +196,8 @@ class RLTrainer:
 
     @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Take the rollout of this rank's blocks, or play some of them again (None if there are none). Count its env steps."""
-        state, issued, batch = self.session.state, self._issued[step], None
+        """Take the rollout of this rank's blocks, or play some of them again (None without any). Count its env steps."""
+        state, issued, batch = self.loop.state, self._issued[step], None
         handle, version = issued.handle, issued.ahead.policy_version
         if blocks is not None:
             with nullcontext() if issued.weights is None else issued.weights.in_place():
@@ -226,7 +210,7 @@ class RLTrainer:
             played = batch.policy_version.unique().tolist()
             if played != [version]:
                 raise RLinfError(
-                    f"The rollout of step {step} was played by weights {played}; required: those of version {version}"
+                    f"The rollout of step {step} was played by weights {played}; required: weights {version}"
                 )
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         if blocks is None:
@@ -234,7 +218,7 @@ class RLTrainer:
         return batch
 
     def _resample(self, batch: RolloutBatch, step: int) -> None:
-        """Play groups that teach nothing again, until there are none or ``max_resamples`` is reached (dynamic sampling)."""
+        """Play groups that teach nothing again, until every group teaches something or ``max_resamples`` is reached (dynamic sampling)."""
         for attempt in range(1, 1 + self.algorithm.max_resamples):
             uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
             blocks = [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]
@@ -263,7 +247,7 @@ class RLTrainer:
 
         Where they have changed meanwhile, the trainer scores one call of each env with them.
         """
-        issued, version = self._issued.pop(step), self.session.state.policy_version
+        issued, version = self._issued.pop(step), self.loop.state.policy_version
         played = issued.ahead.policy_version
         if issued.ahead.updated:
             self.gate.policy_was_updated()

@@ -14,7 +14,7 @@ from rlinf.distributed.start import started_here
 
 
 class StopRequested(Exception):
-    """A signal asked for an orderly end; what was trained is saved."""
+    """A signal asked for an orderly end; all training is saved."""
 
 
 class StopSignal:
@@ -23,7 +23,7 @@ class StopSignal:
 
     Args:
         announce: Say so on stderr, on rank 0.
-        saves: What was trained is saved before the end; False: the announcement says that it is lost.
+        saves: Training is saved before the end; False: the announcement says that it is lost.
 
     Attributes:
         number: Of the signal; None while there was none.
@@ -94,7 +94,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def leave_lost_terminals(numbers: Sequence[int]) -> None:
-    """Let what is written to terminals that were closed since go nowhere: an error there would end the run unsaved."""
+    """Send output for terminals that were closed since nowhere: an error there would end the run unsaved."""
     for number in numbers:
         try:
             termios.tcgetattr(number)

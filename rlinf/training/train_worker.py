@@ -32,7 +32,7 @@ VALUE_HEAD = "value_head"
 
 @dataclass
 class FailedBatch:
-    """What is kept of a minibatch whose loss or gradient was not finite, for the report.
+    """A minibatch whose loss or gradient was not finite, for the report.
 
     Attributes:
         rank: The first rank whose rows are not finite, or whose loss of them, or 0: the one whose rows are worth keeping.
@@ -60,12 +60,12 @@ class _Described(NamedTuple):
 class TrainWorker:
     """Trains one policy.
 
-    What is stepped is float32: parameters in 16 bits are trained through float32 masters (``MasterAdamW``), which also sum the
+    Steps are in float32: parameters in 16 bits are trained through float32 masters (``MasterAdamW``), which also sum the
     gradients of micro-batches.
 
     Args:
         model: The policy.
-        config: Optimiser settings; None: another trainer goes on with the policy, so there is no optimiser.
+        config: Optimiser settings; None: another trainer goes on with the policy, without this optimiser.
         temperature: Of the action distribution, as in the rollout.
         micro_batch_size: Rows of a forward-backward pass.
         val_micro_batch_size: Rows of a forward pass.
@@ -273,7 +273,7 @@ class TrainWorker:
     def _fail(self, loss: float, own_loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
         """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help (a collective call).
 
-        ``loss`` is that of all ranks, and ``own_loss`` this rank's share of it.
+        ``own_loss`` is this rank's share of ``loss``.
         """
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
@@ -323,5 +323,5 @@ def rl_trainer_config(trainer: TrainerConfig, rollbacks: int) -> TrainerConfig:
 
 
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
-    """The optimiser settings of behaviour cloning: those of the trainer with SFT's learning rate and warm-up."""
+    """The optimiser settings of behaviour cloning: the trainer's, with SFT's learning rate and warm-up."""
     return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)

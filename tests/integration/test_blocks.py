@@ -103,12 +103,11 @@ def recorded(tmp_path_factory) -> Path:
     for name in RUNS:
         config = config_of(folder / name, name)
         run = build(config)
-        run.rl.reference = Reference(run.session.worker.model)
+        run.rl.reference = Reference(run.parts.worker.model)
         run.rl._issue_until(0, 0)
         batch = run.rl._collect(0)
         run.rl._score(batch)
-        run.rl.collector.close()
-        run.session.close()
+        run.close()
         batch.loss_mask[3:, 1] = False  # one env has fewer rows than the others
         batch.truncated[2, 1] = True
         if batch.rollout_values is None:

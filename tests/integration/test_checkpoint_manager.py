@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlinf.checkpoints import checkpoint_manager as manager_module
 from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint import load_checkpoint
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint, save_is_due
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.folders import read_loop_state
 from rlinf.checkpoints.hf_folder import HFFolder, token_manifest
 from rlinf.checkpoints.trainer_state import read_entries
@@ -265,11 +265,6 @@ def test_two_one_and_four_ranks_go_on_alike(tiny_lm, tmp_path):
         assert losses == pytest.approx(straight[first : first + 3], abs=1e-5), f"{first}: {losses}"
     fresh = train(HuggingFacePolicy(source, learning_rate=1e-2, device_map="cpu"), 4, 1)
     assert abs(fresh[0] - straight[4]) > 1e-3, "a control: without the checkpoint it differs"
-
-
-def test_when_a_save_is_due():
-    assert [step for step in range(1, 13) if save_is_due(step, 5)] == [5, 10]
-    assert [step for step in range(1, 13) if save_is_due(step, 5, 2, steps_per_epoch=3)] == [6, 12]
 
 
 def test_an_unknown_mode_is_refused(tmp_path):

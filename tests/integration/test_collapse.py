@@ -143,7 +143,7 @@ def test_a_run_that_is_killed_after_it_went_back_has_not_forgotten_it(tmp_path, 
         context.setattr(
             Algorithm,
             "make_trainer",
-            classmethod(lambda cls, session, *rest: killed() if session.resumed_from else make(cls, session, *rest)),
+            classmethod(lambda cls, parts, *rest: killed() if parts.loop.resumed_from else make(cls, parts, *rest)),
         )
         train(config_of(tmp_path, *words))
     assert (tmp_path / "checkpoints" / "superseded_1").is_dir(), (

@@ -189,14 +189,14 @@ def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
     config = run_config(tmp_path, *RUN, *HEAD, "model=mlp", "env.cameras=[]", "algorithm.controls=true")
     validate(config)
     built = build(config)
-    session = built.session
+    loop = built.loop
 
     def interrupted(*_args, plan, **_options):
-        session.stop_signal.number = signal.SIGTERM
+        loop.stop_signal.number = signal.SIGTERM
         return plan.ranks.gather(lambda: None)
 
     monkeypatch.setattr("rlinf.offpolicy.controls.evaluate_noise", interrupted)
-    monkeypatch.setattr(session, "evaluate", lambda tag, step: None)
+    monkeypatch.setattr(loop, "evaluate", lambda tag, step: None)
     with pytest.raises(StopRequested, match="stopped by a signal after step 0"):
         built.execute()
     assert (tmp_path / "checkpoints" / "rl_000000").is_dir() and not (tmp_path / "controls.json").exists()

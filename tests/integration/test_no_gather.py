@@ -81,8 +81,7 @@ def spied(argument: tuple[Path, bool]) -> None:
     images = sum(image[0].nbytes for image in trainer.collector.worker_threads[0].env.reset(
         options={"episodes": [trainer.collector.sampler.spec(0, 0, 0)] * trainer.collector.worker_threads[0].env.num_envs}
     )[0].images.values())  # fmt: skip
-    trainer.collector.close()
-    run.session.close()
+    run.close()
     noted = {"calls": spy.calls, "image": images, "weights": sum(p.nbytes for p in trainer.worker.model.parameters())}
     (folder.parent / f"{folder.name} {rank()}").write_text(json.dumps(noted))
 

@@ -39,8 +39,7 @@ def test_pictures_are_resized_once_and_nothing_else_changes(tmp_path, monkeypatc
         run = build(config_of(tmp_path / name, *small))
         num_rows.clear()
         metrics = run.rl.iteration(0)
-        run.rl.collector.close()
-        run.session.close()
+        run.close()
         return sum(num_rows), {key: x for key, x in metrics.items() if not key.startswith(("time/", "throughput/"))}
 
     monkeypatch.setattr(PrismaticImageProcessor, "_resize_for_towers", counting)

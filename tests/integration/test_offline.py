@@ -41,7 +41,7 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
         return real(self, inputs, uniforms)
 
     monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
-    monkeypatch.setattr("rlinf.training.session.Session.evaluate_once", lambda self, tag: None)
+    monkeypatch.setattr("rlinf.training.loop.Loop.evaluate_once", lambda self, tag: None)
     for number in range(2):
         rows.clear()
         train(config_of(tmp_path / str(number), "trainer.max_steps=2", *offline(demonstrations)))
@@ -69,13 +69,13 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     train(config_of(tmp_path / "one", "trainer.max_steps=2"))
     source = f"algorithm.replay_from={tmp_path / 'one'}"
     trainer = build(config_of(tmp_path / "two", source, "algorithm.replay_capacity=200", "rollout.num_envs=2")).rl
-    trainer._begin(trainer.session.worker.model)
+    trainer.make_parts(trainer.parts.worker.model)
     saved = all_tensors(tmp_path / "one" / "checkpoints" / "rl_000002")
     assert trainer.replay.num_transitions == int(saved["replay.has_action"].sum()) == 80
     assert trainer.num_base_calls == 0 and trainer.largest_return == float(saved["loop.largest_return"]) > 0
     other = build(config_of(tmp_path / "three", source, "seed=1")).rl
     with pytest.raises(CheckpointError, match="another frozen policy.*Set init_from="):
-        other._begin(other.session.worker.model)
+        other.make_parts(other.parts.worker.model)
     for overrides, fragment in (
         (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has env.reward_mode=sparse"),
         (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, and this run has env.tolerance_m=0.02"),
@@ -93,7 +93,7 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
     (changed / "manifest.json").write_text(json.dumps(manifest))
     other = build(config_of(tmp_path / "five", f"algorithm.replay_from={changed}")).rl
     with pytest.raises(CheckpointError, match='under other conditions: normalization.unnorm_key: saved "another"'):
-        other._begin(other.session.worker.model)
+        other.make_parts(other.parts.worker.model)
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
     (without / "model" / "head.json").unlink()
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
         with pytest.raises(ConfigError, match=fragment):
             config_of(tmp_path / "clone", *resumed, *overrides)
     trainer = build(config_of(tmp_path / "clone", *resumed)).rl  # the control: the same
-    trainer._begin(trainer.session.worker.model)
+    trainer.make_parts(trainer.parts.worker.model)
     assert trainer.replay.num_transitions == 40
     own = [f"resume={tmp_path / 'one'}", "trainer.max_steps=2", resumed[-1], "env.reward_mode=sparse"]
     with pytest.raises(ConfigError, match="one reward in a buffer"):  # its own buffer, not the other one
@@ -156,9 +156,9 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     fix = str(error.value).rpartition("Set ")[2].partition(" if each")[0]
     assert fix == "algorithm.offline_episodes=assumed env.reward_mode=sparse"
     run = build(config_of(tmp_path, *untold, *fix.split()))
-    run.rl._begin(run.session.worker.model)
+    run.rl.make_parts(run.parts.worker.model)
     assert run.rl.offline.data.success_rate == 1
-    assert run.rl.offline.data.replay.num_bytes <= offline_bytes(run.session.config.algorithm, run.session.worker.model)
+    assert run.rl.offline.data.replay.num_bytes <= offline_bytes(run.parts.config.algorithm, run.parts.worker.model)
 
 
 def test_the_machine_must_hold_demonstrations_too(tmp_path, demonstrations, monkeypatch):

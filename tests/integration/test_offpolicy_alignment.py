@@ -9,7 +9,7 @@ from offpolicy_runs import config_of
 
 from rlinf.commands.train import build
 from rlinf.envs.tabletop.env import TabletopVectorEnv
-from rlinf.offpolicy.trainer import OffPolicyTrainer
+from rlinf.offpolicy.head_trainer import HeadTrainer
 
 NUM_ITERATIONS, NUM_CALLS, NUM_ENVS = 2, 10, 4
 
@@ -63,13 +63,13 @@ def episodes_of_both_ends(monkeypatch):
 def played(folder, *overrides):
     """Return the trainer of a run of two iterations, and the record of its env."""
     run = build(config_of(folder, f"trainer.max_steps={NUM_ITERATIONS}", *overrides))
-    run.session.evaluate_once = lambda tag: None
+    run.loop.evaluate_once = lambda tag: None
     record = Record(run.rl.env)
     run.execute()
     return run.rl, record
 
 
-def differences(trainer: OffPolicyTrainer, record: Record) -> set[str]:
+def differences(trainer: HeadTrainer, record: Record) -> set[str]:
     """Return which tensors of the buffer are not as the record says."""
     replay, policy, found = trainer.replay, trainer.policy, set()
     if replay.counts.tolist() != [len(slots) for slots in record.slots]:
@@ -113,11 +113,11 @@ def test_the_buffer_holds_what_env_and_policy_were_told(tmp_path, episodes_of_bo
 
 
 def test_a_control_that_stores_time_limits_as_ends_is_noticed(tmp_path, episodes_of_both_ends, monkeypatch):
-    store = OffPolicyTrainer._store
+    store = HeadTrainer._store
 
     def with_limits_as_ends(self, actions, outcome, episodes):
         outcome.terminated[outcome.ended] = True
         store(self, actions, outcome, episodes)
 
-    monkeypatch.setattr(OffPolicyTrainer, "_store", with_limits_as_ends)
+    monkeypatch.setattr(HeadTrainer, "_store", with_limits_as_ends)
     assert differences(*played(tmp_path)) == {"terminated"}

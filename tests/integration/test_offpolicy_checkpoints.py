@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from offpolicy_runs import all_tensors, config_of
-from processes import status_of_child
-from run_results import untimed_metrics
+from offpolicy_runs import config_of
 from safetensors.torch import load_file
 
 import rlinf
-from rlinf.checkpoints import checkpoint as checkpoints
-from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
@@ -32,7 +25,7 @@ def cloned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cloned") / "run"
     run = build(config_of(folder, *CLONED, "trainer.max_steps=4", "trainer.max_keep=2"))
     run.execute()
-    return folder, run.rl.policy.eval(), random_observation(run.session.config, run.rl.policy, num_rows=50)
+    return folder, run.rl.policy.eval(), random_observation(run.parts.config, run.rl.policy, num_rows=50)
 
 
 def acts(policy, observation) -> np.ndarray:
@@ -98,55 +91,3 @@ def test_a_run_that_goes_on_elsewhere_keeps_the_policy_there(tmp_path, cloned, m
     resumed.execute()
     with pytest.raises(AssertionError, match="has it already"):  # the control
         build(config_of(tmp_path / "third", *more)).execute()
-
-
-STAGES = {
-    "the shards are written": ("write_tensors", "rl_000002"),
-    "all files are written": ("hash_files", "rl_000002"),
-    "the checkpoint has its name": ("replace_folder", "rl_000003"),
-}
-"""What has just been done for the third checkpoint when the process is killed, and which is the newest whole one then."""
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    train(config_of(folder, "trainer.save_every=1", "trainer.max_keep=-1"))
-    return folder
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(tmp_path, whole, stage):
-    name, newest = STAGES[stage]
-    child = os.fork()
-    if child == 0:  # a process that ends without cleaning up
-        try:
-            _killed_at_the_third(tmp_path, name)
-        finally:
-            os._exit(1)
-    status = status_of_child(child)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {name}: {status}"
-    assert resolve_checkpoint(tmp_path).name == newest
-    train(config_of(tmp_path, "trainer.save_every=1", "trainer.max_keep=-1", f"resume={tmp_path}"))
-    expected, found = (all_tensors(folder / "checkpoints" / "rl_000004") for folder in (whole, tmp_path))
-    assert expected.keys() == found.keys() and "replay.features" in found
-    for tensor in expected:
-        assert torch.equal(expected[tensor], found[tensor]), tensor
-    assert [line for line in untimed_metrics(tmp_path) if "rollout/return_mean" in line] == [
-        line for line in untimed_metrics(whole) if "rollout/return_mean" in line
-    ]
-    assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written is cleared away"
-
-
-def _killed_at_the_third(folder: Path, name: str) -> None:
-    done, calls = getattr(checkpoints, name), []
-
-    def then_killed(*arguments, **more):
-        result = done(*arguments, **more)
-        calls.append(name)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(checkpoints, name, then_killed)
-    train(config_of(folder, "trainer.save_every=1", "trainer.max_keep=-1"))

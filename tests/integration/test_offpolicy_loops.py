@@ -17,7 +17,7 @@ from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.launch import launch
 from rlinf.errors import NonFiniteError, RLinfError
-from rlinf.offpolicy.trainer import OffPolicyTrainer
+from rlinf.offpolicy.head_trainer import HeadTrainer
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py"
 EDIT = [
@@ -85,9 +85,9 @@ def test_two_ranks_learn_what_one_process_does_bit_for_bit_and_either_goes_on(tm
 
 def test_ranks_whose_heads_differ_end_the_run(tmp_path, monkeypatch):
     trainer = build(config_of(tmp_path)).rl
-    trainer._begin(trainer.session.worker.model)
+    trainer.make_parts(trainer.parts.worker.model)
     trainer._check_equal_on_ranks()
-    monkeypatch.setattr("rlinf.offpolicy.trainer.gather_objects", lambda own: [own, own + 1])
+    monkeypatch.setattr("rlinf.offpolicy.head_trainer.gather_objects", lambda own: [own, own + 1])
     with pytest.raises(RLinfError, match="no longer equal.*set cluster.num_processes=1"):
         trainer._check_equal_on_ranks()
 
@@ -107,14 +107,14 @@ class AtOnce:
 def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_path, in_turn, edit, monkeypatch):
     """A thread next to the envs and, as the other extreme, updates that are done before the envs begin; the latter resumed."""
     train(config_of(tmp_path / "threads", *edit, "algorithm.overlap=true"))
-    init = OffPolicyTrainer.__init__
+    init = HeadTrainer.__init__
 
     def in_one_thread(self, *arguments):
         init(self, *arguments)
         self._updating.shutdown()
         self._updating = AtOnce()
 
-    monkeypatch.setattr(OffPolicyTrainer, "__init__", in_one_thread)
+    monkeypatch.setattr(HeadTrainer, "__init__", in_one_thread)
     for more in (["trainer.max_steps=2"], [f"resume={tmp_path / 'halves'}"]):
         train(config_of(tmp_path / "halves", *edit, "algorithm.overlap=true", *more))
     check_equal(*(tmp_path / name / "checkpoints" / "rl_000004" for name in ("threads", "halves")))
@@ -132,8 +132,8 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1", "evaluation.num_episodes=1"))
     trainer, met = run.rl, []
     stepping, updating = threading.Semaphore(0), threading.Semaphore(0)
-    monkeypatch.setattr(run.session, "evaluate_once", lambda tag: None)
-    real_step, real_update = trainer.env.chunk_step, OffPolicyTrainer._update
+    monkeypatch.setattr(run.loop, "evaluate_once", lambda tag: None)
+    real_step, real_update = trainer.env.chunk_step, HeadTrainer._update
 
     def step(actions):
         if trainer.owed >= 1:
@@ -148,7 +148,7 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
         real_update(self, updates)
 
     monkeypatch.setattr(trainer.env, "chunk_step", step)
-    monkeypatch.setattr(OffPolicyTrainer, "_update", update)
+    monkeypatch.setattr(HeadTrainer, "_update", update)
     run.execute()
     assert len(met) > 0 and all(met)
     assert run.rl.played_by() == "a thread next to the one that updates"
@@ -156,14 +156,14 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
 
 def test_a_loss_that_is_not_finite_ends_the_run_from_its_thread(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1"))
-    real = OffPolicyTrainer._store
+    real = HeadTrainer._store
 
     def damaged(self, actions, outcome, episodes):
         outcome.rewards[:] = float("nan")
         real(self, actions, outcome, episodes)
 
-    monkeypatch.setattr(run.session, "evaluate_once", lambda tag: None)
-    monkeypatch.setattr(OffPolicyTrainer, "_store", damaged)
+    monkeypatch.setattr(run.loop, "evaluate_once", lambda tag: None)
+    monkeypatch.setattr(HeadTrainer, "_store", damaged)
     with pytest.raises(NonFiniteError, match="The loss of the critics is nan at update 0"):
         run.execute()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("update")]

@@ -163,8 +163,7 @@ def built(cluster, tmp_path_factory):
         try:
             yield run
         finally:
-            run.rl.collector.close()
-            run.session.close()
+            run.close()
 
 
 def wait_for(calls):
@@ -177,7 +176,7 @@ class TestPlayersOfARunThatHasNotBegun:
     @pytest.mark.parametrize("answers_are_lost", [False, True])
     def test_a_rollout_that_waits_to_be_taken_survives_its_player(self, built, monkeypatch, answers_are_lost):
         """If the answers are lost with the machine, they are played again with the weights of then."""
-        collector, sync, policy = built.rl.collector, built.rl.sync, built.session.worker.model
+        collector, sync, policy = built.rl.collector, built.rl.sync, built.parts.worker.model
         players, version = collector.players, 10 * (1 + answers_are_lost)
         sync.push(version)
         expected = collector.collect(None, 3, version, True)

@@ -83,7 +83,7 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
     before = set(engines_of(os.getpid()))
     run = build(run_config(tmp_path, *SHORT, "rollout.backend=torch"))
     config = run_config(tmp_path, *SHORT, *SPLIT, "cluster.num_players=1", "rollout.vllm.tensor_parallel_size=2")
-    model, worker = run.session.worker.model, run.session.worker
+    model, worker = run.parts.worker.model, run.parts.worker
     player = Player(config, PolicyShell.of(model), Placement.of(config), 0, 1)
 
     def play():
@@ -117,6 +117,5 @@ def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:
         player.close()
-        run.rl.collector.close()
-        run.session.close()
+        run.close()
     assert set(engines_of(os.getpid())) <= before

@@ -15,7 +15,7 @@ from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.completions import Answers, Completer
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.dpo import DPOTrainer
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt, Sample
 from rlinf.recipes.sft import SFTTrainer
@@ -73,14 +73,14 @@ def make(kind, folder, lora, sharding):
     sizes["batch_size"] = 16
     answers = Answers(completer, [prompts[number] for number in range(5)])
     return GRPOTrainer(
-        policy, prompts, group_size=4, loss=GRPOLossFn(dual_clip=3.0, kl_coef=0.1), completer=completer, seed=0, num_updates=2,
-        max_resamples=1, answers=answers, **sizes,
+        policy, prompts, groups=Groups(4, seed=0, num_updates=2, max_resamples=1), loss=GRPOLossFn(dual_clip=3.0, kl_coef=0.1),
+        completer=completer, answers=answers, **sizes,
     )  # fmt: skip
 
 
 def train(kind, folder, lora, sharding):
     trainer = make(kind, folder, lora, sharding)
-    steps = [trainer.update(step) for step in range(2)]
+    steps = [trainer.step(step) for step in range(2)]
     numbers = {f"{name} {i}": value for i, each in enumerate(steps) for name, value in each.metrics.items()}
     numbers |= {f"tokens {i}": each.num_tokens for i, each in enumerate(steps)}
     validation = trainer.validate(2)
@@ -126,4 +126,4 @@ def test_the_comparison_notices_other_rows(tiny_lm):
     one = make("sft", tiny_lm(), None, "auto")
     other = make("sft", tiny_lm(), None, "auto")
     other.rows.seed = 1
-    assert one.update(0).loss != pytest.approx(other.update(0).loss, rel=1e-3)
+    assert one.step(0).loss != pytest.approx(other.step(0).loss, rel=1e-3)

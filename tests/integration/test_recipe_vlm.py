@@ -103,11 +103,8 @@ def test_questions_with_pictures_are_counted_with_an_interval(shapes, monkeypatc
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(shapes)
     words = [
-        "checkpoint=shapes/model",
-        "questions=shapes/questions.jsonl",
-        "output_dir=result",
-        "answer_type=single_choice",
-    ]
+        "checkpoint=shapes/model", "questions=shapes/questions.jsonl", "output_dir=result", "answer_type=single_choice",
+    ]  # fmt: skip
     assert main(["evaluate", *words, "max_tokens=6", "category_column=question"]) == 0
     result = AnswerResult.from_json(shapes / "result" / "result.json")
     assert [answer.completion for answer in result.answers] == expected

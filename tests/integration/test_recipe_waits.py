@@ -20,7 +20,7 @@ from rlinf.preflight.placement import Placement
 from rlinf.recipes import players as recipe_players
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.datasets import PackedRows, Rows
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.players import RemoteGenerator
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt
@@ -50,8 +50,8 @@ def update_on_one_rank(work) -> None:
     generator = TorchGenerator(policy)
     completer = Completer(generator, Letters(), reward, batch_size=4, max_new_tokens=2, end_tokens=[2])
     rows = PackedRows(Rows([{"ids": [5, 6]}, {"ids": [7, 8]}]), lambda row: Prompt(row["ids"]), seed=0)
-    sizes = {"num_steps": 1, "batch_size": 4, "group_size": 2}
-    trainer = GRPOTrainer(policy, rows, loss=GRPOLossFn(), completer=completer, seed=0, **sizes)
+    sizes = {"num_steps": 1, "batch_size": 4, "groups": Groups(2, seed=0)}
+    trainer = GRPOTrainer(policy, rows, loss=GRPOLossFn(), completer=completer, **sizes)
     ready = generator.ready
 
     def watch() -> None:
@@ -72,7 +72,7 @@ def update_on_one_rank(work) -> None:
 
     generator.ready = late
     with waiting("update"):
-        trainer.update(0)
+        trainer.step(0)
 
 
 def test_a_rank_waits_for_the_answers_of_another_under_the_deadline_of_the_rollout(tiny_lm, tmp_path):

@@ -24,9 +24,9 @@ from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder
 from rlinf.tracking.progress import Progress
-from rlinf.training import session as session_module
+from rlinf.training import loop as loop_module
+from rlinf.training.loop import Loop
 from rlinf.training.rl_trainer import RLTrainer
-from rlinf.training.session import Session
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopSignal
 
@@ -87,41 +87,45 @@ def test_asynchronous_checkpoints_change_no_number_and_are_resumed(tmp_path):
 
 
 @pytest.fixture
-def session_of(monkeypatch, tmp_path):
-    """Make a session with a clock, whose checkpoints are only counted."""
+def loop_of(tmp_path, monkeypatch):
+    """Make a loop with a clock, whose checkpoints are only counted."""
 
-    def make(clock, **settings) -> tuple[Session, list[int]]:
-        config, calls = config_of(tmp_path), []
-        config.trainer = replace(config.trainer, **settings)
-        state = LoopState(phase="rl", step=1)
-        parts = dict.fromkeys(("sync", "evaluator", "progress"))
-        worker = SimpleNamespace(model=None, optimizer=None)
-        session = Session(config, state, worker=worker, stop_signal=StopSignal(announce=False), clock=clock, **parts)
-        monkeypatch.setattr(session, "_manifest", lambda: None)
-        monkeypatch.setattr(session.checkpoints, "save", lambda name, **_: calls.append(int(name[-6:])))
-        return session, calls
+    def make(clock, **settings) -> tuple[Loop, list[int]]:
+        trainer, calls = replace(config_of(tmp_path).trainer, **settings), []
+        checkpoints = SimpleNamespace(
+            wait=lambda: None, names=list, save=lambda name, **_: calls.append(int(name[-6:]))
+        )
+        monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock))
+        loop = Loop(
+            LoopState(phase="rl", step=1), tmp_path, trainer, {}, checkpoints=checkpoints, progress=None,
+            stop_signal=StopSignal(announce=False),
+        )  # fmt: skip
+        loop.trainer = SimpleNamespace(
+            model=None, optimizer=None, manifest=lambda: None, state_dict=dict, ends_run=False
+        )
+        return loop, calls
 
     return make
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_clock_of_rank_0_decides(monkeypatch, session_of, number):
-    monkeypatch.setattr(session_module, "rank", lambda: number)
+def test_the_clock_of_rank_0_decides(monkeypatch, loop_of, number):
+    monkeypatch.setattr(loop_module, "rank", lambda: number)
     now = [1000.0]
-    session, calls = session_of(lambda: now[0])
-    assert session.config.trainer.save_every_minutes == 10, "the default"
+    loop, calls = loop_of(lambda: now[0])
+    assert loop.settings.save_every_minutes == 10, "the default"
     for step, minutes in enumerate((1, 9.9, 10, 11, 19, 20, 31), start=1):
-        session.state.step, now[0] = step, 1000.0 + 60 * minutes
-        session.checkpoint_if_due(last=False)
+        loop.state.step, now[0] = step, 1000.0 + 60 * minutes
+        loop.checkpoint_if_due(last=False)
     assert calls == ([3, 6, 7] if number == 0 else [])
 
 
-def test_without_minutes_only_steps_count(session_of):
+def test_without_minutes_only_steps_count(loop_of):
     now = [0.0]
-    session, calls = session_of(lambda: now[0], save_every_minutes=0.0, save_every=2)
+    loop, calls = loop_of(lambda: now[0], save_every_minutes=0.0, save_every=2)
     for step in range(1, 6):
-        session.state.step, now[0] = step, 1e6 * step
-        session.checkpoint_if_due(last=step == 5)
+        loop.state.step, now[0] = step, 1e6 * step
+        loop.checkpoint_if_due(last=step == 5)
     assert calls == [2, 4, 5]
 
 

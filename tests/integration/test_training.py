@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.preflight import conditions
-from rlinf.training import evaluator, sft_trainer
+from rlinf.training import cloning_trainer, evaluator
 from rlinf.training.rl_trainer import RLTrainer
 
 SMALL = [
@@ -45,49 +46,6 @@ def assert_equal(left: dict, right: dict) -> None:
         assert torch.equal(tensor, right[name]), name
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "reinforce_pp"])
-def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
-    extra = {
-        "ppo": [],
-        "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
-        "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
-    }[kind]
-    drop = [] if kind == "ppo" else ["algorithm.critic_warmup_steps=1"]  # an option of PPO
-    base = [item for item in SMALL if item not in drop]
-
-    def config(folder, *more):
-        made = build_config(compose_config([*base, *extra, "trainer.save_every=2", "trainer.max_keep=-1", *more]))
-        made.output_dir = str(folder)
-        return made
-
-    train(config(tmp_path / "whole"))
-    train(config(tmp_path / "halves", "trainer.max_steps=2"))
-    train(config(tmp_path / "halves", f"resume={tmp_path / 'halves'}"))
-    assert_equal(weights_of(tmp_path / "whole", "rl_000004"), weights_of(tmp_path / "halves", "rl_000004"))
-    whole = [line for line in untimed_metrics(tmp_path / "whole") if "rollout/return_mean" in line]
-    halves = [line for line in untimed_metrics(tmp_path / "halves") if "rollout/return_mean" in line]
-    assert [line["step"] for line in halves] == [0, 1, 2, 3]
-    assert whole == halves
-    # Control: two steps that start from the half-way weights alone, without its optimiser and counters, end elsewhere.
-    train(
-        config(
-            tmp_path / "other", "trainer.max_steps=2", f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"
-        )
-    )
-    other = weights_of(tmp_path / "other", "rl_000002")
-    assert any(
-        not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items()
-    )
-
-
-def test_two_and_two_steps_of_cloning_equal_four_bit_for_bit(tmp_path):
-    sft = ["trainer.max_steps=0", "sft.num_demonstrations=8", "sft.batch_size=16", "trainer.save_every=2"]
-    train(config_of(tmp_path / "whole", *sft, "sft.max_steps=4"))
-    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=2"))
-    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=4", f"resume={tmp_path / 'halves'}"))
-    assert_equal(weights_of(tmp_path / "whole", "sft_000004"), weights_of(tmp_path / "halves", "sft_000004"))
-
-
 # AdamW's first step is the sign of the gradient where adam_eps is tiny, which turns rounding of a gradient near 0 into a
 # whole step. With this epsilon a step is a smooth function of the gradient, and equal gradients give equal weights.
 SMOOTH = "trainer.adam_eps=1e-3"
@@ -97,67 +55,39 @@ def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, 
     run = build(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", SMOOTH, *overrides))
     run.execute()
     line = next(line for line in untimed_metrics(folder) if "train/loss" in line)
-    return line, {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    return line, {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["model.micro_batch_size=5"],
-        ["model.val_micro_batch_size=7"],
-        ["rollout.num_lanes=1"],
-        ["rollout.worker_processes=2"],
-    ],
-)
-def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
-    line, weights = rl_step(tmp_path / "a")
-    other_line, other_weights = rl_step(tmp_path / "b", *overrides)
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """A step, which moves the weights by far more than the tolerances."""
+    folder = tmp_path_factory.mktemp("uncut")
+    line, weights = rl_step(folder)
+    untouched = build(config_of(folder / "control")).parts.worker.model
+    assert max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters()) > 1e-4
+    return line, weights
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A run of one iteration."""
+    folder = tmp_path_factory.mktemp("one_step")
+    train(config_of(folder, "trainer.max_steps=1"))
+    return folder
+
+
+CUTS = ("model.micro_batch_size=5", "model.val_micro_batch_size=7", "rollout.num_lanes=1", "rollout.worker_processes=2")
+
+
+@pytest.mark.parametrize("overrides", CUTS)
+def test_results_do_not_depend_on_how_work_is_cut(tmp_path, uncut, overrides):
+    line, weights = uncut
+    other_line, other_weights = rl_step(tmp_path, overrides)
     for name, value in line.items():
         if name.startswith("train/"):
             assert other_line[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
     for name, tensor in weights.items():
         torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
-    # Control: the step moved the weights by far more than the tolerance.
-    untouched = build(config_of(tmp_path / "c")).session.worker.model
-    moved = max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters())
-    assert moved > 1e-4
-
-
-def test_two_ranks_equal_one(tmp_path):
-    shared = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.max_keep=-1", "sft.max_steps=2",
-              "sft.num_demonstrations=8", "sft.batch_size=15", SMOOTH]  # fmt: skip
-    train(config_of(tmp_path / "one", *shared))
-    train(config_of(tmp_path / "two", *shared, "cluster.num_processes=2"))
-    for checkpoint in ("sft_000002", "rl_000001", "rl_000002"):
-        one, two = weights_of(tmp_path / "one", checkpoint), weights_of(tmp_path / "two", checkpoint)
-        for name, tensor in one.items():
-            torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=f"{checkpoint} {name}")
-    for one, two in zip(untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two"), strict=True):
-        for name, value in one.items():
-            if isinstance(value, float):
-                assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
-
-
-@pytest.mark.parametrize("kind", ["rloo", "reinforce_pp"])
-def test_two_ranks_equal_one_without_a_critic(tmp_path, kind):
-    base = [item for item in SMALL if not item.startswith("algorithm.")]
-    lines, weights = [], []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        groups = ["rollout.group_size=4"] if kind == "rloo" else []
-        config = build_config(compose_config(
-            [*base, SMOOTH, f"algorithm={kind}", "algorithm.kl_coef=0.1", *groups, "trainer.max_steps=2", f"cluster.num_processes={ranks}"]
-        ))  # fmt: skip
-        config.output_dir = str(folder)
-        train(config)
-        lines.append(next(line for line in reversed(untimed_metrics(folder)) if "train/loss" in line))
-        weights.append(weights_of(folder, "rl_000002"))
-    assert abs(lines[0]["train/kl_to_reference"]) > 1e-7 and lines[0]["train/grad_norm"] > 1e-3
-    for name, value in lines[0].items():
-        if isinstance(value, float):
-            assert lines[1][name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_fsdp2_on_one_process_equals_a_replica(tmp_path, monkeypatch):
@@ -219,19 +149,18 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
 
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
-    train(config_of(tmp_path / "first", "trainer.max_steps=1"))
-    source = build(config_of(tmp_path / "probe")).session.worker.model
+    source = build(config_of(tmp_path / "probe")).parts.worker.model
     halved = {"tabletop": {"action": {**source.config.norm_stats["tabletop"]["action"], "q99": [0.5, 0.5]}}}
     run = build(config_of(tmp_path / "second", "trainer.max_steps=1"))
-    run.session.worker.model.config.norm_stats = halved
+    run.parts.worker.model.config.norm_stats = halved
     run.execute()
     resumed = build(config_of(tmp_path / "second", "trainer.max_steps=2", f"resume={tmp_path / 'second'}"))
-    assert resumed.session.worker.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
-    assert list(resumed.session.worker.model.action_normalizer.high) == [0.5, 0.5]
+    assert resumed.parts.worker.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
+    assert list(resumed.parts.worker.model.action_normalizer.high) == [0.5, 0.5]
 
 
-def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
-    train(config_of(tmp_path, "trainer.max_steps=1"))
+def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch, one_step):
+    folder = shutil.copytree(one_step, tmp_path / "copy")
     verify_files, hashed = checkpoint_folders.verify_files, []
 
     def counted(folder, manifest):
@@ -239,42 +168,39 @@ def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
         verify_files(folder, manifest)
 
     monkeypatch.setattr(checkpoint_folders, "verify_files", counted)
-    build(config_of(tmp_path, f"resume={tmp_path}"))
+    build(config_of(folder, f"resume={folder}"))
     assert hashed == ["rl_000001"]
 
 
-def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
-    train(config_of(tmp_path, "trainer.max_steps=1"))
+def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch, one_step):
     real = conditions.package_versions
     monkeypatch.setattr(conditions, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
     with pytest.raises(ManifestMismatchError, match="mujoco"):
-        build(config_of(tmp_path, f"resume={tmp_path}"))
-
-
-def test_a_vla_on_two_ranks_equals_one(tmp_path):
-    vla = ["model=openvla_tiny", "env.cameras=[front]", "trainer.max_steps=1", "sft.max_steps=1", "rollout.num_envs=4",
-           "sft.num_demonstrations=4", "sft.batch_size=16", "algorithm.critic_warmup_steps=0", SMOOTH]  # fmt: skip
-    train(config_of(tmp_path / "one", *vla))
-    train(config_of(tmp_path / "two", *vla, "cluster.num_processes=2"))
-    before = weights_of(tmp_path / "one", "sft_000001")
-    one, two = weights_of(tmp_path / "one", "rl_000001"), weights_of(tmp_path / "two", "rl_000001")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=name)
-    assert max((tensor - before[name]).abs().max().item() for name, tensor in one.items()) > 1e-4
+        build(config_of(tmp_path, f"resume={one_step}"))
 
 
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
     rates = ["trainer.learning_rate=1e-3", "trainer.value_learning_rate=1e-5", "trainer.max_steps=1"]
     run = build(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
-    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
     run.execute()
     moved = {
-        name: (p.detach() - before[name]).abs().max().item() for name, p in run.session.worker.model.named_parameters()
+        name: (p.detach() - before[name]).abs().max().item() for name, p in run.parts.worker.model.named_parameters()
     }
     value = max(size for name, size in moved.items() if "value_head" in name)
     policy = max(size for name, size in moved.items() if "value_head" not in name)
     # Two AdamW steps move a weight by at most about twice the learning rate.
     assert 0 < value <= 2.1e-5 and 1e-4 < policy <= 2.1e-3
+
+
+def test_the_learning_rates_decay_over_the_iterations(tmp_path):
+    run = build(
+        config_of(tmp_path, "trainer.lr_decay=linear", "trainer.lr_min_factor=0.3", "trainer.learning_rate=1e-2")
+    )
+    run.execute()
+    found = [line["train/learning_rate"] for line in untimed_metrics(tmp_path) if "train/learning_rate" in line]
+    assert found == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.3e-2])
+    assert run.parts.worker.optimizer.param_groups[-1]["lr"] == pytest.approx(0.3e-3), "the value head"
 
 
 def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
@@ -294,92 +220,65 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
     assert env_steps(tmp_path / "thrice", "algorithm.max_resamples=2") == 3 * once
 
 
-def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
-    """Episodes end at different times, so the ranks have different numbers of rows to score, and groups are replaced."""
-    grpo = [item for item in SMALL if not item.startswith("algorithm.")]
-    grpo += ["algorithm=grpo", "rollout=groups", "rollout.group_size=4", "rollout.num_envs=16", "rollout.num_chunks=8",
-             "env.reward_mode=sparse", "model.val_micro_batch_size=4", "trainer.max_steps=1", SMOOTH, "sft.max_steps=120",
-             "sft.num_demonstrations=40", "sft.batch_size=32", "algorithm.max_resamples=2"]  # fmt: skip
-    found = []
-    for ranks in (1, 2):
-        config = build_config(compose_config([*grpo, f"cluster.num_processes={ranks}"]))
-        config.output_dir = str(tmp_path / f"{ranks}")
-        train(config)
-        found.append(next(line for line in untimed_metrics(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
-    one, two = found
-    assert one["rollout/num_episodes"] > 16 and one["train/return_mean"] != one["rollout/return_mean"]
-    assert one["rollout/env_steps_total"] < 8 * one["rollout/num_episodes"]  # else all ranks have as many rows to score
-    assert two == pytest.approx(one, abs=1e-4)
-    weights = weights_of(tmp_path / "2", "rl_000001")
-    for name, tensor in weights_of(tmp_path / "1", "rl_000001").items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
-
-
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
     run = build(config_of(tmp_path))
-    original = run.session.worker.model.rollout_logprobs
+    original = run.parts.worker.model.rollout_logprobs
 
     def drifted(prediction, temperature=1.0):
         logprobs = original(prediction, temperature)
         logprobs[3] += 0.25
         return logprobs
 
-    run.session.worker.model.rollout_logprobs = drifted
+    run.parts.worker.model.rollout_logprobs = drifted
     with pytest.raises(ParityError, match=r"differ by 0\.25 at step 0.*env (3|7).*EpisodeSpec.*reach the"):
         run.execute()
 
 
-def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path):
-    run = build(config_of(tmp_path))
-    run.session.worker.temperature = 1.5
-    with pytest.raises(ParityError, match="differ by.*at step 0"):
-        run.execute()
-    folder = tmp_path / "halves"
-    train(config_of(folder, "trainer.max_steps=1"))
-    resumed = build(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
-    resumed.session.worker.temperature = 1.5
-    with pytest.raises(ParityError, match="differ by.*at step 1"):
-        resumed.execute()
+def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path, one_step):
+    for step, words in enumerate(([], ["trainer.max_steps=2", f"resume={one_step}"])):
+        run = build(config_of(tmp_path / str(step), *words))
+        run.parts.worker.temperature = 1.5
+        with pytest.raises(ParityError, match=f"differ by.*at step {step}"):
+            run.execute()
 
 
 def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "trainer.save_every=1"))
-    update, calls = run.session.worker.update, []
+    update, calls = run.parts.worker.update, []
 
     def poisoned(batch, index, algorithm, step):
         calls.append(step)
         return update(batch, index, algorithm, step)
 
-    norm_of = run.session.worker.train_step.norm_of
+    norm_of = run.parts.worker.train_step.norm_of
 
     def one_bad_gradient(parameters):
-        if calls and calls[-1] == 2 and run.session.worker.model.log_std in set(parameters):
-            run.session.worker.model.policy[0].weight.grad[0, 0] = float("nan")
+        if calls and calls[-1] == 2 and run.parts.worker.model.log_std in set(parameters):
+            run.parts.worker.model.policy[0].weight.grad[0, 0] = float("nan")
         return norm_of(parameters)
 
-    run.session.worker.update = poisoned
-    monkeypatch.setattr(run.session.worker.train_step, "norm_of", one_bad_gradient)
+    run.parts.worker.update = poisoned
+    monkeypatch.setattr(run.parts.worker.train_step, "norm_of", one_bad_gradient)
     with pytest.raises(NonFiniteError, match="rl step 2"):
         run.execute()
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
     assert report["step"] == 2 and report["parameters_with_bad_gradients"] == ["policy.0.weight"]
     assert {"advantages", "action_tokens", "state"} <= report["tensors"].keys()
     assert (tmp_path / "checkpoints" / "rl_000002" / "manifest.json").exists()
-    assert all(torch.isfinite(p).all() for p in run.session.worker.model.parameters())
+    assert all(torch.isfinite(p).all() for p in run.parts.worker.model.parameters())
 
 
 def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
     run = build(config_of(tmp_path, "trainer.max_steps=1", "trainer.weight_decay=0.1"))
-    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
     run.execute()
-    for name, parameter in run.session.worker.model.named_parameters():
+    for name, parameter in run.parts.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
 
 
 @pytest.mark.parametrize(
     ("number", "processes"),
     [
-        (signal.SIGTERM, "cluster.num_processes=1"),
         (signal.SIGTERM, "cluster.num_processes=2"),
         (signal.SIGINT, "cluster.num_processes=2"),  # which a terminal sends to all of them
         (signal.SIGINT, "rollout.worker_processes=2"),
@@ -505,12 +404,8 @@ def test_a_run_that_had_reached_its_target_trains_no_more_when_it_is_resumed(tmp
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
 def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_path, monkeypatch, within):
     steps = [
-        "trainer.max_steps=0",
-        "sft.max_steps=4",
-        "sft.eval_every=2",
-        "sft.num_demonstrations=8",
-        "sft.batch_size=16",
-    ]
+        "trainer.max_steps=0", "sft.max_steps=4", "sft.eval_every=2", "sft.num_demonstrations=8", "sft.batch_size=16",
+    ]  # fmt: skip
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         stop_in_evaluation(patch, 1, within)
         train(config_of(tmp_path / "run", *steps))
@@ -520,7 +415,7 @@ def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_pat
 
 
 def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sft_trainer, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(cloning_trainer, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert ended.value.code == 128 + signal.SIGINT
@@ -530,7 +425,7 @@ def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, m
 def test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sft_trainer, "any_rank", lambda _mine: True)
+    monkeypatch.setattr(cloning_trainer, "any_rank", lambda _mine: True)
     with pytest.raises(SystemExit):
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert "nothing had been trained yet" in capsys.readouterr().err

@@ -37,18 +37,13 @@ def built(folder: Path, *overrides: str):
     return build(run_config(folder, *SMALL, f"cluster.num_processes={world_size()}", *overrides))
 
 
-def close(run) -> None:
-    run.rl.collector.close()
-    run.session.close()
-
-
 def on_two_ranks(function, argument) -> None:
     deadlines = asdict(DeadlinesConfig(update=60, rollout=60))
     launch(function, argument, 2, "cpu", deadlines=deadlines)
 
 
 def weights(run) -> dict[str, torch.Tensor]:
-    return {name: full_tensor(p.detach()).clone() for name, p in run.session.worker.model.named_parameters()}
+    return {name: full_tensor(p.detach()).clone() for name, p in run.parts.worker.model.named_parameters()}
 
 
 def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
@@ -86,7 +81,7 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     refused = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
     with waiting("update"), refused:
         loss = run.rl.iteration(0)["train/loss"]
-    close(run)
+    run.close()
     if not factor:
         return
     found = {"rows": rows, "loss": loss, "before": before, "after": weights(run)}
@@ -118,7 +113,7 @@ def play_the_last_group_again(folder: Path) -> None:
     run.rl.sync.push(0)
     with waiting("rollout"):
         metrics = run.rl.iteration(0)
-    close(run)
+    run.close()
     (folder / f"{rank()} of {world_size()}.json").write_text(json.dumps(metrics))
 
 
@@ -155,7 +150,7 @@ def begin_apart(folder: Path) -> None:
                 train_module.take_weights_of_rank_0 = lambda model: None  # in a process of this launch only
             run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
             found[case] = weights(run)
-            close(run)
+            run.close()
     torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
 
 
@@ -175,15 +170,15 @@ def clone_until_the_limit(folder: Path) -> None:
     """Clone with a clock that counts 600 s for each step of rank 0, and 400 s for each of rank 1."""
     limit = ["sft.max_steps=1", "sft.time_limit_s=1000", "sft.num_demonstrations=2", "sft.batch_size=4"]
     run = built(folder / f"run {world_size()}", *limit)
-    update, state = run.session.worker.sft_update, run.session.state
+    update, state = run.parts.worker.sft_update, run.loop.state
 
     def timed(*arguments):
         state.train_wall_s += 400 if rank() else 600
         return update(*arguments)
 
-    run.session.worker.sft_update = timed
-    run.sft.fit()
-    close(run)
+    run.parts.worker.sft_update = timed
+    run.loop.fit(run.cloning)
+    run.close()
     (folder / f"steps {rank()} of {world_size()}").write_text(str(state.sft_step))
 
 

@@ -117,7 +117,7 @@ def test_evaluations_are_greedy_on_held_out_episodes_and_of_the_newest_weights(t
     runs, seen, episodes = [], [], []
 
     def evaluate(model, env, specs, **kwargs):
-        trained = runs[0].session.worker.model.state_dict()
+        trained = runs[0].parts.worker.model.state_dict()
         seen.append([torch.equal(held, full_tensor(trained[name])) for name, held in model.state_dict().items()])
         episodes.extend((kwargs["greedy"], spec.init_state_id >= EVAL_INIT_STATE_OFFSET) for spec in specs)
         return evaluate_policy(model, env, specs, **kwargs)
@@ -176,16 +176,16 @@ def test_a_loss_without_a_gradient_for_the_policy_is_refused(tmp_path, monkeypat
 
 def test_every_trained_tensor_moves_and_gradients_are_clipped_for_policy_and_value_head_apart(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "trainer.max_steps=1", "trainer.max_grad_norm=1e-4"))
-    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in run.parts.worker.model.named_parameters()}
     norms, step = [], torch.optim.AdamW.step
 
     def recorded(self, *args):
-        worker = run.session.worker
+        worker = run.parts.worker
         norms.append([float(grad_norm(part)) for part in (worker.policy_masters, worker.value_masters)])
         return step(self, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     run.execute()
     assert norms and all(norm == pytest.approx(1e-4, rel=1e-3) for pair in norms for norm in pair)
-    assert all(p.requires_grad for p in run.session.worker.model.parameters())
-    assert not [name for name, p in run.session.worker.model.named_parameters() if torch.equal(p, before[name])]
+    assert all(p.requires_grad for p in run.parts.worker.model.parameters())
+    assert not [name for name, p in run.parts.worker.model.named_parameters() if torch.equal(p, before[name])]

@@ -94,15 +94,12 @@ def test_loss_of_actions_by_hand():
     found = {name: value.item() for name, value in output.metrics.items()}
     assert found == pytest.approx(
         {
-            "policy_loss": policy_loss,
-            "entropy": 0.5,
-            "kl_to_reference": kl,
-            "loss": policy_loss - 0.1 * 0.5 + 0.2 * kl,
-            "approx_kl": 1.1025 - 1 - 2 * math.log(1.05),
+            "policy_loss": policy_loss, "entropy": 0.5, "kl_to_reference": kl,
+            "loss": policy_loss - 0.1 * 0.5 + 0.2 * kl, "approx_kl": 1.1025 - 1 - 2 * math.log(1.05),
             "clip_fraction": 0.0,
         },
         rel=1e-4,
-    )
+    )  # fmt: skip
     assert output.loss.item() == pytest.approx(found["loss"])
     assert output.loss.requires_grad and not any(value.requires_grad for value in output.metrics.values())
 

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from run_results import differing_weights, metrics_of, untimed_metrics, weights_of
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm, AnyAlgorithm, LossCounts
+from rlinf.cli import main
 from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -21,6 +24,7 @@ from rlinf.options import public_fields
 from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.tracking import METRICS
+from rlinf.training.loop import Loop
 from rlinf.types import ActionEvaluation, Observation, RolloutBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
@@ -72,13 +76,13 @@ def test_the_command_of_the_page_trains_two_iterations(folder):
     validate(config)
     assert config.algorithm.name == "my_reinforce" and config.model.model_type == "mlp"
     run = build(config)
-    before = {name: parameter.detach().clone() for name, parameter in run.session.worker.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in run.parts.worker.model.named_parameters()}
     run.execute()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == [0, 1]
     assert all(line["train/baseline"] != 0 and line["train/grad_norm"] > 0 for line in steps)
-    for name, parameter in run.session.worker.model.named_parameters():
+    for name, parameter in run.parts.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" in name), name
 
 
@@ -108,19 +112,48 @@ def test_its_options_are_checked_like_any_others(folder):
         composed(folder, "algorithm.gae_lambda=0.9")
 
 
-def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder):
+SEARCHES = (
+    "experiment=tabletop_ppo_mlp",
+    "algorithm=random_search",
+    "algorithm.std=0.3",
+    "sft.max_steps=0",
+    "trainer.eval_every=2",
+)
+
+
+@pytest.fixture
+def search(folder):
+    """Configure the random search of the page for the policy of ``tabletop_ppo_mlp``."""
     (folder / "random_search.py").write_text(SEARCH, encoding="utf-8")
     (folder / "my_configs" / "algorithm" / "random_search.yaml").write_text("name: random_search\n", encoding="utf-8")
-    more = ("plugins=[random_search.py]", "algorithm=random_search", "trainer.max_steps=6", "algorithm.std=0.3")
-    config = composed(folder, *more, "env.reward_mode=shaped")
+
+    def configured(name: str, *more: str):
+        words = [
+            "plugins=[random_search.py]",
+            *SEARCHES,
+            *SMALL,
+            "env.reward_mode=shaped",
+            "trainer.max_steps=6",
+            *more,
+        ]
+        config = build_config(compose_config(words, "my_configs"))
+        config.output_dir = str(folder / name)
+        return config
+
+    return configured
+
+
+def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder, search):
+    assert len(SEARCH.splitlines()) <= 80
+    config = search("run")
     validate(config)
     derived = derive(config)
     assert (derived.optimizer_steps, derived.env_steps) == (0, 6 * 8 * 8 * config.model.action_chunks_len)
     run, trace = build(config), []
-    model, iteration = run.session.worker.model, run.rl.iteration
+    model, iteration = run.parts.worker.model, run.rl.iteration
 
     def traced(step: int) -> dict[str, float]:
-        before, best = torch.cat([each.flatten() for each in model.parameters()]).detach(), run.rl.best
+        before, best = torch.cat([each.flatten() for each in model.parameters()]).detach(), run.rl.best.item()
         metrics = iteration(step)
         is_kept = not torch.equal(torch.cat([each.flatten() for each in model.parameters()]), before)
         trace.append((is_kept, metrics["rollout/return_mean"] > best))
@@ -131,9 +164,30 @@ def test_a_trainer_of_its_own_keeps_only_changes_that_are_better(folder):
     assert trace[0] == (False, True), "the first rollout is that of the weights as they are"
     assert [kept for kept, _ in trace[1:]] == [better for _, better in trace[1:]]
     assert len(set(trace[1:])) == 2, "control: of the changes, some are better and some are not"
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder / "run")
     assert sum("rollout/return_mean" in line for line in lines) == 6
     assert (folder / "run" / "checkpoints" / "rl_000006").is_dir() and (folder / "run" / "report.html").is_file()
+
+
+def test_a_trainer_of_its_own_resumes_bit_for_bit(folder, search, monkeypatch):
+    train(search("whole"))
+    for name in ("halves", "forgetful"):
+        train(search(name, "trainer.max_steps=3"))
+    train(search("halves", f"resume={folder / 'halves'}"))
+    assert untimed_metrics(folder / "halves") == untimed_metrics(folder / "whole")
+    assert not differing_weights(*(weights_of(folder / name, "rl_000006") for name in ("halves", "whole")))
+    monkeypatch.setattr(Loop, "restore", lambda *_: None)
+    train(search("forgetful", f"resume={folder / 'forgetful'}"))
+    assert untimed_metrics(folder / "forgetful") != untimed_metrics(folder / "whole"), "control"
+
+
+@pytest.mark.parametrize("command", ["models", "doctor"])
+def test_a_trainer_of_its_own_is_listed(search, capsys, monkeypatch, command):
+    monkeypatch.delitem(ALGORITHMS._entries, "random_search", raising=False)
+    main([command])
+    assert "random_search" not in capsys.readouterr().out, "control"
+    main([command, "plugins=[random_search.py]"])
+    assert "random_search" in capsys.readouterr().out
 
 
 def test_an_algorithm_without_a_trainer_says_so():

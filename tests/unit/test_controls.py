@@ -131,12 +131,12 @@ def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_hea
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "phase": "rl", "time_s": 1.0, **line}) + "\n")
     if frozen is not None:
         (tmp_path / "controls.json").write_text(json.dumps([{"name": FROZEN, "successes": frozen, "episodes": 10}]))
-    session = SimpleNamespace(
+    loop = SimpleNamespace(
         folder=tmp_path,
-        config=SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30)),
         state=SimpleNamespace(evaluations={"before_rl": {"success_rate": 0.1}}),
         progress=SimpleNamespace(note=lambda text: None),
     )
-    note_warmup(session, begins_as_base)
+    config = SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30))
+    note_warmup(SimpleNamespace(loop=loop, config=config), begins_as_base)
     assert ("noise in the warm-up reaches" in caplog.text) is warns
     assert not warns or f"the frozen policy reaches {10 if frozen is None else 30}.0 %" in caplog.text

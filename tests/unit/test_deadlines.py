@@ -247,7 +247,7 @@ def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatc
     batch = SimpleNamespace(action_mask=torch.ones(2, 3), policy_version=torch.zeros(2))
     ahead = SimpleNamespace(policy_version=0)
     trainer = SimpleNamespace(
-        session=SimpleNamespace(state=SimpleNamespace(env_steps=0)),
+        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)),
         sync=SimpleNamespace(version=0, rest=lambda: None), collector=SimpleNamespace(take=lambda _: batch), _issue=lambda *_: "handle",
         _issued={0: SimpleNamespace(handle="handle", ahead=ahead, weights=None, since=time.monotonic())},
     )  # fmt: skip

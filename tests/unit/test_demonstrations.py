@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +26,9 @@ from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, col
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 from rlinf.training import train_worker
-from rlinf.training.session import Session
-from rlinf.training.sft_trainer import SFTTrainer
+from rlinf.training.action_trainer import Parts
+from rlinf.training.cloning_trainer import CloningTrainer
+from rlinf.training.loop import Loop
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopSignal
 from rlinf.types import Observation
@@ -136,12 +138,12 @@ def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, 
         monkeypatch.setattr(train_worker, "world_size", lambda: ranks)
         source = Recording(stored()[0])
         state = LoopState()
-        session = Session(
-            config, state, worker=source, sync=None, evaluator=None, stop_signal=StopSignal(announce=False),
+        loop = Loop(
+            state, Path(), config.trainer, {}, checkpoints=None, stop_signal=StopSignal(announce=False),
             progress=Progress(enabled=False),
         )  # fmt: skip
-        monkeypatch.setattr(session, "save", lambda: None)
-        SFTTrainer(session, source).fit()
+        monkeypatch.setattr(loop, "save", lambda is_last: None)
+        loop.fit(CloningTrainer(Parts(config, loop, source, sync=None, evaluator=None), source))
         assert source.read == [rows for rows, *_ in source.given] and state.sft_step == 4
         found.append(source)
     seed = derive_seed(config.seed, "sft")

@@ -70,11 +70,8 @@ def fill(
 ):
     def ask(rows):
         settings = {
-            "conditions": {"precision": precision},
-            "batch_size": batch_size,
-            "autocast": nullcontext,
-            "seed": seed,
-        }
+            "conditions": {"precision": precision}, "batch_size": batch_size, "autocast": nullcontext, "seed": seed,
+        }  # fmt: skip
         return answers_about(dataset, rows, policy, **settings)
 
     return offline_data(dataset, policy, env or EnvConfig(reward_mode="sparse"), which, seed, ask)

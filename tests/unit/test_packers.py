@@ -71,24 +71,9 @@ def slow_mask(tokenizer, ids: list[int], pieces: list[tuple[str, bool]], kind: s
 
 
 WORDS = [
-    "yes",
-    "Paris",
-    "It is",
-    " 42",
-    "1, 2",
-    "\n",
-    "  ",
-    "é",
-    "日本",
-    "🙂",
-    "x+1",
-    ".",
-    "no.\n\n",
-    "user",
-    "[INST]",
-    "def f(x):",
-    "</think>",
-]
+    "yes", "Paris", "It is", " 42", "1, 2", "\n", "  ", "é", "日本", "🙂", "x+1", ".", "no.\n\n", "user", "[INST]",
+    "def f(x):", "</think>",
+]  # fmt: skip
 
 
 def conversation(generator: random.Random, family: str) -> list[dict]:

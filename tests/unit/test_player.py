@@ -35,19 +35,18 @@ def run(tmp_path_factory):
     run = build(run_config(tmp_path_factory.mktemp("run"), *SMALL))
     run.rl.sync.push(0)
     yield run
-    run.rl.collector.close()
-    run.session.close()
+    run.close()
 
 
 @pytest.fixture(scope="module")
 def players(run):
     """Two players with the weights of the run, version 7."""
-    config = run.session.config
+    config = run.parts.config
     split = replace(config, cluster=replace(config.cluster, placement="split", num_players=2))
-    placement, shell = Placement.of(split), PolicyShell.of(run.session.sync.rollout_model)
+    placement, shell = Placement.of(split), PolicyShell.of(run.parts.sync.rollout_model)
     made = [Player(split, shell, placement, number, 2) for number in range(2)]
     for player in made:
-        push(player, run.session.sync.rollout_model, 7)
+        push(player, run.parts.sync.rollout_model, 7)
     yield made
     for player in made:
         player.close()
@@ -72,7 +71,7 @@ def check_equal(batch, other):
 
 
 def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, players):
-    model = run.session.sync.rollout_model
+    model = run.parts.sync.rollout_model
     for step, attempt in ((0, 0), (3, 2)):
         expected = run.rl.collector.collect(model.eval(), step, 7, True, attempt)
         parts = [players[k].collect(step, True, attempt, range(4 * k, 4 * k + 4)) for k in (1, 0)]  # in any order
@@ -87,7 +86,7 @@ def test_any_player_can_play_any_blocks(run, players):
 
 
 def test_players_evaluate_as_the_run_does(run, players):
-    env, model = run.session.evaluator.env, run.session.sync.rollout_model
+    env, model = run.parts.evaluator.env, run.parts.sync.rollout_model
     specs = episode_list(env, "eval", 5)
     expected = evaluate_policy(model, env, specs).results
     first, second = (players[k].evaluate(specs[k::2]) for k in range(2))
@@ -96,7 +95,7 @@ def test_players_evaluate_as_the_run_does(run, players):
 
 
 def test_a_player_acts_only_with_complete_weights(run, players):
-    player, model = players[0], run.session.sync.rollout_model
+    player, model = players[0], run.parts.sync.rollout_model
     with pytest.raises(
         WeightsRefusedError, match="replaces some tensors of version 3, but the receiver holds version 7"
     ):
@@ -118,7 +117,7 @@ def test_a_player_acts_only_with_complete_weights(run, players):
 
 
 def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
-    model = run.session.sync.rollout_model
+    model = run.parts.sync.rollout_model
     shell = PolicyShell.of(model)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     assert len(shell.data) < 0.2 * size

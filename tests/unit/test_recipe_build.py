@@ -35,11 +35,8 @@ class Letters:
 
 def config_of(folder, kind="sft", **sections) -> RecipeConfig:
     method = {
-        "type": kind,
-        "prompt_column_name": "text",
-        "conversation_column_name": "text",
-        "reward_function": "format",
-    }
+        "type": kind, "prompt_column_name": "text", "conversation_column_name": "text", "reward_function": "format",
+    }  # fmt: skip
     return from_mapping(
         RecipeConfig,
         {

@@ -20,15 +20,10 @@ from rlinf.recipes.load import (
 )
 
 NAMES = (
-    "cosmos-reason1-7b-fsdp2-sft",
-    "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
-    "gemma3-12b-vlm-fsdp4-sft",
-    "gpt-oss-20b-fsdp8-sft",
-    "gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo",
-    "mistral-7b-fsdp4-sft",
-    "mistral-7b-p-fsdp1-r-tp1-grpo",
-    "phi4-14b-p-fsdp4-r-tp2-grpo",
-)
+    "cosmos-reason1-7b-fsdp2-sft", "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "gemma3-12b-vlm-fsdp4-sft",
+    "gpt-oss-20b-fsdp8-sft", "gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", "mistral-7b-fsdp4-sft",
+    "mistral-7b-p-fsdp1-r-tp1-grpo", "phi4-14b-p-fsdp4-r-tp2-grpo",
+)  # fmt: skip
 
 PATHS = (
     "configs/cosmos-reason1-7b-fsdp2-sft.toml",
@@ -236,14 +231,10 @@ def test_grpo_refuses_settings_that_cannot_learn(recipe, override, message):
 def test_a_key_that_is_not_done_is_refused_only_with_another_value(recipe, key):
     possible = NOT_DONE[key][0]
     other = {
-        "rollout.backend": "vllm_async",
-        "rollout.mode": "async",
-        "rollout.quantization": "fp8",
-        "policy.trainable_map": "{a:true}",
-        "policy.lora.modules_to_save": "[a]",
-        "policy.lora.init_lora_weights": "false",
-        "policy.model_revision": "main",
-    }.get(key, "true" if possible[0] is False else "2")
+        "rollout.backend": "vllm_async", "rollout.mode": "async", "rollout.quantization": "fp8",
+        "policy.trainable_map": "{a:true}", "policy.lora.modules_to_save": "[a]",
+        "policy.lora.init_lora_weights": "false", "policy.model_revision": "main",
+    }.get(key, "true" if possible[0] is False else "2")  # fmt: skip
     with pytest.raises(ConfigError, match=rf"{key} is .*Set {key}="):
         recipe(f"{key}={other}")
     for value in possible:

@@ -46,7 +46,7 @@ def answer_logprob(model, sample):
 def test_losses_are_those_of_a_slow_computation(tiny_lm, lora):
     one = trainer(tiny_lm(), lora=lora)
     reference = HuggingFacePolicy(tiny_lm()).model
-    assert one.update(0).loss == pytest.approx(math.log(2), rel=1e-5)
+    assert one.step(0).loss == pytest.approx(math.log(2), rel=1e-5)
     first = one.validate(1)
     losses, right = [], 0
     for number in range(5):
@@ -68,7 +68,7 @@ def test_the_model_scores_the_reference_only_once(tiny_lm):
         raise AssertionError("the reference was computed before")
 
     one.policy.get_reference_logprobs = refuse
-    losses = [one.update(step).loss for step in range(5)]
+    losses = [one.step(step).loss for step in range(5)]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
     assert one.validate(5).metrics["eval/loss"] < math.log(2) - 0.05, "the second epoch knows the first one's pairs"
     assert one.validate(5).metrics["eval/preference_margin"] > 0
@@ -78,20 +78,20 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     from rlinf.tracking.metrics import check_names
 
     one = trainer(tiny_lm())
-    check_names(one.update(0).metrics)
+    check_names(one.step(0).metrics)
     check_names(one.validate(0).metrics)
 
 
 def test_a_step_counts_the_tokens_of_both_answers_and_its_margin_is_by_hand(tiny_lm):
     one = trainer(tiny_lm())
-    one.update(0)
+    one.step(0)
     before, reference = HuggingFacePolicy(tiny_lm()).model, HuggingFacePolicy(tiny_lm()).model
     before.load_state_dict(one.policy.model.state_dict())
     pairs = [packed()[number] for number in one.rows.numbers(1, 2)]
     rewards = [
         [0.5 * (answer_logprob(before, each) - answer_logprob(reference, each)) for each in pair] for pair in pairs
     ]
-    update = one.update(1)
+    update = one.step(1)
     for name, values in (
         ("chosen", [chosen for chosen, _ in rewards]),
         ("rejected", [rejected for _, rejected in rewards]),
@@ -105,7 +105,7 @@ def test_a_step_counts_the_tokens_of_both_answers_and_its_margin_is_by_hand(tiny
 
 def test_a_validation_may_score_fewer_pairs_at_a_time(tiny_lm):
     one = trainer(tiny_lm())
-    one.update(0)
+    one.step(0)
     whole = one.validate(1)
     one.validation_batch_size = 2
     parts = one.validate(1)

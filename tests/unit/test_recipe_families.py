@@ -17,7 +17,7 @@ from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.datasets import PackedRows, Rows
-from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt, Sample
 from rlinf.recipes.sft import SFTTrainer
@@ -61,9 +61,9 @@ def take_steps(folder, samples, kinds=("sft", "grpo")):
                 TorchGenerator(policy), Letters(), length, batch_size=8, max_new_tokens=4, end_tokens=[2]
             )
             trainer = GRPOTrainer(
-                policy, rows, num_steps=1, batch_size=4 * len(samples), group_size=4, loss=GRPOLossFn(), completer=completer, seed=0
+                policy, rows, num_steps=1, batch_size=4 * len(samples), groups=Groups(4, seed=0), loss=GRPOLossFn(), completer=completer
             )  # fmt: skip
-        update = trainer.update(0)
+        update = trainer.step(0)
         moved = torch.cat([p.detach().flatten() for p in policy.model.parameters()]) - before
         found.append((update, float(moved.abs().max())))
     return found

@@ -13,7 +13,7 @@ from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.completions import Answers, Completer
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
-from rlinf.recipes.grpo import ADVANTAGES, GRPOTrainer
+from rlinf.recipes.grpo import ADVANTAGES, Groups, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt
 
@@ -46,8 +46,10 @@ def trainer(folder, rewards=even_share, loss=None, policy_options=None, generato
     completer = Completer(
         generator or TorchGenerator(policy), Letters(), rewards, batch_size=6, max_new_tokens=5, end_tokens=[END]
     )
-    settings = {"num_steps": 4, "batch_size": 12, "group_size": 4, "seed": 0, "loss": loss or GRPOLossFn(dual_clip=3.0)}
-    return GRPOTrainer(policy, packed(), completer=completer, **settings | options)
+    return GRPOTrainer(
+        policy, packed(), num_steps=4, batch_size=12, groups=Groups(**{"size": 4, "seed": 0} | options), completer=completer,
+        loss=loss or GRPOLossFn(dual_clip=3.0),
+    )  # fmt: skip
 
 
 def weights(one):
@@ -81,7 +83,7 @@ def test_a_step_is_the_one_of_a_slow_computation(tiny_lm):
 
     one.policy.train = record
     before = HuggingFacePolicy(tiny_lm(), temperature=0.9)
-    update = one.update(0)
+    update = one.step(0)
     rows, lengths = seen["input_ids"], seen["attention_mask"].sum(-1)
     rewards, total, count = [], 0.0, 0
     parameters = [p.requires_grad_() for p in before.model.parameters()]
@@ -115,7 +117,7 @@ def test_a_step_is_the_one_of_a_slow_computation(tiny_lm):
 
 def test_a_stale_generator_shows_in_the_gap(tiny_lm):
     stale = TorchGenerator(HuggingFacePolicy(tiny_lm(seed=1), max_new_tokens=5, temperature=0.9))
-    assert trainer(tiny_lm(), generator=stale).update(0).metrics["rollout/logprob_gap_exp_mean"] > 1.05
+    assert trainer(tiny_lm(), generator=stale).step(0).metrics["rollout/logprob_gap_exp_mean"] > 1.05
 
 
 def test_answers_depend_on_the_step_and_not_on_what_was_generated_before(tiny_lm):
@@ -131,7 +133,7 @@ def test_answers_depend_on_the_step_and_not_on_what_was_generated_before(tiny_lm
 def test_variants_train(tiny_lm, variant, num_updates):
     one = trainer(tiny_lm(), loss=GRPOLossFn(dual_clip=3.0, **variant), num_updates=num_updates)
     before = weights(one)
-    first, second = one.update(0), one.update(1)
+    first, second = one.step(0), one.step(1)
     assert not weights(one).equal(before)
     assert second.metrics["rollout/logprob_gap_mean"] < 1e-5, "the old log-probabilities are those before the updates"
     if "kl_coef" in variant:
@@ -142,7 +144,7 @@ def test_variants_train(tiny_lm, variant, num_updates):
 
 def test_the_reward_rises(tiny_lm):
     one = trainer(tiny_lm(), policy_options={"learning_rate": 1e-2, "max_grad_norm": 1.0}, batch_size=24)
-    rewards = [one.update(step).metrics["rollout/reward_mean"] for step in range(15)]
+    rewards = [one.step(step).metrics["rollout/reward_mean"] for step in range(15)]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6
 
 
@@ -168,7 +170,7 @@ def test_steps_without_any_group_that_teaches_are_announced(tiny_lm, caplog):
     one = trainer(tiny_lm(), lambda text, prompt, **facts: (next(rewards), {}))
     said = []
     for step in range(5):
-        one.update(step)
+        one.step(step)
         said.append([record.getMessage() for record in caplog.records])
         caplog.clear()
     assert said[:4] == [[]] * 4, "step 1 teaches, so that the count begins again"
@@ -176,7 +178,7 @@ def test_steps_without_any_group_that_teaches_are_announced(tiny_lm, caplog):
 
 
 def test_the_line_of_a_step_has_reward_length_and_cut_answers(tiny_lm):
-    update = trainer(tiny_lm()).update(0)
+    update = trainer(tiny_lm()).step(0)
     shown = dict(update.shown)
     assert shown.pop("Reward") == update.metrics["rollout/reward_mean"]
     assert shown.pop("Length") == update.metrics["rollout/completion_length_mean"]
@@ -189,7 +191,7 @@ def test_the_line_of_a_step_has_reward_length_and_cut_answers(tiny_lm):
 
 def test_attempts_to_replace_end(tiny_lm):
     one = trainer(tiny_lm(), lambda text, prompt, **facts: (1.0, {}), max_resamples=2)
-    update = one.update(0)
+    update = one.step(0)
     assert update.metrics["rollout/replaced_groups"] == 6
     assert update.metrics["rollout/zero_variance_group_fraction"] == 1
     assert update.metrics["train/grad_norm"] == 0
@@ -209,7 +211,7 @@ def test_answers_of_a_validation_are_greedy_and_kept(tiny_lm):
 
 def test_a_batch_that_holds_no_whole_groups_is_refused(tiny_lm):
     with pytest.raises(ConfigError, match="12 answers.*n_generation=5.*multiple of 5"):
-        trainer(tiny_lm(), group_size=5)
+        trainer(tiny_lm(), size=5)
 
 
 def test_the_generator_is_ready_while_answers_are_made(tiny_lm):
@@ -227,7 +229,7 @@ def test_the_generator_is_ready_while_answers_are_made(tiny_lm):
     one = trainer(tiny_lm(), generator=Watched(policy))
     generate = policy.generate
     policy.generate = lambda *args, **kwargs: (calls.append("generate"), generate(*args, **kwargs))[1]
-    one.update(0)
+    one.step(0)
     assert calls == ["ready", "generate", "generate", "done"]
 
 
@@ -240,7 +242,7 @@ def test_metrics_of_several_updates_are_their_means_and_the_gap_is_that_of_the_f
         return made[-1]
 
     one.policy.train = record
-    update = one.update(0)
+    update = one.step(0)
     assert len(made) == 2 and made[0]["grad_norm"] != made[1]["grad_norm"]
     for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction"):
         assert update.metrics[f"train/{name}"] == pytest.approx((made[0][name] + made[1][name]) / 2), name
@@ -255,7 +257,7 @@ def test_the_share_of_equal_groups_counts_groups(tiny_lm):
     def first_differs(text, prompt, **facts):
         return (even_share(text, prompt)[0] if prompt.input_ids == prompts[0].input_ids else 0.5), {}
 
-    metrics = trainer(tiny_lm(), first_differs).update(0).metrics
+    metrics = trainer(tiny_lm(), first_differs).step(0).metrics
     assert (
         metrics["rollout/zero_variance_group_fraction"] == pytest.approx(2 / 3)
         and metrics["rollout/replaced_groups"] == 0

@@ -1,4 +1,4 @@
-"""The loop of recipes: its deadlines, its best checkpoint, and its end."""
+"""The loop with a trainer of recipes: its deadlines, its best checkpoint, and its end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.config.training import TrainerConfig
 from rlinf.distributed import deadlines
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import waiting
@@ -18,13 +19,16 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
-from rlinf.recipes import loop as loops
+from rlinf.recipes import token_trainer
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.loop import Loop, LoopState, Update, Validation, flops_per_token, own_share
 from rlinf.recipes.rollouts import LocalGenerator
-from rlinf.recipes.run import summary
+from rlinf.recipes.run import _save_every, summary
 from rlinf.recipes.samples import Prompt
+from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, flops_per_token, own_share
+from rlinf.training import loop as loops
+from rlinf.training.loop import Loop
+from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested
 
 LIMITS = asdict(DeadlinesConfig())
@@ -37,48 +41,64 @@ def work() -> None:
     assert deadlines.clock.expired(LIMITS) is None
 
 
-class Steps:
+class Steps(TokenTrainer):
     """A trainer whose steps take long."""
 
-    phase, rows = "sft", SimpleNamespace(state_dict=dict)
+    phase = "sft"
 
     def __init__(self, num_steps):
-        self.num_steps, self.done = num_steps, []
+        policy = SimpleNamespace(set_learning_rate=lambda rate: None, model=None, optimizer=None)
+        super().__init__(policy, SimpleNamespace(state_dict=dict, __len__=lambda: 0), num_steps)
+        self.done = []
 
-    def update(self, step):
+    def manifest(self):
+        return None
+
+    def step(self, step):
         work()
         self.done.append(step)
-        return Update(1.0, {}, 10.0, 2.0)
+        return TokenUpdate(1.0, {}, 10.0, 2.0)
 
     def validate(self, step):
         return None
 
 
 def loop_of(folder, trainer, checkpoints, config=None, state=None):
-    return Loop(
-        from_mapping(RecipeConfig, config or {}), SimpleNamespace(set_learning_rate=lambda rate: None, model=None, optimizer=None),
-        trainer, state or LoopState(), folder, checkpoints=checkpoints, manifest=lambda steps: None, config_mapping={},
+    trainer.config = from_mapping(RecipeConfig, config or {})
+    settings = TrainerConfig(save_every=_save_every(trainer.config, trainer), save_every_minutes=0.0)
+    trainer.loop = Loop(
+        state or LoopState(phase="step"), folder, settings, {}, checkpoints=checkpoints,
         stop_signal=SimpleNamespace(number=None), progress=SimpleNamespace(update=lambda *_, **__: None),
     )  # fmt: skip
+    return trainer.loop
 
 
 class Saves:
     """A manager that notes what it is told to save."""
 
+    keeps_any = True
+
     def __init__(self):
         self.saved = []
+
+    def wait(self):
+        pass
+
+    def names(self):
+        return []
 
     def best_of(self, scores, also=None):
         return None
 
-    def save(self, name, **more):
-        self.saved.append(name)
+    def save(self, name, *, loop_state, is_last, **more):
+        if self.keeps_any or is_last:
+            self.saved.append((name, is_last, loop_state["num_tokens"]))
 
 
 def test_a_deadline_is_that_of_a_step_and_not_of_the_run(tmp_path):
     trainer = Steps(5)
     config = {"train": {"ckpt": {"enable_checkpoint": False}}}
-    loop_of(tmp_path, trainer, Saves(), config).fit()
+    loop_of(tmp_path, trainer, Saves(), config).fit(trainer)
     assert trainer.done == [0, 1, 2, 3, 4]
     with pytest.raises(AssertionError), waiting("update"):
         work()
@@ -122,54 +142,60 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
         (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
     assert manager.best_of(scores) == "step_3"
     loop = loop_of(tmp_path, Steps(5), manager, state=LoopState(scores=scores))
-    assert summary(loop)["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
+    assert summary(loop, "sft")["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "every"),
+    [({}, 5), ({"save_freq_in_epoch": 2}, 6), ({"enable_checkpoint": False, "save_freq_in_epoch": 2}, 0)],
+)
+def test_checkpoints_follow_steps_or_epochs(ckpt, every):
+    train = {"train_batch_per_replica": 8, "ckpt": {"save_freq": 5, **ckpt}}
+    config = from_mapping(RecipeConfig, {"train": train})
+    assert _save_every(config, SimpleNamespace(rows=range(24))) == every
 
 
 class Validated(Steps):
     """A trainer that also validates, and may be told to stop while it takes a step."""
 
-    stops_in, signal = None, None
+    stops_in = None
 
-    def update(self, step):
+    def step(self, step):
         self.done.append(step)
         if step == self.stops_in:
-            self.signal.number = 15
-        return Update(step / 10, {"sft/loss": step / 10}, 30.0, 4.0)
+            self.loop.stop_signal.number = 15
+        return TokenUpdate(step / 10, {"sft/loss": step / 10}, 30.0, 4.0)
 
     def validate(self, step):
         return Validation(-float(step), {"eval/loss": float(step)}, f"loss {step}", [{"step": step}])
 
 
-class Notes(Saves):
-    """A manager that notes the state and whether a save is the last one."""
-
-    def save(self, name, *, loop_state, is_last, **more):
-        self.saved.append((name, is_last, loop_state["num_tokens"]))
-
-
 def watched(tmp_path, monkeypatch, trainer, **ckpt):
     """A loop whose clock goes on by 2 seconds at each look, the manager, the lines that it logs, and its learning rates."""
     seconds, lines, rates = iter(range(0, 1000, 2)), [], []
-    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    for module in (loops, token_trainer):
+        monkeypatch.setattr(module, "time", clock)
     config = {
         "train": {"optm_lr": 0.5, "optm_warmup_steps": 2, "ckpt": {"save_freq": 2, **ckpt}},
         "validation": {"enable": True, "val_before_train": True, "freq": 3},
     }
-    manager = Notes()
+    manager = Saves()
+    manager.keeps_any = ckpt.get("enable_checkpoint", True)
     one = loop_of(tmp_path, trainer, manager, config)
-    one.policy.set_learning_rate = rates.append
+    trainer.policy.set_learning_rate = rates.append
     one.tracker = SimpleNamespace(log=lambda step, metrics, phase: lines.append((step, metrics)))
-    trainer.signal = one.stop_signal
     return one, manager, lines, rates
 
 
 def test_every_step_is_logged_saved_and_validated_when_it_is_due(tmp_path, monkeypatch):
-    one, manager, lines, rates = watched(tmp_path, monkeypatch, Validated(5))
-    monkeypatch.setattr(loops, "peak_flops", lambda: 60.0)
-    monkeypatch.setattr(loops, "flops_per_token", lambda model, length: length)
+    trainer = Validated(5)
+    one, manager, lines, rates = watched(tmp_path, monkeypatch, trainer)
+    monkeypatch.setattr(token_trainer, "peak_flops", lambda: 60.0)
+    monkeypatch.setattr(token_trainer, "flops_per_token", lambda model, length: length)
     shown = []
     one.progress = SimpleNamespace(update=lambda *words, **numbers: shown.append((*words, numbers)))
-    one.fit()
+    one.fit(trainer)
     assert shown[3] == ("sft", 4, 5, {"loss": 0.3, "tokens/s": 15}) and len(shown) == 5
     assert rates == [0.25, 0.5, 0.5, 0.5, 0.5]
     assert [step for step, _ in lines] == [0, 0, 1, 2, 2, 3, 4, 4]
@@ -177,14 +203,14 @@ def test_every_step_is_logged_saved_and_validated_when_it_is_due(tmp_path, monke
     assert validations == [(0, 2), (3, 2), (5, 2)], "before training, after three steps, and after the last one"
     for number, metrics in enumerate(metrics for _, metrics in lines if "sft/loss" in metrics):
         assert metrics == {
-            "sft/loss": number / 10, "sft/learning_rate": rates[number], "time/update_s": 2, "time/total_s": 2 * (number + 1),
+            "sft/loss": number / 10, "sft/learning_rate": rates[number], "time/update_s": 2, "time/total_s": 6 * (number + 1),
             "throughput/tokens_per_s": 15, "throughput/mfu": 15 * (30 / 4) / 60,
         }  # fmt: skip
     assert manager.saved == [("step_2", False, 60), ("step_4", False, 120), ("step_5", True, 150)]
     assert one.state.scores == {"step_0": 0, "step_3": -3, "step_5": -5} and one.state.last_validation == {
         "eval/loss": 5
     }
-    assert (one.state.step, one.state.num_tokens, one.state.train_wall_s) == (5, 150, 10)
+    assert (one.state.step, one.state.num_tokens, one.state.train_wall_s) == (5, 150, 30)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
         "step_0.jsonl",
         "step_3.jsonl",
@@ -205,50 +231,52 @@ def test_a_run_that_is_stopped_saves_its_step_once(tmp_path, monkeypatch, stops_
     trainer.stops_in = stops_in
     one, manager, *_ = watched(tmp_path, monkeypatch, trainer, **ckpt)
     with pytest.raises(StopRequested, match=f"after step {stops_in + 1}"):
-        one.fit()
+        one.fit(trainer)
     assert [name for name, *_ in manager.saved] == saved and one.state.step == stops_in + 1
 
 
 def test_a_rank_that_heard_no_signal_stops_with_the_one_that_did(tmp_path, monkeypatch):
-    one, *_ = watched(tmp_path, monkeypatch, Validated(5))
+    trainer = Validated(5)
+    one, *_ = watched(tmp_path, monkeypatch, trainer)
     monkeypatch.setattr(loops, "any_rank", lambda mine: not mine and one.state.step == 3)
     with pytest.raises(StopRequested, match="after step 3"):
-        one.fit()
+        one.fit(trainer)
 
 
 def test_a_run_that_is_stopped_in_its_last_step_ends_as_any_other(tmp_path, monkeypatch):
     trainer = Validated(2)
     trainer.stops_in = 1
     one, manager, *_ = watched(tmp_path, monkeypatch, trainer)
-    one.fit()
+    one.fit(trainer)
     assert [(name, is_last) for name, is_last, _ in manager.saved] == [("step_2", True)]
 
 
 def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp_path, monkeypatch, caplog):
-    one, *_ = watched(tmp_path, monkeypatch, Validated(5))
-    one.config.logging.log_interval = 2
+    trainer = Validated(5)
+    one, *_ = watched(tmp_path, monkeypatch, trainer)
+    trainer.config.logging.log_interval = 2
     with caplog.at_level("INFO", logger="rlinf"):
-        one.fit()
+        one.fit(trainer)
     shown = [record.getMessage().split(",")[0] for record in caplog.records if "Iteration time" in record.getMessage()]
     assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
 
 
 def test_the_line_of_a_step_shows_the_numbers_of_its_method(tmp_path, monkeypatch, caplog):
     trainer = Validated(1)
-    take = trainer.update
-    trainer.update = lambda step: replace(take(step), shown={"Reward": 0.25, "Length": 12.0})
+    take = trainer.step
+    trainer.step = lambda step: replace(take(step), shown={"Reward": 0.25, "Length": 12.0})
     one, *_ = watched(tmp_path, monkeypatch, trainer)
     with caplog.at_level("INFO", logger="rlinf"):
-        one.fit()
+        one.fit(trainer)
     (line,) = [record.getMessage() for record in caplog.records if "Iteration time" in record.getMessage()]
     assert ", Reward: 0.25, Length: 12, Learning rate: " in line
 
 
 def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):
-    monkeypatch.setattr(loops, "world_size", lambda: 3)
+    monkeypatch.setattr(token_trainer, "world_size", lambda: 3)
     shares = []
     for number in range(3):
-        monkeypatch.setattr(loops, "rank", lambda number=number: number)
+        monkeypatch.setattr(token_trainer, "rank", lambda number=number: number)
         shares.append([list(range(8))[own_share(size)] for size in (8, 7, 6, 2)])
     assert shares == [
         [[0, 1, 2], [0, 1, 2], [0, 1], [0]],
@@ -277,7 +305,8 @@ def test_operations_of_a_token_by_hand(tiny_lm):
 
 @pytest.mark.parametrize(("step", "asked", "validated"), [(0, True, [0, 3]), (0, False, [3]), (1, True, [3])])
 def test_only_a_run_that_begins_is_validated_before_training(tmp_path, monkeypatch, step, asked, validated):
-    one, _, lines, _ = watched(tmp_path, monkeypatch, Validated(3))
-    one.state.step, one.config.validation.val_before_train = step, asked
-    one.fit()
+    trainer = Validated(3)
+    one, _, lines, _ = watched(tmp_path, monkeypatch, trainer)
+    one.state.step, trainer.config.validation.val_before_train = step, asked
+    one.fit(trainer)
     assert [metrics["eval/loss"] for _, metrics in lines if "eval/loss" in metrics] == validated

@@ -39,12 +39,8 @@ def engines(monkeypatch):
 def make_vlm(folder, family):
     """Write the configuration of a model that reads images."""
     text = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     if family == "qwen2_5_vl":
         vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 16}

@@ -7,9 +7,9 @@ import torch
 
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.datasets import PackedRows, Rows
-from rlinf.recipes.loop import Validation
 from rlinf.recipes.samples import Sample
 from rlinf.recipes.sft import SFTTrainer
+from rlinf.recipes.token_trainer import Validation
 
 LENGTHS = (9, 3, 6, 2, 12, 5, 7, 4)
 
@@ -46,7 +46,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tiny_lm):
             if sample.token_mask[place]:
                 total -= float(logprobs[place - 1, sample.input_ids[place]])
                 count += 1
-    update = one.update(0)
+    update = one.step(0)
     assert update.loss == pytest.approx(total / count, rel=1e-5)
     assert update.num_tokens == sum(len(sample.input_ids) for sample in rows.batch(0, 4))
     lengths = [len(sample.input_ids) for sample in rows.batch(0, 4)]
@@ -65,19 +65,17 @@ def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tiny_lm):
 def test_how_a_batch_is_cut_changes_nothing(tiny_lm, options):
     whole, cut = trainer(tiny_lm()), trainer(tiny_lm(), **options)
     for step in range(2):
-        assert cut.update(step).loss == pytest.approx(whole.update(step).loss, rel=1e-5)
+        assert cut.step(step).loss == pytest.approx(whole.step(step).loss, rel=1e-5)
     change = weights(whole) - torch.cat([p.flatten() for p in HuggingFacePolicy(tiny_lm()).model.parameters()])
     assert (weights(cut) - weights(whole)).norm() < 1e-3 * change.norm()
     other = trainer(tiny_lm(), packed(seed=1))
-    assert other.update(0).loss != pytest.approx(trainer(tiny_lm()).update(0).loss, rel=1e-3), (
-        "other rows, another loss"
-    )
+    assert other.step(0).loss != pytest.approx(trainer(tiny_lm()).step(0).loss, rel=1e-3), "other rows, another loss"
 
 
 def test_threads_that_read_ahead_change_no_row(tiny_lm):
     one, ahead = trainer(tiny_lm()), trainer(tiny_lm())
     ahead.num_workers = 2
-    assert [ahead.update(step).loss for step in range(3)] == [one.update(step).loss for step in range(3)]
+    assert [ahead.step(step).loss for step in range(3)] == [one.step(step).loss for step in range(3)]
     ahead.close()
 
 
@@ -87,7 +85,7 @@ def test_validation_is_the_mean_over_all_learned_tokens(tiny_lm):
     large, small = (SFTTrainer(policy, rows, num_steps=1, batch_size=size, validation_rows=rows) for size in (8, 3))
     result = large.validate(0)
     assert small.validate(0).metrics["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
-    assert result.metrics["eval/loss"] == pytest.approx(large.update(0).loss, rel=1e-5)
+    assert result.metrics["eval/loss"] == pytest.approx(large.step(0).loss, rel=1e-5)
     assert result.score == -result.metrics["eval/loss"]
     assert trainer(tiny_lm()).validate(0) is None
 
@@ -110,5 +108,5 @@ def test_answers_are_evaluated_besides_the_loss_and_give_the_score(tiny_lm):
 
 
 def test_a_step_counts_rows_and_gradients(tiny_lm):
-    update = trainer(tiny_lm()).update(0)
+    update = trainer(tiny_lm()).step(0)
     assert update.num_rows == 4 and update.metrics["sft/loss"] == update.loss and update.metrics["sft/grad_norm"] > 0

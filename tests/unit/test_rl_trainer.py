@@ -62,8 +62,7 @@ def test_only_missing_groups_are_played_again_and_ended_episodes_cost_nothing(tm
     trainer.sync.push(0)
     counted = Counted(trainer.worker.model)
     metrics = trainer.iteration(0)
-    trainer.collector.close()
-    run.session.close()
+    run.close()
     again = {0: [], 3: [[1, 3], [3]], 9: [[2], [2], [2]]}[len(repeats)]
     assert played == [[0, 1, 2, 3], *again]
     rows = GROUP * HORIZON

@@ -12,8 +12,8 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
-from rlinf.recipes.loop import write_samples
 from rlinf.recipes.packers import preview
+from rlinf.recipes.token_trainer import write_samples
 from rlinf.report.recipe_data import is_token_folder, read_token_run
 from rlinf.report.run_page import write_report
 

@@ -33,7 +33,7 @@ def run_of(folder, name: str):
     config = run_config(folder, *SMALL, *WAYS[name])
     validate(config)
     run = build(config)
-    run.session.evaluate_once = lambda tag: None
+    run.loop.evaluate_once = lambda tag: None
     return run
 
 
@@ -48,10 +48,10 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", WAYS)
 def test_two_updates_move_every_trained_tensor(tmp_path, name):
     run = run_of(tmp_path, name)
-    model = run.session.worker.model
+    model = run.parts.worker.model
     before = weights_of(model)
     run.execute()
-    assert run.session.worker.train_step.num_steps == 2
+    assert run.parts.worker.train_step.num_steps == 2
     heads = {each for each in before if name == "cloning" and each.startswith("value_head")}
     assert unmoved(model, before) == heads and len(before) > 4
 

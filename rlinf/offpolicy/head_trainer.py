@@ -40,10 +40,10 @@ from rlinf.offpolicy.offline import Offline, take_over_replay
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed
-from rlinf.training.iterations import Clock, iterate
-from rlinf.training.session import Session
+from rlinf.training.action_trainer import ActionTrainer, Clock, Parts
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
 
 logger = logging.getLogger("rlinf")
@@ -52,17 +52,17 @@ LEARNER, REPLAY, LOOP, OFFLINE = "learner.", "replay.", "loop.", "offline."
 """Beginnings of the names of what a checkpoint keeps."""
 
 
-def make_off_policy_trainer(algorithm: type[OffPolicyLearner], session: Session) -> OffPolicyTrainer:
+def make_head_trainer(algorithm: type[OffPolicyLearner], parts: Parts) -> HeadTrainer:
     """Make the trainer of an off-policy algorithm, and the envs in which this rank plays."""
-    config = session.config
+    config = parts.config
     env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
     folder = cast(OffPolicyConfig, config.algorithm).offline_dataset
     demonstrations = None if folder is None else open_dataset(config.sft, env, folder, outcomes=True)
     sampler = episode_sampler(config, env)
-    return OffPolicyTrainer(session, env, sampler, algorithm, session.worker.autocast, demonstrations)
+    return HeadTrainer(parts, env, sampler, algorithm, parts.worker.autocast, demonstrations)
 
 
-class OffPolicyTrainer:
+class HeadTrainer(ActionTrainer):
     """Improve a frozen policy by a head that learns from a replay buffer.
 
     Every iteration begins with fresh episodes, so that a checkpoint need not hold simulators. An episode that still runs at the end of
@@ -70,39 +70,40 @@ class OffPolicyTrainer:
 
     Every rank plays its share of the envs and learns of all: what came of a policy call is joined, and then each rank does the same with
     equal numbers. With ``algorithm.overlap``, a thread makes the updates that are owed while the envs play the next policy call, whose
-    actions were chosen before. So what is played and learnt does not depend on how fast either is.
+    actions were chosen before. So results do not depend on how fast either is.
 
     Args:
-        session: The run.
+        parts: Of the run.
         env: Where this rank plays, with auto-reset.
         sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
-        demonstrations: Dataset of which a share of each batch is drawn; None: there is none.
+        demonstrations: Dataset of which a share of each batch is drawn, if any.
     """
 
     def __init__(
         self,
-        session: Session,
+        parts: Parts,
         env: VectorEnv,
         sampler: EpisodeSampler,
         make_learner: type[OffPolicyLearner],
         autocast: Callable[[], AbstractContextManager],
         demonstrations: StoredDemonstrations | None = None,
     ) -> None:
-        self.session, self.env, self.sampler, self.autocast = session, env, sampler, autocast
+        super().__init__(parts)
+        self.env, self.sampler, self.autocast = env, sampler, autocast
         self._bounds = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
         check_bounds(*self._bounds)  # now, not after the hours of cloning
         self.make_learner, self.demonstrations = make_learner, demonstrations
         self.offline: Offline | None = None
-        self.config = cast(OffPolicyConfig, session.config.algorithm)
+        self.config = cast(OffPolicyConfig, parts.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
         self._is_noted = False  # what the warm-up has shown
         self._begins_as_base = False  # the head is new and changes nothing yet
-        num_envs = session.config.rollout.num_envs
+        num_envs = parts.config.rollout.num_envs
         self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names, env.action_dim)
         self._seen: Observation  # by the envs of this rank, at present
@@ -112,28 +113,30 @@ class OffPolicyTrainer:
         self.learner: OffPolicyLearner
         self.replay: ReplayBuffer
 
-    @waiting("update")
-    def fit(self) -> None:
-        """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
-        session, state = self.session, self.session.state
-        session.worker.end_phase()
-        self._begin(session.worker.model)
-        state.phase = "rl"
-        session.take_over(self.policy)
-        session.before_save = self._tensors
-        session.evaluate_once("before_rl")
+    def begin(self) -> None:
+        """Begin with a new head or the one of the checkpoint, evaluate it, and evaluate the controls once."""
+        loop = self.loop
+        self.worker.end_phase()
+        self.make_parts(self.worker.model)
+        self.sync = WeightPush(self.policy, self.policy)
+        super().begin()
         if self.config.controls:
-            evaluate_controls(session, self.policy.base, self.config.head.scale)
-            session.stop_if_asked()
-        session.sync.push(state.policy_version)
-        iterate(session, self.iteration)
-        session.evaluate_once("after_rl")
+            evaluate_controls(self.parts, self.policy.base, self.config.head.scale)
+            loop.stop_if_asked()
+        self.sync.push(loop.state.policy_version)
 
-    def wait_until_ready(self) -> None:
-        """Do nothing: simulators start with the first episode."""
+    @property
+    def model(self) -> HeadedPolicy:
+        """The policy with its head, which is evaluated and saved."""
+        return self.policy
+
+    @property
+    def optimizer(self) -> None:
+        """None: ``state_dict`` has all that learns."""
+        return None
 
     def played_by(self) -> str:
-        """Return in words what plays the envs of a rank."""
+        """Return in words who plays the envs of a rank."""
         return "the thread that updates" if self._updating is None else "a thread next to the one that updates"
 
     def close(self) -> None:
@@ -142,9 +145,10 @@ class OffPolicyTrainer:
             self._updating.shutdown(cancel_futures=True)
         self.env.close()
 
-    def _begin(self, model: ActionModel) -> None:
-        """Make what learns, or continue with that of the checkpoint."""
-        config, seed, rollout = self.config, self.session.config.seed, self.session.config.rollout
+    def make_parts(self, model: ActionModel) -> None:
+        """Make head, learner and buffer, or restore them from the checkpoint."""
+        loop, run = self.loop, self.parts.config
+        config, seed, rollout = self.config, run.seed, run.rollout
         if isinstance(model, HeadedPolicy):
             self.policy = model
         else:
@@ -154,7 +158,7 @@ class OffPolicyTrainer:
             self.policy = HeadedPolicy(model, head, *self._bounds)
             self._begins_as_base = head.begins_as_base
         self.policy.eval()
-        keep_base(self.policy, self.session.folder, self.session.resumed_from if self.session.state.step > 0 else None)
+        keep_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
         head = self.policy.head
         self.learner = self.make_learner(config, head, seed)
         if self.policy.critics is not None:  # of a policy whose head chooses by them
@@ -174,26 +178,26 @@ class OffPolicyTrainer:
             self.policy.base_sha256 = tensors_digest(self.policy.base.state_dict())
         if self.demonstrations is not None:
             self._take(self.demonstrations)
-        if self.session.state.step > 0:
+        if loop.state.step > 0:
             self._load()
         elif config.replay_from is not None:
             folder = resolve_checkpoint(config.replay_from)
-            manifest = build_manifest(self.session.config, self.policy, policy_version=0)
+            manifest = build_manifest(run, self.policy, policy_version=0)
             more = take_over_replay(folder, self.replay, self.policy, manifest, REPLAY, [f"{LOOP}largest_return"])
             self.largest_return = max(self.largest_return, float(more[f"{LOOP}largest_return"]))
-            self.session.progress.note(f"the buffer begins with {self.replay.num_transitions} transitions of {folder}")
+            loop.progress.note(f"the buffer begins with {self.replay.num_transitions} transitions of {folder}")
 
     def _take(self, dataset: StoredDemonstrations) -> None:
         """Ask the frozen policy about demonstrations, unless its answers are on disk."""
-        self.offline = Offline(self.session, dataset, self.policy, self.autocast)
+        self.offline = Offline(self.parts, dataset, self.policy, self.autocast)
         self.demonstrations = None  # of which only its images would still be held
-        self.session.progress.note(str(self.offline.data))
+        self.loop.progress.note(str(self.offline.data))
         for one in self.offline.data.episodes:
             largest = largest_value(one.rewards.tolist(), self.config.gamma, is_cut=not one.terminated)
             self.largest_return = max(self.largest_return, largest)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps besides the policy."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return learner, replay buffer and counters."""
         loop = {
             "owed": torch.tensor(self.owed, dtype=torch.float64),
             "num_base_calls": torch.tensor(self.num_base_calls),
@@ -204,8 +208,8 @@ class OffPolicyTrainer:
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 
     def _load(self) -> None:
-        """Read what ``_tensors`` returned from the checkpoint that is resumed."""
-        folder = self.session.resumed_from / TRAINER_FOLDER
+        """Read what ``state_dict`` returned from the checkpoint that is resumed."""
+        folder = self.loop.resumed_from / TRAINER_FOLDER
         held = {}
         for name, entry in read_entries(folder).items():
             if name.startswith(REPLAY):  # into the buffer itself: twice it might not fit into memory
@@ -234,15 +238,16 @@ class OffPolicyTrainer:
 
     def iteration(self, step: int) -> dict[str, float]:
         """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
-        state, clock, num_calls = self.session.state, Clock(), self.session.config.rollout.num_chunks
+        state, clock, num_calls = self.loop.state, Clock(), self.parts.config.rollout.num_chunks
+        self.learner.decay(self.decayed(step))
         before, updates, staleness = state.env_steps, _Means(), 0
         if not self._is_noted and before >= self.config.warmup_env_steps:
             self._is_noted = True
-            note_warmup(self.session, self._begins_as_base)
-        episodes = _Episodes(self.session.config.rollout.num_envs, self.config.gamma)
+            note_warmup(self.parts, self._begins_as_base)
+        episodes = _Episodes(self.parts.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names, self.env.action_dim)
         said = self._begin_episodes(step)
-        shape = (num_calls, self.session.config.rollout.num_envs, self.policy.head.num_noises)
+        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.head.num_noises)
         for call, uniforms in enumerate(self._draw(*shape, purpose=("actions", step))):
             self._observe(said)
             clock.lap("rollout")
@@ -282,7 +287,7 @@ class OffPolicyTrainer:
         if isinstance(self.policy.head, DirectHead):
             metrics.pop("train/at_bound", None)  # its numbers are actions, at the bounds of the env: no scale cuts them
         if rank() == 0:
-            self._corrections.write(self.session.folder, step)
+            self._corrections.write(self.loop.folder, step)
             self._warn(metrics)
         return metrics | clock.metrics()
 
@@ -296,7 +301,7 @@ class OffPolicyTrainer:
             )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Say once what is wrong with the critics or the scale of the head."""
+        """Warn once of critics that diverge, and of a head that is at its bound."""
         buffers = [self.replay] if self.offline is None else [self.replay, self.offline.data.replay]
         expected = metrics.get("train/q_mean", 0.0)
         possible = max(largest_return(buffer, self.config.gamma) for buffer in buffers)
@@ -341,17 +346,17 @@ class OffPolicyTrainer:
 
     def _draw(self, *shape: int, purpose: tuple[str | int, ...]) -> Tensor:
         """Draw float32 numbers in (0, 1), the same on all ranks."""
-        generator = torch.Generator().manual_seed(derive_seed(self.session.config.seed, *purpose))
+        generator = torch.Generator().manual_seed(derive_seed(self.parts.config.seed, *purpose))
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
     def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> Proposal | None:
-        """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None: there are none.
+        """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None without any.
 
-        ``purpose`` is that of the random numbers of its candidates.
+        ``purpose`` names the random numbers of its candidates.
         """
         if not len(rows):
             return None
-        shape = (self.session.config.rollout.num_envs, self.policy.num_candidate_numbers)
+        shape = (self.parts.config.rollout.num_envs, self.policy.num_candidate_numbers)
         uniforms = self._draw(*shape, purpose=purpose)[self._own.start + rows].to(self.policy.device)
         with self.autocast():
             return self.policy.propose_to_head(self.policy.preprocess(observation), uniforms)
@@ -367,7 +372,7 @@ class OffPolicyTrainer:
             rows_of = (~features.isfinite().all(1)).sum()
             raise NonFiniteError(
                 f"The frozen policy gives features that are not finite for {rows_of} of {len(rows)} observations "
-                f"(model.features={self.session.config.model.features}, model.precision={self.session.config.model.precision}). "
+                f"(model.features={self.parts.config.model.features}, model.precision={self.parts.config.model.precision}). "
                 "Set model.precision=fp32, or look at its weights with `rlinf diagnose`"
             )
         return Said(envs, features, proposal.chunks.cpu())
@@ -379,7 +384,7 @@ class OffPolicyTrainer:
             self.replay.observe(said.envs, said.features, self.policy.normalize(said.chunks.to(self.policy.device)))
 
     def _is_warm_up(self) -> bool:
-        return self.session.state.env_steps < self.config.warmup_env_steps
+        return self.loop.state.env_steps < self.config.warmup_env_steps
 
     @torch.no_grad()
     def _decide(self, said: Said, uniforms: Tensor, episodes: _Episodes) -> tuple[Tensor, Tensor]:
@@ -435,8 +440,8 @@ class OffPolicyTrainer:
         self._corrections.add(self._seen, base, changed)
 
     def _store(self, actions: Tensor, outcome: Outcome, episodes: _Episodes) -> None:
-        """Store what was done and what came of it."""
-        state, is_warm_up = self.session.state, self._is_warm_up()
+        """Store actions and their outcome."""
+        state, is_warm_up = self.loop.state, self._is_warm_up()
         kept = np.setdiff1d(np.arange(len(actions)), outcome.lost)
         self.replay.act(
             torch.from_numpy(kept), actions[kept], torch.from_numpy(outcome.rewards[kept]),
@@ -458,7 +463,7 @@ class OffPolicyTrainer:
                 batch = self.offline.join(batch)
             updates.add(self.learner.update(batch, num_offline))
             self.owed -= 1.0
-            self.session.state.policy_version += 1
+            self.loop.state.policy_version += 1
 
 
 def largest_return(replay: ReplayBuffer, gamma: float) -> float:
@@ -514,7 +519,7 @@ class _Episodes:
         self._choices: list[Tensor] = []  # bool: a chunk of the frozen policy was chosen as it is
 
     def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
-        """Add which options were chosen, of which the first ``num_candidates`` are those of the frozen policy."""
+        """Add which options were chosen, of which the frozen policy gives the first ``num_candidates``."""
         if num_candidates:
             self._choices.append(chosen < num_candidates)
 

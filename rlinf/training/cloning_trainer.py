@@ -1,0 +1,127 @@
+"""Behaviour cloning. Every rank runs it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from torch import Tensor
+
+from rlinf.data.augment import augment
+from rlinf.data.prefetch import Prefetcher
+from rlinf.data.rows import BatchSource, shuffled_rows
+from rlinf.data.stored import StoredDemonstrations
+from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.process_group import any_rank
+from rlinf.rollout.demonstrations import collect_demonstrations
+from rlinf.seeding import derive_seed
+from rlinf.training.action_trainer import ActionTrainer, Parts
+from rlinf.training.loop import Update
+from rlinf.training.stop_signal import StopRequested
+from rlinf.training.train_worker import own_rows
+from rlinf.types import Observation
+
+LOG_EVERY = 10
+"""Steps between two lines of metrics."""
+
+
+class CloningTrainer(ActionTrainer):
+    """Clone demonstrations; of each minibatch, a rank reads the rows that it trains on.
+
+    Args:
+        parts: Of the run; the scripted expert plays in its evaluation env.
+        dataset: Stored demonstrations; None: the expert plays them.
+        last_tag: Evaluation after the last step; None: RL follows, which begins with one.
+    """
+
+    phase = tag = "sft"
+
+    def __init__(self, parts: Parts, dataset: StoredDemonstrations | None = None, last_tag: str | None = None) -> None:
+        super().__init__(parts)
+        self.dataset, self.last_tag = dataset, last_tag
+        self._waits: list[float] = []  # seconds of the steps since the last line, for the batch and in all
+        self._times: list[float] = []
+        self._batches: Prefetcher | None = None
+        self._demonstrator: dict[str, float] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of cloning, which a time limit may prolong."""
+        return max(self.parts.config.sft.max_steps, self.loop.state.sft_step)
+
+    def is_done(self) -> bool:
+        """Return whether steps and time are up (a collective call), or RL has begun."""
+        config, state = self.parts.config.sft, self.loop.state
+        within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
+        return state.phase != "sft" or not (state.sft_step < config.max_steps or any_rank(within_time))
+
+    def begin(self) -> None:
+        """Read the demonstrations, or let the expert play them, unless no step is left."""
+        if self.is_done():
+            return
+        state, config, run_seed = self.loop.state, self.parts.config.sft, self.parts.config.seed
+        start = time.monotonic()
+        demonstrations, self._demonstrator = self._demonstrations()
+        if state.sft_step == 0:  # a resumed run has paid for them before
+            state.train_wall_s += time.monotonic() - start
+        seed = derive_seed(run_seed, "sft")
+        mine = own_rows(config.batch_size)[0].numpy()
+
+        def read(step: int) -> tuple[Observation, Tensor]:
+            rows = shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine]
+            observation, actions = demonstrations.rows(rows)
+            return augment(observation, config.augment, derive_seed(run_seed, "sft augment", step), mine), actions
+
+        self._batches = Prefetcher(read, state.sft_step, config.num_workers if config.dataset is not None else 0)
+
+    def update(self, step: int) -> Update:
+        """Take an optimiser step."""
+        start, config = time.monotonic(), self.parts.config
+        observation, actions = self._batches.next()
+        self._waits.append(time.monotonic() - start)
+        go_on()  # the batch has its deadline, and the update has one
+        noise = derive_seed(config.seed, "sft noise", step)
+        found = self.worker.sft_update(observation, actions, config.sft.batch_size, step, noise)
+        self.loop.state.policy_version += 1
+        self._times.append(time.monotonic() - start)
+        metrics = {f"sft/{name}": value for name, value in found.items()} | {"time/update_s": self._times[-1]}
+        if step == 0:
+            metrics |= self._demonstrator
+        metrics["time/data_wait_s"] = sum(self._waits) / len(self._waits)
+        metrics["throughput/data_wait_fraction"] = sum(self._waits) / sum(self._times)
+        metrics["throughput/samples_per_s"] = config.sft.batch_size / self._times[-1]
+        is_logged = step % LOG_EVERY == 0
+        if is_logged:
+            self._waits, self._times = [], []
+        return Update(metrics, {"loss": found["loss"]}, is_logged)
+
+    def evaluation_due(self, last: bool) -> str | None:
+        """Return the tag of the evaluation after every ``sft.eval_every`` steps but the last."""
+        return self._due(self.parts.config.sft.eval_every, last)
+
+    def close(self) -> None:
+        """Stop the threads that read ahead."""
+        if self._batches is not None:
+            self._batches.__exit__()
+
+    @waiting("rollout")
+    def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
+        """Return the dataset, or let the expert play (the same on every rank); with the metric of how often that succeeds."""
+        config, progress = self.parts.config.sft, self.loop.progress
+        chunk_len = self.worker.model.sft_chunk_len
+        if self.dataset is not None:
+            self.dataset.chunk_len = chunk_len
+            progress.note(f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}")
+            return self.dataset, {}
+        env, stop_signal = self.parts.evaluator.env, self.loop.stop_signal
+        with suppress(StopRequested), stop_signal.at_once():
+            played = collect_demonstrations(
+                env, config.num_demonstrations, config.expert, chunk_len, self.parts.config.seed
+            )
+        # Asked of all ranks: one that was done before would wait for those that stop.
+        if any_rank(stop_signal.number is not None):
+            raise StopRequested("stopped by a signal")
+        progress.note(
+            f"{len(played.episodes)} demonstrations, {len(played)} rows; the demonstrator succeeds in {played.success_rate:.1%}"
+        )
+        return played, {"sft/demonstrator_success_rate": played.success_rate}

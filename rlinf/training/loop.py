@@ -1,0 +1,291 @@
+"""The loop of every run: steps, metrics, evaluations, checkpoints and an orderly end. Every rank runs it; rank 0 writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.config.training import TrainerConfig
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import any_rank, rank
+from rlinf.manifest import Manifest
+from rlinf.run_folder import TRAINER_FOLDER
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import Tracker
+from rlinf.training.collapse import RolledBack, ends_by_collapse
+from rlinf.training.profile_window import ProfileWindow
+from rlinf.training.state import LoopState
+from rlinf.training.stop_signal import StopRequested, StopSignal
+
+logger = logging.getLogger("rlinf")
+
+
+@dataclass
+class Update:
+    """What a step returns.
+
+    Attributes:
+        metrics: Named as in ``rlinf.tracking.METRICS``.
+        shown: Numbers of the live line, by their names there.
+        is_logged: Write the metrics. The last step always writes its own.
+    """
+
+    metrics: dict[str, float]
+    shown: dict[str, float | None] = field(default_factory=dict)
+    is_logged: bool = True
+
+
+class Trainer(Protocol):
+    """Trains a policy, step by step. ``ActionTrainer`` and ``TokenTrainer`` have what action and token policies share.
+
+    Attributes:
+        phase: ``sft`` or ``rl``, as lines of metrics name it.
+        num_steps: Steps of the phase.
+        last_tag: Evaluation after the last step, if any.
+        ends_run: The last checkpoint is exported, and nothing is left to do then.
+        model: The policy that checkpoints hold.
+        optimizer: Its optimiser; None: ``state_dict`` has all that learns.
+    """
+
+    phase: str
+    num_steps: int
+    last_tag: str | None
+    ends_run: bool
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+
+    def begin(self) -> None:
+        """Prepare the first step, which may be one in the middle of a resumed run (a collective call)."""
+
+    def is_done(self) -> bool:
+        """Return whether no step is left (a collective call)."""
+
+    def update(self, step: int) -> Update:
+        """Take a step (a collective call)."""
+
+    def evaluation_due(self, last: bool) -> str | None:
+        """Return the tag of the evaluation that follows the present step; None: none is due.
+
+        Args:
+            last: No step follows.
+        """
+
+    def evaluate(self, tag: str, step: int) -> None:
+        """Evaluate the present weights, and log that as of ``step`` (a collective call)."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps besides policy and optimiser, for ``Loop.restore``."""
+
+    def manifest(self) -> Manifest:
+        """Return the conditions of the present policy."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class Loop:
+    """Runs the trainers of a run, one after the other.
+
+    Args:
+        state: Where to begin.
+        folder: Of the run.
+        settings: When a run saves and ends.
+        run_config: The configuration as a mapping, for checkpoints.
+        checkpoints: Writes them.
+        stop_signal: Whether the run is asked to stop.
+        progress: Live line.
+        resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
+
+    Attributes:
+        trainer: Runs at present.
+        tracker: Writes metrics; None: on another rank.
+        profile_window: Records steps.
+    """
+
+    trainer: Trainer
+    tracker: Tracker | None = None
+
+    def __init__(
+        self,
+        state: LoopState,
+        folder: Path,
+        settings: TrainerConfig,
+        run_config: dict[str, Any],
+        *,
+        checkpoints: CheckpointManager,
+        stop_signal: StopSignal,
+        progress: Progress,
+        resumed_from: Path | None = None,
+    ) -> None:
+        self.state, self.folder, self.settings, self.run_config = state, folder, settings, run_config
+        self.checkpoints, self.stop_signal, self.progress = checkpoints, stop_signal, progress
+        self.resumed_from = resumed_from
+        self.profile_window = ProfileWindow(None, "", folder, rank())
+        self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
+        self._saved_at = time.monotonic()
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Write the open profile, and let the checkpoint that is being written become whole, whatever ends the block.
+
+        An error of its writing or upload is raised, except beside another error, where it is logged.
+        """
+        with ExitStack() as stack:  # calls the last one first, and all even if some fail
+            stack.callback(self._finish_checkpoints, error)
+            stack.callback(self.progress.close)
+            if self.tracker is not None:
+                stack.callback(self.tracker.close)
+            stack.callback(self.profile_window.close)
+
+    @waiting("update")
+    def fit(self, trainer: Trainer) -> None:
+        """Run a trainer from the present step to its end, or until an evaluation reaches the target or shows a collapse.
+
+        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run goes on from a checkpoint.
+        """
+        self.trainer, state = trainer, self.state
+        trainer.begin()
+        last = trainer.is_done()
+        ends = self._ends_by_evaluation(last)
+        self.stop_if_asked()
+        while not (last or ends):
+            start, step = time.monotonic(), state.done
+            with self.profile_window.step(trainer.phase, step):
+                update = trainer.update(step)
+            state.train_wall_s += time.monotonic() - start
+            state.advance()
+            last = trainer.is_done()
+            if update.is_logged or last:
+                self.log(step, update.metrics | {"time/total_s": state.train_wall_s})
+            self.progress.update(trainer.phase, state.done, trainer.num_steps, **update.shown)
+            ends = self._ends_by_evaluation(last)
+            self.checkpoint_if_due(last or ends)
+        if trainer.last_tag is not None:
+            self.evaluate_once(trainer.last_tag)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a line of metrics."""
+        if self.tracker is not None:
+            self.tracker.log(step, metrics, self.trainer.phase)
+
+    @waiting("evaluate")
+    def evaluate(self, tag: str, step: int) -> None:
+        """Evaluate the present weights (a collective call).
+
+        Args:
+            tag: Name of the evaluation.
+            step: Of its line of metrics.
+        """
+        self.trainer.evaluate(tag, step)
+
+    def evaluate_once(self, tag: str) -> None:
+        """Evaluate before or after a phase; a resumed run does not repeat it."""
+        if tag not in self.state.evaluations:
+            self.evaluate(tag, self.state.done)
+            self.stop_if_asked()
+
+    def _ends_by_evaluation(self, last: bool) -> bool:
+        """Evaluate if that is due; return whether the result, new or from before a resume, ends the phase."""
+        state, target = self.state, self.settings.target_success_rate
+        tag = self.trainer.evaluation_due(last)
+        if tag is None:
+            return False
+        if tag not in state.evaluations and tag not in state.scores:
+            self.evaluate(tag, max(0, state.done - 1))
+        if state.phase != "rl":
+            return False
+        if target is not None and tag in state.evaluations and state.evaluations[tag]["success_rate"] >= target:
+            return True
+        return ends_by_collapse(self)
+
+    def checkpoint_if_due(self, last: bool) -> None:
+        """Save at the end of a phase, every ``save_every`` steps and minutes, the best policy so far, and before stopping."""
+        settings, state = self.settings, self.state
+        limit = 60 * settings.save_every_minutes
+        late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
+        best = state.best_checkpoint({one.get("checkpoint") for one in state.evaluations.values()} - {None})
+        due = any_rank(late or (best is not None and best == state.checkpoint_name))  # only rank 0 has the clock
+        if last or due or (settings.save_every and state.done % settings.save_every == 0):
+            self.save(is_last=last and self.trainer.ends_run)
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        """End the run if a signal has asked for it: save steps that no checkpoint has, and raise StopRequested on all ranks."""
+        state = self.state
+        if not any_rank(self.stop_signal.number is not None) or (self.trainer.ends_run and self.trainer.is_done()):
+            return
+        # A resumed run drops the lines at or beyond its step, so it makes their evaluations again.
+        state.evaluations = {
+            tag: one
+            for tag, one in state.evaluations.items()
+            if one["phase"] != state.phase or one["step"] < state.done
+        }
+        if self._saved_steps != (state.sft_step, state.step):
+            self.save()
+        phase = "" if state.phase == "step" else f" of phase {state.phase}"
+        raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
+
+    @waiting("save")
+    def save(self, is_last: bool = False) -> None:
+        """Save the present state (a collective call).
+
+        Args:
+            is_last: The run is complete, and its policy is exported.
+        """
+        state, trainer = self.state, self.trainer
+        if is_last:
+            logger.info(
+                "[Policy] Training finished at step %d/%d, saving final checkpoint in huggingface safetensors...",
+                state.done, trainer.num_steps,
+            )  # fmt: skip
+        more, name = trainer.state_dict(), state.name
+        self.checkpoints.wait()  # the one before may be the best
+        best = state.best_checkpoint({name, *self.checkpoints.names()})
+        self.checkpoints.save(
+            name,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            loop_state=asdict(state),
+            run_config=self.run_config,
+            manifest=trainer.manifest(),
+            best=self.checkpoints.best_of(state.scores, also=name) if state.scores else best,
+            more=more,
+            is_last=is_last,
+        )
+        self._saved_steps = (state.sft_step, state.step)
+        self._saved_at = time.monotonic()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors with those that ``Trainer.state_dict`` had by these names in the checkpoint that is resumed, if any."""
+        if self.resumed_from is not None:
+            folder = self.resumed_from / TRAINER_FOLDER
+            if self.state.step > 0 or tensors.keys() & read_entries(folder).keys():  # else it was made before RL
+                read_tensors(folder, dict(tensors))
+
+    def _finish_checkpoints(self, error: BaseException | None) -> None:
+        ends_well = error is None or isinstance(error, (StopRequested, RolledBack))
+        # What is exported may also be uploaded, for longer than a deadline allows.
+        unlimited = ends_well and self.checkpoints.export is not None
+        try:
+            with nullcontext() if unlimited else waiting("save"):
+                self.checkpoints.close()
+        except Exception as other:  # the writer may raise any
+            if ends_well:
+                raise
+            logger.error("The checkpoint that was being written is lost, too: %s", other)

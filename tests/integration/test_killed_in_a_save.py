@@ -1,0 +1,66 @@
+"""A run that is killed while it writes a checkpoint goes on from the newest whole one, bit for bit: of every trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from every_trainer import checkpoint, lines, start, tensors
+from processes import status_of_child
+from recipe_sums import add_tokenizer
+from run_results import differing_weights
+
+from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.checkpoints.folders import resolve_checkpoint
+
+STAGES = {"write_tensors": 2, "hash_files": 2, "replace_folder": 3}
+"""What has just been done for the third checkpoint, all its tensors, all its files, its name, and the newest whole one then."""
+CASES = [("sac", stage) for stage in STAGES]
+CASES += [(name, "write_tensors") for name in ("cloning", "ppo", "grpo", "recipe sft", "recipe grpo", "recipe dpo")]
+
+
+def _killed_at_the_third(stage: str, *run) -> None:
+    done, calls = getattr(checkpoints, stage), []
+
+    def then_killed(*arguments, **more):
+        result = done(*arguments, **more)
+        calls.append(stage)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(checkpoints, stage, then_killed)
+    start(*run)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_lm):
+    """Return the run of a trainer that nobody kills; it is made once."""
+    folders = {}
+
+    def run(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("whole") / "run"
+            start(name, folders[name], 4, add_tokenizer(tiny_lm()))
+        return folders[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_path, tiny_lm, whole):
+    model, folder = add_tokenizer(tiny_lm()), tmp_path / "killed"
+    child = os.fork()
+    if child == 0:  # a process that ends without cleaning up
+        try:
+            _killed_at_the_third(stage, name, folder, 4, model)
+        finally:
+            os._exit(1)
+    status = status_of_child(child)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {stage}: {status}"
+    assert resolve_checkpoint(folder) == checkpoint(name, folder, STAGES[stage])
+    start(name, folder, 4, model, resumes=True)
+    assert not differing_weights(tensors(name, folder, 4), tensors(name, whole(name), 4))
+    assert lines(folder) == lines(whole(name))
+    assert not list((folder / "checkpoints").glob(".*")), "what was half-written is cleared away"

@@ -1,0 +1,39 @@
+"""Two steps, and two more of a resumed run, are four bit for bit: of every trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from every_trainer import ACTIONS, RECIPES, checkpoint, lines, start, tensors
+from recipe_sums import add_tokenizer
+from run_results import differing_weights
+
+
+@pytest.mark.parametrize("name", [*ACTIONS, *RECIPES])
+def test_two_and_two_steps_are_four(name, tmp_path, tiny_lm):
+    model = add_tokenizer(tiny_lm())
+    start(name, tmp_path / "whole", 4, model)
+    start(name, tmp_path / "halves", 2, model)
+    start(name, tmp_path / "halves", 4, model, resumes=True)
+    whole, halves = (tensors(name, tmp_path / folder, 4) for folder in ("whole", "halves"))
+    assert not differing_weights(whole, halves) and any(key.startswith(("optimizer.", "learner.")) for key in whole)
+    if name in ("sac", "td3"):
+        assert {
+            "replay.features",
+            "replay.generator",
+            "learner.generator",
+            "learner.critics.first.weight",
+        } <= whole.keys()
+    found = lines(tmp_path / "halves")
+    if name == "cloning":  # the last step of a phase has a line, so the first half has one more
+        found = [line for line in found if line["step"] != 1]
+    assert lines(tmp_path / "whole") == found and [line["step"] for line in found][-1] == 3
+    if name in RECIPES:
+        start(name, tmp_path / "other", 4, model, seed=1)
+        other = tensors(name, tmp_path / "other", 4)
+    else:  # what goes on from the weights alone, without optimiser, buffer and counters, ends elsewhere
+        source = checkpoint(name, tmp_path / "whole", 2)
+        start(name, tmp_path / "other", 2, model, f"init_from={source}")
+        other = tensors(name, tmp_path / "other", 2)
+    weights = [key for key in whole if key.startswith("model.")]
+    assert not all(torch.equal(whole[key], other[key]) for key in weights), "control"

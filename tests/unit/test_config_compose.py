@@ -395,7 +395,7 @@ def test_a_yaml_of_the_users_goes_before_the_defaults_of_a_registered_name(plugi
     config = build(*words, config_dir=str(tmp_path))
     assert config.env.joints == 5 and config.env.image_size == 64
     with pytest.raises(ConfigError, match="Set env.joints="):
-        build(*words, "+env.jonts=3", config_dir=str(tmp_path))
+        build(*words, "+env.joint=3", config_dir=str(tmp_path))
     # A spawned process, which knows nothing but what is pickled, gets the same configuration.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(to_mapping, (config,))["env"]["joints"] == 5

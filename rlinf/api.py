@@ -146,7 +146,7 @@ def train(
     try:
         (folder,) = run_training([*own, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
     except SystemExit as stop:  # a notebook goes on
-        raise KeyboardInterrupt("training was stopped by a signal; its checkpoint is saved") from stop
+        raise KeyboardInterrupt("training was stopped by a signal; all training so far is saved") from stop
     return folder
 
 

@@ -120,6 +120,7 @@ class _Opened:
         model: The policy, on the CPU.
         manifest: Of the present conditions.
         conditions: All that a result depends on.
+        baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; None: none.
         untold: It cannot be told whether earlier processes played the same policy.
     """
 
@@ -127,7 +128,8 @@ class _Opened:
     model: Any
     manifest: Manifest
     conditions: dict[str, Any]
-    baseline: EvaluationResult | None
+    baseline: Path | None
+    before: EvaluationResult | None
     warnings: list[str]
     untold: bool
 
@@ -166,7 +168,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
 
 def _open(config: RunConfig, env: VectorEnv) -> _Opened:
     """Open the policy, and refuse a comparison that would fail after hours of episodes."""
-    settings, before = config.evaluation, None
+    settings, baseline, before = config.evaluation, None, None
     specs = episode_list(env, settings.split, settings.num_episodes)
     model, manifest, saved, warnings = open_policy(config, env)
     if settings.compare:
@@ -179,7 +181,7 @@ def _open(config: RunConfig, env: VectorEnv) -> _Opened:
         _warn([TRAINING_SPLIT])
     server = digest_of_server(config, model)
     present = conditions(config, manifest, saved, specs, server)
-    return _Opened(specs, model, manifest, present, before, warnings, server is not None and saved is None)
+    return _Opened(specs, model, manifest, present, baseline, before, warnings, server is not None and saved is None)
 
 
 def _play(
@@ -203,7 +205,7 @@ def _play(
         known=known,
         ranks=ranks,
         episodes=episodes,
-        stop=stop_rule(settings.stop_when, opened.baseline, len(specs)),
+        stop=stop_rule(settings.stop_when, opened.before, len(specs)),
         look_every=_most_envs(settings),
     )
     progress = _Progress(partial, known, len(specs), config.tracking.progress)
@@ -219,8 +221,8 @@ def _play(
     except Exception as error:
         raise recording_failed(error, output) from error
     if ranks.rank == 0:
-        if settings.compare:
-            print(compare_folders(settings.compare, output, settings.allow_mismatch).table(), flush=True)
+        if opened.baseline is not None:
+            print(compare_folders(opened.baseline, output, settings.allow_mismatch).table(), flush=True)
         print(f"report: {write_report(output)}", flush=True)
 
 

@@ -218,7 +218,9 @@ def model_class_of(
     names = list(config.architectures or ())
     owner = path or type(config).__name__
     if len(names) > 1:
-        message = f"architectures of '{owner}' names {len(names)} classes ({', '.join(names)}); required: one."
+        message = (
+            f"architectures in config.json of '{owner}' name {len(names)} classes ({', '.join(names)}); required: one."
+        )
         raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:

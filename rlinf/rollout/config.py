@@ -38,7 +38,7 @@ class RolloutConfig:
     )
     num_lanes: int | None = option(
         None,
-        "Rollout worker threads, each with a share of the envs: while one steps its simulators, the policy acts for another. null: two, "
+        "Without rollout.worker_processes: threads, each with a share of the envs: while one steps its simulators, the policy acts for another. null: two, "
         "or one if steps cost less than threads (simulators in this process that draw no images). A simulation on the GPU has one.",
         minimum=1,
     )

@@ -434,7 +434,7 @@ def test_train_refuses_what_is_no_list_of_overrides(overrides, said, here):
 
 def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monkeypatch):
     monkeypatch.setattr("rlinf.commands.train.train", lambda config: sys.exit(130))
-    with pytest.raises(KeyboardInterrupt, match="its checkpoint is saved"):
+    with pytest.raises(KeyboardInterrupt, match="all training so far is saved"):
         rlinf.train([*TINY, "output_dir=stopped"])
 
 

@@ -110,6 +110,17 @@ def test_pictures_cross_in_shared_memory_and_not_through_the_pipe(make, monkeypa
     assert len(answers) == 2 and 0 < sent < nbytes / 10
 
 
+def test_what_was_handed_out_is_not_written_again(make):
+    env = make(num_processes=1)
+    seen, _ = env.reset()
+    images, state = {name: image.copy() for name, image in seen.images.items()}, seen.state.copy()
+    step = env.chunk_step(zeros(env, 2) + 1)
+    assert not np.array_equal(step.observation.state, state)
+    np.testing.assert_array_equal(seen.state, state)
+    for name, image in images.items():
+        np.testing.assert_array_equal(seen.images[name], image)
+
+
 def actions_of(specs, step):
     """``[B, 2, 2]`` that depend on episode and step only, and bring nobody to the middle soon."""
     return np.stack([np.full((2, 2), 0.02 * (1 + spec.init_state_id) * (step + 1), np.float32) for spec in specs])

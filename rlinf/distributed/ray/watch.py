@@ -49,7 +49,8 @@ class ClusterWatch:
         """Return the error to raise if the head or the daemon refuses connections."""
         if not _listens(self.daemon):
             return RankError(
-                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, often because memory ran out. Look for the cause in "
+                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to players and ranks "
+                "elsewhere; often memory ran out. Look for the cause in "
                 f"Ray's logs. {WAY_ON}"
             )
         return None if _listens(self.head) else self._head_is_lost("has ended")

@@ -121,7 +121,9 @@ class ActionModel(Module, metaclass=ABCMeta):
             )
         width = getattr(config, "state_dim", None)
         if width and env.state_dim not in (None, width):
-            own = f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another>"
+            own = (
+                f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another folder>"
+            )
             fix = env.override_for_state(width, width) or (own if env.state_dim else cls.without_state)
             raise ConfigError(
                 f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "

@@ -83,7 +83,10 @@ class RemotePolicy(ActionModel, nn.Module):
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
         """Refuse training."""
-        raise ConfigError(f"model.url={config.url} cannot be trained. Set model.url=null model=openvla_tiny")
+        raise ConfigError(
+            f"model.url={config.url} acts elsewhere and has no weights here; required: a policy to train. "
+            "Set model.url=null model=openvla_tiny"
+        )
 
     @classmethod
     def _from_config(cls, config: RemoteConfig, **arguments: Any) -> RemotePolicy:

@@ -284,9 +284,7 @@ def clone_misses(record: Record) -> Finding | None:
         if clone.interval[1] >= shown["sft/demonstrator_success_rate"] / 2:
             return None
         reached = f"the clone succeeds in {clone}, its demonstrator in {shown['sft/demonstrator_success_rate']:.0%}"
-    text = (
-        f"The loss of cloning fell, and {reached}: the rows are too few, or do not show the task (labels, observations)"
-    )
+    text = f"The loss of cloning fell, and {reached}: the rows are too few, or do not show the asked task (labels, observations)"
     return Finding(text, "", record.outcome.steps)
 
 

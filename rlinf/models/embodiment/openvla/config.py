@@ -268,6 +268,8 @@ class OpenVLAConfig(PreTrainedConfig):
             raise field_error(f"{found}; required: a block of a tower of depth {depth}", "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            problem = f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size}"
+            problem = (
+                f"image_sizes are {self.image_sizes}; required: multiples of the patch size {patch_size} of '{name}'"
+            )
             raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec

@@ -69,7 +69,9 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def check_env(cls, config: OpenVLAOFTConfig, env: EnvSpec) -> None:
         super().check_env(config, env)
         if config.use_proprio and env.state_dim == 0:
-            problem = f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none"
+            problem = (
+                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set"
+            )
             raise field_error(problem, "use_proprio=false")
 
     @classmethod

@@ -157,7 +157,9 @@ class Pi0Config(PreTrainedConfig):
             problem = f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null"
             raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            problem = "discrete_state_input has bins of [-1, 1], which use_quantile_norm=False does not map to"
+            problem = (
+                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state"
+            )
             raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
@@ -236,7 +238,9 @@ def _tensor_names(folder: Path) -> list[str]:
             with safe_open(path, "pt") as file:
                 names += file.keys()
         except SafetensorError as error:
-            raise CheckpointError(f"'{path}' cannot be read ({error}). Set model.model_path=<another>") from error
+            raise CheckpointError(
+                f"'{path}' cannot be read ({error}). Set model.model_path=<another folder>"
+            ) from error
     return names
 
 

@@ -106,8 +106,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if config.cameras is not None and (not names or not set(names) <= set(given)):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
-                "required: one or more, all of them rendered", f"cameras={override_text(given)}",
-            )  # fmt: skip
+                f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
+                f"cameras={override_text(given)}",
+            )
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
             fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
             raise ConfigError(

@@ -117,10 +117,10 @@ class CheckpointManager:
             is_last: The run is complete: the policy is exported as ``final``, and uploaded.
             **run: Fields of ``RunState``.
         """
+        state = RunState(**run)
         self.wait()
         if not self.keeps_any and not (is_last and self.export):
             return
-        state = RunState(**run)
         if not self.keeps_any:
             state.optimizer = None
         # Without use_async_staging, stage returns the copies and no future.

@@ -160,6 +160,11 @@ def case(request, your_processor):
         init_config = YOUR_CONFIG | {"image_token_index": image_token}
         model = replace(config.model, model_type="your_model_type", init_config=init_config)
         config = replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {"tokenizer_model": folder}))
+    return make_case(request.param, config)
+
+
+def make_case(name, config):
+    """The policy of a configuration and four first observations of its env."""
     env = make_env(config.env, 4, auto_reset=False)
     specs = env.episode_specs("train")
     observation, _ = env.reset(options={"episodes": [specs[index] for index in range(4)]})
@@ -172,7 +177,7 @@ def case(request, your_processor):
         for parameter in policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     actions = low + (high - low) * torch.rand(4, policy.sft_chunk_len, len(low))
-    return Case(request.param, config, overrides, observation, policy, actions.float(), high - low)
+    return Case(name, config, overrides, observation, policy, actions.float(), high - low)
 
 
 @pytest.fixture

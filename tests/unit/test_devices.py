@@ -90,7 +90,8 @@ def test_a_rank_and_its_processes_see_one_gpu_from_their_beginning(tmp_path, mon
     start = launch.mp.start_processes
 
     def on_the_cpu(function, arguments, **options):
-        return start(function, tuple("cpu" if value == "cuda" else value for value in arguments), **options)
+        moved = (each._replace(device="cpu") if isinstance(each, launch.Work) else each for each in arguments)
+        return start(function, tuple(moved), **options)
 
     monkeypatch.setattr(launch.mp, "start_processes", on_the_cpu)
     launch.launch(rank_environments.tell_environment, str(tmp_path / "rank"), 2, "cuda")

@@ -40,14 +40,14 @@ def packed(num_rows=6):
     return PackedRows(Rows(rows), lambda row: Prompt(row["ids"], reference="even", row=row), seed=0)
 
 
-def trainer(folder, rewards=even_share, loss=None, policy_options=None, generator=None, **options):
+def trainer(folder, rewards=even_share, loss=None, policy_options=None, generator=None, batch_size=12, **options):
     settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "max_new_tokens": 5, "temperature": 0.9}
     policy = HuggingFacePolicy(folder, **settings | (policy_options or {}))
     completer = Completer(
         generator or TorchGenerator(policy), Letters(), rewards, batch_size=6, max_new_tokens=5, end_tokens=[END]
     )
     return GRPOTrainer(
-        policy, packed(), num_steps=4, batch_size=12, groups=Groups(**{"size": 4, "seed": 0} | options), completer=completer,
+        policy, packed(), num_steps=4, batch_size=batch_size, groups=Groups(**{"size": 4, "seed": 0} | options), completer=completer,
         loss=loss or GRPOLossFn(dual_clip=3.0),
     )  # fmt: skip
 

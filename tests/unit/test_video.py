@@ -64,6 +64,7 @@ def test_a_video_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, mo
 
 def test_a_video_is_written_by_a_process_that_begins_without_python_code(tmp_path, monkeypatch):
     """Such code can wait for ever for a lock that another thread held as the process was forked."""
+    write_video(tmp_path / "first.mp4", frames_of(1), "reach", True)  # the first call also asks ffmpeg for its version
     started = []
     popen = subprocess.Popen.__init__
 

@@ -12,6 +12,8 @@ RECORD = Path(__file__).with_name("slow.txt")
 """Seconds and test, one a line, slowest first; without the parameters of a test."""
 LEAST_S = 0.3
 """A test that takes less, with all of its parameters, is fast."""
+LEAST_FILE_S = 40
+"""All tests of a file that takes as long are slow: whichever of them runs first pays for the fixtures that they share."""
 FAST = "not slow"
 
 
@@ -30,9 +32,12 @@ def recorded() -> dict[str, float]:
 
 def mark(items: list[pytest.Item]) -> None:
     """Give the marker ``slow`` to the tests of the record; a test that is new is fast until the next record."""
-    slow = recorded()
+    slow, of_file = recorded(), Counter[str]()
+    for test, seconds in slow.items():
+        of_file[test.partition("::")[0]] += seconds
     for item in items:
-        if item.nodeid.partition("[")[0] in slow:
+        test = item.nodeid.partition("[")[0]
+        if test in slow or of_file[test.partition("::")[0]] >= LEAST_FILE_S:
             item.add_marker("slow")
 
 

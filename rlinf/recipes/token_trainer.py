@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -274,4 +275,6 @@ def peak_flops() -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((PEAK_FLOPS[key] for key in sorted(PEAK_FLOPS, key=len, reverse=True) if key in name), None)
+    return next(
+        (PEAK_FLOPS[key] for key in sorted(PEAK_FLOPS, key=len, reverse=True) if re.search(rf"\b{key}\b", name)), None
+    )

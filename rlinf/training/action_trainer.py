@@ -179,11 +179,10 @@ class ActionTrainer:
 
     def _warn_of_clipping(self, fraction: float | None, largest: float | None) -> None:
         """Warn once, on rank 0, that many numbers of actions are cut."""
-        for sentence in (
-            clipping_warning(fraction, largest) if rank() == 0 and not self.parts.warned_of_clipping else ()
-        ):
-            self.parts.warned_of_clipping = True
-            logger.warning(sentence)
+        if rank() == 0 and not self.parts.warned_of_clipping:
+            for sentence in clipping_warning(fraction, largest):
+                self.parts.warned_of_clipping = True
+                logger.warning(sentence)
 
 
 class Clock:

@@ -66,7 +66,7 @@ class RLTrainer(ActionTrainer):
 
     With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
     policy is updated: it is issued before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
-    ``s`` iterations after its weights. At the beginning, the first ``s`` of them are played with the first weights.
+    ``s`` iterations after its weights. At the beginning, the first ``s + 1`` of them are played with the first weights.
 
     Args:
         parts: Of the run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import requires, version
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import yaml
 
 from rlinf.cli import doctor as module
 from rlinf.cli import main
-from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding
+from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding, check_vllm
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS
@@ -352,3 +352,13 @@ def test_parameters_of_a_checkpoint_folder_are_those_of_its_files(tmp_path):
 
 def test_sizes_are_readable():
     assert (format_bytes(3 * 1024**2), format_bytes(int(2.5 * 1024**3))) == ("3.0 MiB", "2.50 GiB")
+
+
+def test_a_vllm_of_another_version_is_named_with_the_wanted_one(monkeypatch):
+    (pinned,) = (
+        text.partition("==")[2].partition(";")[0].strip() for text in requires("rlinf") if text.startswith("vllm==")
+    )
+    monkeypatch.setattr("rlinf.cli.doctor.importlib.util.find_spec", lambda name: object())
+    for installed, told in (("0.1.0", f"written for =={pinned}"), (pinned, "rollout.backend=vllm")):
+        monkeypatch.setattr("rlinf.cli.doctor._version", {"vllm": installed}.get)
+        assert told in check_vllm().detail

@@ -310,3 +310,14 @@ def test_only_a_run_that_begins_is_validated_before_training(tmp_path, monkeypat
     one.state.step, trainer.config.validation.val_before_train = step, asked
     one.fit(trainer)
     assert [metrics["eval/loss"] for _, metrics in lines if "eval/loss" in metrics] == validated
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", None),
+     ("NVIDIA RTX A1000", None), ("NVIDIA GH200 480GB", 989e12)],
+)  # fmt: skip
+def test_the_peak_of_a_gpu_is_not_taken_from_one_with_a_longer_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert token_trainer.peak_flops() == peak

@@ -4,7 +4,7 @@
 install *options:
     bash scripts/setup.sh {{options}}
 
-# Lint, and the tests that tests/slow.txt does not list; all of them until a full run has recorded it.
+# Lint, and the fast tests, by the seconds in tests/slow.txt.
 check *arguments:
     .venv/bin/ruff check . && .venv/bin/ruff format --check -q .
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" {{arguments}}

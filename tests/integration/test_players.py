@@ -133,15 +133,17 @@ def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(r
     assert [each for each in staleness if each is not None] == [0, 1, 2, 2, 2]
 
 
-def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch, ahead):
     """Bit for bit as the run that was not interrupted, from a checkpoint of players and from one of ranks that play."""
     trained = note_trained(monkeypatch)
     more = [*STATE, "trainer.max_steps=4", "trainer.save_every=1", "trainer.max_keep=-1"]
-    more += ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"]  # rollouts wait in the checkpoint
-    whole = runs("whole", *more, *SPLIT)
-    check_staleness(trained, 1)
-    goes_on = [("colocated", whole, 1, ["rollout.worker_processes=2"])]
-    goes_on += [("one player", tmp_path / "colocated", 3, [*SPLIT, "cluster.num_players=1"])]
+    more += ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"] if ahead else []  # rollouts wait in the checkpoint
+    whole = runs(f"whole {ahead}", *more, *SPLIT)
+    check_staleness(trained, int(ahead))
+    goes_on = [("colocated", whole, 1, ["rollout.worker_processes=2"] if ahead else [])]
+    players = ["cluster.num_players=1"] if ahead else []
+    goes_on += [("split again", tmp_path / "colocated", 3, [*SPLIT, *players])]
     for name, before, step, where in goes_on:
         folder = tmp_path / name.replace(" ", "_")
         train(run_config(folder, *more, *where, f"resume={before}/checkpoints/rl_{step:06d}"))

@@ -197,9 +197,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {"ours": []}
     result: dict[str, object] = {
         "name": "ppo_mlp",
-        "seeds": seeds,
-        "num_envs": same["num_envs"],
-        "hidden_sizes": [256, 256],
+        "sizes": {"seeds": seeds, "num_envs": same["num_envs"], "hidden_sizes": [256, 256]},
     }
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.against:

@@ -434,7 +434,7 @@ def summary(found: dict[str, tuple[dict, dict]]) -> dict[str, object]:
         if ours and peer:
             result |= {"ours": ours, "peer": peer, "ratio": round(peer / ours, 2), "gap": gap}
             break
-    return result | {"seeds": sizes}
+    return result | {"sizes": sizes}
 
 
 if __name__ == "__main__":

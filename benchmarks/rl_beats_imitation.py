@@ -97,8 +97,8 @@ def main() -> None:
         "name": "rl_beats_imitation", "ours": round(rates["rl"], 4), "peer": round(rates["imitation"], 4),
         "ratio": round(rates["rl"] / max(rates["imitation"], 1e-9), 3), "unit": "success rate", "before_rl": round(rates["before"], 4),
         "gain_points": round(100 * (rates["rl"] - rates["imitation"]), 1),
-        "intervals_apart": intervals["rl"][0] > intervals["imitation"][1], "seeds": arguments.seeds,
-        "episodes": totals["rl"][1], "train_wall_s": walls,
+        "intervals_apart": intervals["rl"][0] > intervals["imitation"][1], "train_wall_s": walls,
+        "sizes": {"seeds": arguments.seeds, "episodes": totals["rl"][1]},
     }  # fmt: skip
     print(json.dumps(result))
 

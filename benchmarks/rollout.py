@@ -99,8 +99,8 @@ def main() -> None:
     first = by_size[arguments.num_envs[0]]
     result = {
         "name": "rollout", "ours": round(first["ours"], 1), "peer": round(min(first["env_only"], first["policy_only"]), 1),
-        "ratio": round(first["ratio"], 3), "ratio_threads": round(first["ratio_threads"], 3), "unit": "env steps/s", "num_envs": arguments.num_envs[0],
-        "num_chunks": arguments.num_chunks, "processes": first["processes"], "threads": torch.get_num_threads(),
+        "ratio": round(first["ratio"], 3), "ratio_threads": round(first["ratio_threads"], 3), "unit": "env steps/s",
+        "sizes": {"processes": first["processes"], "threads": torch.get_num_threads(), **vars(arguments)},
         "ratio_by_num_envs": {size: round(rates["ratio"], 3) for size, rates in by_size.items()},
     }  # fmt: skip
     print(json.dumps(result))

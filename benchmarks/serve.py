@@ -219,8 +219,11 @@ def main() -> None:
         "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(ours / peer, 2), "peer_unfilled": round(unfilled, 2),
         "ratio_unfilled": round(ours / unfilled, 2),
         "overhead_ms": round(overhead, 2), "limit_ms": LIMIT_MS, "served_ms": round(medians["served"], 2),
-        "in_process_ms": round(medians["in_process"], 2), "image_size": args.image_size, "cameras": len(CAMERAS), "calls": args.calls,
-        "clients": args.clients, "rounds": args.rounds, "threads": args.threads, "device": args.device,
+        "in_process_ms": round(medians["in_process"], 2),
+        "sizes": {
+            "image_size": args.image_size, "cameras": len(CAMERAS), "calls": args.calls, "clients": args.clients,
+            "rounds": args.rounds, "threads": args.threads, "device": args.device,
+        },
     }  # fmt: skip
     print(json.dumps(line))
 

@@ -1,21 +1,112 @@
-"""The side of TRL in ``sft_throughput.py`` and ``grpo_iteration.py``, run by a Python that has TRL.
+"""Two processes that take turns, ours and TRL's, for ``against_trl.py``; run as a script, this file is the side of TRL.
 
-The trainer runs in a thread and waits between steps, so that the two sides take turns.
+``Side(python, script, settings)`` starts a process. The script reads the settings, and answers messages until there are none, with
+``serve``. Each side has a Python of its own: that of TRL has no rlinf, and ours no TRL, so TRL is imported where it is used. Its trainer
+runs in a thread and waits between steps, so that the two sides take turns.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from side_by_side import Stopwatch, distinct_words, memory_mb, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+
+class Side:
+    """A process that answers messages.
+
+    Args:
+        name: In messages about it.
+        python: Its interpreter.
+        script: File that calls ``serve``.
+        settings: JSON values that its ``answer`` is made from.
+    """
+
+    def __init__(self, name: str, python: str, script: Path, settings: dict[str, Any]) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()
+        threads = {key: str(settings["threads"]) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [python, str(script), "--side"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=os.environ | threads | quiet,
+        )  # fmt: skip
+        self._send(settings)
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """Send a message, and return the answer."""
+        try:
+            self._send(message)
+            line = self._process.stdout.readline()
+            while line and not line.startswith("{"):  # what the imports of a package print
+                line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise SystemExit(f"{self.name} ended:\n{self._log.read().decode(errors='replace')[-4000:]}")
+        return json.loads(line)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def serve(make_answer: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]) -> None:
+    """Answer messages until the other end closes. What else is printed goes to stderr.
+
+    Args:
+        make_answer: Takes the settings; returns a function of the fields of a message.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer = make_answer(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(**json.loads(line))) + "\n")
+        answers.flush()
+
+
+def distinct_words(text: str) -> float:
+    """Return the share of the words of a text that differ: a reward."""
+    words = text.split()
+    return len(set(words)) / max(1, len(words))
+
+
+class Stopwatch:
+    """Times what runs inside, in seconds of the clock and of this process's processor time."""
+
+    times: dict[str, float]
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        clock, processor = self._start
+        self.times = {"seconds": time.perf_counter() - clock, "cpu_seconds": time.process_time() - processor}
+
+
+def memory_mb(key: str) -> float:
+    """Return ``VmRSS`` (now) or ``VmHWM`` (peak) of this process in 1e6 bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024 / 1e6
 
 
 class Turns(TrainerCallback):
@@ -66,21 +157,23 @@ def common(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Recorded(SFTTrainer):
-    """Keeps the rows that it trains on."""
-
-    rows: list[list[list[int]]]
-
-    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        packed = torch.stack([inputs["input_ids"][0], (inputs["labels"][0] != -100).long()])
-        starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
-        for start, stop in zip(starts, [*starts[1:], packed.shape[1]], strict=True):
-            self.rows.append(packed[:, start:stop].tolist())
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
 def sft(settings: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Return a function that takes a step; it returns loss, gradient norm, and the rows as tokens and which are learned."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class Recorded(SFTTrainer):
+        """Keeps the rows that it trains on."""
+
+        rows: list[list[list[int]]]
+
+        def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            packed = torch.stack([inputs["input_ids"][0], (inputs["labels"][0] != -100).long()])
+            starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+            for start, stop in zip(starts, [*starts[1:], packed.shape[1]], strict=True):
+                self.rows.append(packed[:, start:stop].tolist())
+            return super().training_step(model, inputs, *args, **kwargs)
+
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     columns = {name: [row[name] for row in settings["rows"]] for name in ("input_ids", "completion_mask")}
     config = SFTConfig(**common(settings), packing=True, max_length=settings["length"], completion_only_loss=True)
@@ -105,6 +198,9 @@ def sft(settings: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 def grpo(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """Return a function that takes an iteration, or gives loss and gradient norm of ``given`` answers."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     config = GRPOConfig(
         **common(settings), num_generations=settings["group_size"], max_completion_length=settings["answer_tokens"],
         temperature=settings["temperature"], beta=settings["beta"], num_iterations=settings["updates"],

@@ -117,10 +117,12 @@ def main() -> None:
     )
     result = {
         "name": "update", "ours": round(ours, 1), "peer": round(peak / flops_per_sample, 1),
-        "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s", "precision": config.model.precision,
-        "minibatch_size": rows, "parameters": sum(p.numel() for p in model.parameters()),
+        "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s",
         "mflop_per_sample": round(flops_per_sample / 1e6, 2), "matmul_peak_gflops": round(peak / 1e9, 1),
-        "threads": torch.get_num_threads(),
+        "sizes": {
+            "precision": config.model.precision, "minibatch_size": rows, "threads": torch.get_num_threads(),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
     }  # fmt: skip
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""Players are killed at random moments of a run (``benchmarks/players_kill.py``, which kills a hundred)."""
+"""Players are killed at random moments of a run (``scripts/players_kill.py``, which kills a hundred)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import players_kill
 

@@ -135,7 +135,7 @@ def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     counts = json.loads(controls.read_text())["counts"]
     assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
     assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
-    seeds = json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"]
+    seeds = json.loads(capsys.readouterr().out.splitlines()[-1])["sizes"]
     assert seeds == {"quickstart_two_headed, own clones": {"residual": 1}}
     assert race.curve(left)[-1].cpu_s > 0
     trained = []

@@ -13,7 +13,7 @@ from run_results import metrics_of, run_config
 from rlinf.commands.train import train
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from scaling import measured
+from scaling_model import measured
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling_model.py"
 TINY = [

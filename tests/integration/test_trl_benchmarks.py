@@ -1,4 +1,4 @@
-"""Our sides of the benchmarks next to TRL train what they are told, and their comparisons of losses can fail. TRL itself is not needed."""
+"""Our sides of the benchmark next to TRL train what they are told, and their comparisons of losses can fail. TRL itself is not needed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-import grpo_iteration  # noqa: E402
-import sft_throughput  # noqa: E402
-from side_by_side import Side  # noqa: E402
+import against_trl  # noqa: E402
+from trl_side import Side  # noqa: E402
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1}
 
@@ -21,7 +20,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("model"))
-    sft_throughput.make_model(path, SIZES, seed=0)
+    against_trl.make_model(path, SIZES, seed=0)
     return path
 
 
@@ -33,9 +32,9 @@ def logprobs_of(folder, tokens):
 
 
 def test_the_side_of_sft_trains_the_answers_of_the_rows_it_gets(folder):
-    rows = [list(row.values()) for row in sft_throughput.make_rows(5, 64, 2, 9, seed=1)]
-    settings = {"model": folder, "micro_batch": 1, "length": 32, "learning_rate": 1e-2, "threads": 1}
-    answer = sft_throughput.make_answer(settings)
+    rows = [list(row.values()) for row in against_trl.make_rows(5, 64, 2, 9, seed=1)]
+    settings = {"method": "sft", "model": folder, "micro_batch": 1, "length": 32, "learning_rate": 1e-2, "threads": 1}
+    answer = against_trl.make_answer(settings)
     control = answer(rows_of_step=rows, all_tokens=True)["loss"]
     first, second = (answer(rows_of_step=rows) for _ in range(2))
     scored = [(logprobs_of(folder, ids), torch.tensor(mask[1:]).bool()) for ids, mask in rows]
@@ -48,19 +47,19 @@ def test_the_side_of_sft_trains_the_answers_of_the_rows_it_gets(folder):
 
 def test_first_steps_that_differ_are_refused():
     same = {"loss": 2.0, "norm": 1.0}
-    sft_throughput.check_first(same, same, control=2.1)
+    against_trl.check_first(same, same, control=2.1)
     for ours, control in (({"loss": 2.0001, "norm": 1.0}, 2.1), ({"loss": 2.0, "norm": 1.001}, 2.1), (same, 2.0)):
         with pytest.raises(SystemExit):
-            sft_throughput.check_first(ours, same, control)
+            against_trl.check_first(ours, same, control)
 
 
 def test_the_side_of_grpo_takes_iterations_and_scores_given_answers(folder):
     settings = {
-        "model": folder, "prompts": ["w5 w6 w7", "w8", "w9 w10"], "batch_size": 4, "group_size": 2, "micro_batch": 2,
+        "method": "grpo", "model": folder, "prompts": ["w5 w6 w7", "w8", "w9 w10"], "batch_size": 4, "group_size": 2, "micro_batch": 2,
         "answer_tokens": 6, "temperature": 0.9, "beta": 0.5, "updates": 2, "epsilon": 0.2, "learning_rate": 1e-3,
         "threads": 1, "seed": 0,
     }  # fmt: skip
-    answer = grpo_iteration.make_answer(settings)
+    answer = against_trl.make_answer(settings)
     given = {"prompts": [[5, 6], [7]], "answers": [[8, 9, 10], [11]], "advantages": [1.0, -2.0]}
     logprobs = answer(given=given)["logprobs"]
     shifted = [[value - 0.5 for value in row] for row in logprobs]
@@ -89,7 +88,7 @@ def test_sides_whose_losses_of_given_answers_differ_are_refused():
 
     def compare(ours, control, theirs):
         rows = {"logprobs": [[-1.0] * 40] * 2}
-        return grpo_iteration.compare_losses(Told(rows, ours, control), Told(theirs), arguments)
+        return against_trl.compare_losses(Told(rows, ours, control), Told(theirs), arguments)
 
     same, other = {"loss": 1.0, "norm": 1.0}, {"loss": 1.1, "norm": 1.0}
     assert compare(same, other, same) == {"ours": 1.0, "peer": 1.0, "control": 1.1}
@@ -101,7 +100,7 @@ def test_sides_whose_losses_of_given_answers_differ_are_refused():
 def test_a_side_that_fails_says_why(tmp_path):
     script = tmp_path / "side.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom side_by_side import serve\n"
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom trl_side import serve\n"
         "def answer(number):\n    print('not an answer')\n    return {'half': number / 2}\n"
         "serve(lambda settings: answer)\n"
     )

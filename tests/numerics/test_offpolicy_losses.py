@@ -365,4 +365,4 @@ def test_the_benchmark_of_an_update_prints_its_numbers(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["name"] == "offpolicy_update" and found["ours"] > 0 and found["peer"] > 0
     assert found["ratio"] == pytest.approx(found["peer"] / found["ours"])
-    assert (found["critics"], found["hidden_size"], found["batch_size"]) == (3, 8, 16)
+    assert found["sizes"] == {"updates": 2, "critics": 3, "hidden_size": 8, "batch_size": 16, "threads": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from scaling import Line, Machine, Workload, best, evaluation_share, measured, predict, slowest_of
+from scaling_model import Line, Machine, Workload, best, evaluation_share, measured, predict, slowest_of
 
 MACHINE = Machine(gpus=8, gpu_link=400e9, node_link=50e9, memory=1e12, latency_s=0.0)
 WORK = Workload(

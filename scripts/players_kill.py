@@ -5,7 +5,7 @@ over the whole run: while it is built, takes weights, plays, evaluates or waits.
 weights must be those of the undisturbed run bit for bit, each block of each iteration must have been trained on once, and no process
 and no shared memory of the run may be left.
 
-    python benchmarks/players_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
+    python scripts/players_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
 
 The last line is one JSON object; the exit status is 1 where a number differs or something is left.
 """

@@ -1,7 +1,5 @@
 """A small run of each trainer: behaviour cloning, policy gradients, heads on a frozen policy, recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks and rollout workers that fork from a process which has imported what they need: a new interpreter takes four seconds for that."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

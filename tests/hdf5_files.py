@@ -1,7 +1,5 @@
 """Tiny HDF5 files in the exact layouts of robomimic and of LIBERO, and random episodes to put into them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small runs of a head that learns off-policy, and what their checkpoints hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

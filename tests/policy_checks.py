@@ -1,7 +1,5 @@
 """The checks of ``rlinf diagnose`` on the variants of a policy. ``tests/unit/test_action_diagnostics.py`` shows that each finds its defect."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

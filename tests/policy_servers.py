@@ -1,7 +1,5 @@
 """A policy server in a thread of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Processes of this machine, as tests look for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

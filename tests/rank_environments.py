@@ -1,7 +1,5 @@
 """What ranks of a test see. They import this file alone, which is quicker than a test with all that it needs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray in the tests: patient, because the machine may be busy and short of memory for other reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The references of this process that Ray counts."""
 
-from __future__ import annotations
-
 import gc
 import time
 

@@ -1,7 +1,5 @@
 """A tokenizer of single letters, and sums to train a tiny language model on."""
 
-from __future__ import annotations
-
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

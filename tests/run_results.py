@@ -1,7 +1,5 @@
 """Runs, and what tests compare of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small models of the vLLM tests, and what they compute in torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM

@@ -1,7 +1,5 @@
 """The two ends of a push of weights. Processes of tests import this file alone, which is quicker than a test with all that it needs."""
 
-from __future__ import annotations
-
 import os
 import signal
 

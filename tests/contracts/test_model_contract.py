@@ -3,8 +3,6 @@
 Random weights, moved away from zeros and ones, so that no part of a model is idle.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import dataclass, replace

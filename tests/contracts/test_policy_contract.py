@@ -1,7 +1,5 @@
 """One contract for every token policy and every engine, and the names under which they are imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What ``propose`` promises (``ActionModel.propose``), checked for each registered model on what an env gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters are put on the base weights that they were trained on, wherever they are loaded, or refused by both digests."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training while processes play the next rollouts: the numbers of a run that does one thing after the other, with older weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import signal

@@ -1,7 +1,5 @@
 """Cloning with `sft.augment`: what the policy sees in training is changed, and nothing that it sees in an evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The number of ranks changes no result by more than rounding: one rollout, and whole runs, on 1, 2 and 4 ranks."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from pathlib import Path

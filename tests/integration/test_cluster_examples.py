@@ -1,7 +1,5 @@
 """The files of examples/cluster: clean for shellcheck, run against a fake SLURM, and as KubeRay's types want them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``trainer.on_collapse``: a run whose evaluations collapse ends, or goes back to its best checkpoint with half the learning rate."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """`rlinf collect` and behaviour cloning from what it wrote: experts, policies, resume, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What `rlinf convert` wrote trains as the demonstrations do that it was made from, and replays in the simulator."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

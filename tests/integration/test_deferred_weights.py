@@ -1,7 +1,5 @@
 """Ranks that read only their rows of the weights hold those of one process, bit for bit, and read a share of the bytes."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Worker processes of simulators are killed while evaluations and rollouts run, and parents die: nothing is counted twice,
 nothing is missing, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

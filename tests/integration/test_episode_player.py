@@ -1,7 +1,5 @@
 """The player of recorded episodes in a report, clicked in a real browser from a file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

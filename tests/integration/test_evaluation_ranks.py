@@ -1,7 +1,5 @@
 """`rlinf evaluate` on several ranks: the result of one, also after the death of a rank."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """The commands on a policy with a head: what is exported, evaluated, compared, collected and diagnosed is what was trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

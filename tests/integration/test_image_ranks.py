@@ -1,7 +1,5 @@
 """Ranks that share shards of a vision-language model train what one does, whichever of them has images in which micro-batch."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

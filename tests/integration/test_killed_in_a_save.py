@@ -1,7 +1,5 @@
 """A run that is killed while it writes a checkpoint goes on from the newest whole one, bit for bit: of every trainer."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The guides' commands with their dataset scripts, at tiny size in this process: word problems, images and videos."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

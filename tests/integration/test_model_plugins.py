@@ -3,8 +3,6 @@
 Training uses two processes, because a name that only the parent knows is of no use.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

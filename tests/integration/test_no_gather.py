@@ -1,7 +1,5 @@
 """Rollouts stay where they were played: what ranks tell each other in an iteration, and the memory that a rank needs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

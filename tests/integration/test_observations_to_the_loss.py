@@ -1,7 +1,5 @@
 """What becomes of the observations of a rollout on their way to the loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from run_results import run_config

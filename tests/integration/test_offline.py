@@ -1,7 +1,5 @@
 """Demonstrations and the buffer of another run as what a head learns from, besides its own episodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

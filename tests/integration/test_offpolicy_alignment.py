@@ -1,7 +1,5 @@
 """The replay buffer holds what the env and the frozen policy were told, in the order in which it happened."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

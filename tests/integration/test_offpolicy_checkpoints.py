@@ -1,7 +1,5 @@
 """Checkpoints of a head: the frozen policy lies once in the run folder, and a kill while one is written loses nothing before it."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Who plays and who updates when a head learns off-policy: threads and ranks. What is learnt does not depend on either."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """However the ranks hold a policy, they take the steps of one process: replicas, shards, groups of shards, shards in main memory."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

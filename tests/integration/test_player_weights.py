@@ -1,7 +1,5 @@
 """Weights on their way to players: stored by one rank for all, frozen ones once, and freed when nobody asks for them any more."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

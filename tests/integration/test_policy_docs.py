@@ -4,8 +4,6 @@ The document lies next to the project. In it the package has another name; nothi
 tiny folders of the same names, in the present folder.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

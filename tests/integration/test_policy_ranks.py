@@ -1,7 +1,5 @@
 """A token policy on two processes takes the step of one."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

@@ -1,7 +1,5 @@
 """``model.precision=bf16`` computes in 16 bits and learns in 32: masters, shards, heads, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``trainer.profile_steps``: a trace of the steps asked for, which Perfetto can read, with a link in the report."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

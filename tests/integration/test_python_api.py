@@ -1,7 +1,5 @@
 """``import rlinf`` is light, and its functions do what the commands do."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

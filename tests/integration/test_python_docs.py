@@ -1,7 +1,5 @@
 """The code of docs/python.md runs from top to bottom and gives what the page says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

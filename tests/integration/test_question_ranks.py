@@ -1,7 +1,5 @@
 """`rlinf evaluate questions=` on several ranks: the result of one, or none."""
 
-from __future__ import annotations
-
 import base64
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The race of methods (``benchmarks/race.py``): what it reads from runs, what it calls better, and that it goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

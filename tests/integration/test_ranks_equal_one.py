@@ -1,7 +1,5 @@
 """Two ranks train what one does: every trainer. Sharded models are in test_recipe_ranks.py and test_parallel.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_trainer import RECIPES, lines, start, tensors

@@ -1,7 +1,5 @@
 """Two ranks of a recipe train what one does: SFT, GRPO and DPO, whole weights and adapters, replicas and shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

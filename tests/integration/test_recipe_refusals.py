@@ -1,7 +1,5 @@
 """What two ranks of a recipe refuse: all of them, with one message, and none waits for another."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs of recipes: folders, log lines, and runs that were interrupted."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

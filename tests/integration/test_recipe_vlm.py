@@ -1,7 +1,5 @@
 """Whole runs of a vision-language model by the commands: cloning, GRPO, evaluation on questions, reports."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

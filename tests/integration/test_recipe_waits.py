@@ -1,7 +1,5 @@
 """What ranks of a recipe wait for while another one still generates, and under which deadline."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Two steps, and two more of a resumed run, are four bit for bit: of every trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from every_trainer import ACTIONS, RECIPES, checkpoint, lines, start, tensors

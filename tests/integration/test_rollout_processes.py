@@ -1,7 +1,5 @@
 """Runs whose rollouts are played by processes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """When a run saves, what it keeps, who may write into its folder, and how it ends when its terminal is closed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`benchmarks/scaling_model.py --runs` on folders that `rlinf train` has written."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

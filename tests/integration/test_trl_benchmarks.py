@@ -1,7 +1,5 @@
 """Our sides of the benchmark next to TRL train what they are told, and their comparisons of losses can fail. TRL itself is not needed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

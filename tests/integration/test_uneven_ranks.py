@@ -1,7 +1,5 @@
 """Ranks that differ: one has no row of a minibatch, begins with other weights, or holds the numbers that are not finite."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import asdict, replace

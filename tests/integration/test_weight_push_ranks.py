@@ -1,7 +1,5 @@
 """A sharded trainer pushes one unit at a time: few collective calls, never a second copy, and the same refusal on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

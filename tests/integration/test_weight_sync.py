@@ -1,7 +1,5 @@
 """What is played, evaluated and updated is the trained policy: stale weights, one stale layer, a stale value head stop the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

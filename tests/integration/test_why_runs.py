@@ -1,7 +1,5 @@
 """What is said of runs: of recorded ones of `benchmarks/why.py`, and of two that are run now."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

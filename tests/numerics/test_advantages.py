@@ -1,7 +1,5 @@
 """Advantage estimators against an O(T^2) reference and hand calculations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

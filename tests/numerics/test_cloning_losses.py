@@ -1,7 +1,5 @@
 """The gradient of what a policy is trained by is its derivative: no term has lost its gradient on the way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

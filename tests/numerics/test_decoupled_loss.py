@@ -1,7 +1,5 @@
 """Decoupled PPO (Hilton et al. 2021, section 3): the policy that played and the one around which ratios are clipped are two."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

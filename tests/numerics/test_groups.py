@@ -1,7 +1,5 @@
 """Algorithms that compare the episodes of a group, on rollouts small enough for a hand calculation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gradients of the losses by hand: a term whose gradient is lost has the same value, and teaches nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

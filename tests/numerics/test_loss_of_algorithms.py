@@ -1,7 +1,5 @@
 """What every algorithm shares, and what PPO adds to it, on a minibatch small enough for a hand calculation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

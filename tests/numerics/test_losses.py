@@ -1,7 +1,5 @@
 """Losses against hand-computed numbers, and their independence of how a minibatch is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Actions between the units of the environment and [-1, 1], by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """SAC and TD3 of a head, next to hand calculations and slow implementations."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

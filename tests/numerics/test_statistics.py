@@ -1,7 +1,5 @@
 """Statistics over a rollout against NumPy in float64; that ranks do not change a bit is in tests/integration/test_blocks.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

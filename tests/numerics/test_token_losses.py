@@ -1,7 +1,5 @@
 """Losses of token policies by hand, and their independence of how a batch is cut."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

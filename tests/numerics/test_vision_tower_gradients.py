@@ -1,7 +1,5 @@
 """Vision towers learn along the derivative of their features: no residual, modulation or position has lost its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The documentation is true: generated pages, links, commands, printed errors, code excerpts, status rows."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

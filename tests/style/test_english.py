@@ -1,7 +1,5 @@
 """Phrases that a reader has to read twice do not grow: "that of", "what is" and "is no" stand where a noun would do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

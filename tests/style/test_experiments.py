@@ -1,7 +1,5 @@
 """The experiment files: short, composed, valid, and holding only what differs from the defaults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

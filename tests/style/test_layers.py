@@ -1,7 +1,5 @@
 """Imports go strictly down: an ordered list of layers, and no circle of modules."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pages are easy to read and to compare: short lines and table cells, and a table of places in the code that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

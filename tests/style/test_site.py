@@ -1,7 +1,5 @@
 """The documentation builds as a site: no warning, every page, an API reference, search, and links that lead somewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Rules of style that a machine can check. Each check is shown to catch a violation."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

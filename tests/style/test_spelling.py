@@ -1,7 +1,5 @@
 """No common misspelling in code or documents; the words that are let pass: ``[tool.codespell]`` in pyproject.toml."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The core packages pass mypy; which files, and how strict: ``[tool.mypy]`` in pyproject.toml."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``rlinf diagnose`` of action models: sound ones pass, and every defect is found by the checks that are about it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

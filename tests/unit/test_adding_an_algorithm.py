@@ -1,7 +1,5 @@
 """docs/adding_an_algorithm.md is executed: its file and YAML are written to a folder, and the algorithm trains."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

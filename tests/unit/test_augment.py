@@ -1,7 +1,5 @@
 """Augmentation of cloning: every operation against a slow one, purity of the random numbers, and that nothing else is augmented."""
 
-from __future__ import annotations
-
 import colorsys
 from dataclasses import replace
 

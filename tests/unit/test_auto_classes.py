@@ -1,7 +1,5 @@
 """Folders of our policies load by the Auto classes of transformers, with the sizes that they were saved with."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Token batches: every operation on rows against lists written by hand, and shards that lose and repeat nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Recomputed and compiled blocks: the same values and gradients, for every family; less memory; nothing without gradients."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """``rlinf check`` and ``rlinf play``."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The command line: exit status, one-line errors, folders, and Hydra's habits."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The command line on top of a checkpoint: what is taken over, what a resumed run tells, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

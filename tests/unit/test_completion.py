@@ -1,7 +1,5 @@
 """Completion by Tab in real shells, the words that it offers, and the help of `rlinf train`."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """Composition: groups, experiments, users' folders, plugins, and what is said about misspelt overrides."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 from dataclasses import fields, replace

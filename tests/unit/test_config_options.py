@@ -1,7 +1,5 @@
 """Typed options: what is accepted, what is refused, and whether the message says what to type."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import pytest

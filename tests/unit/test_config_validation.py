@@ -1,7 +1,5 @@
 """Cross-checks: each contradiction is refused, and the override that the message suggests mends it."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Controls that learn nothing: constant corrections and noise, on a policy whose error is known."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`rlinf convert`: HDF5 files of robomimic and LIBERO become datasets with the same numbers; what is broken is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

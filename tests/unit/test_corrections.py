@@ -1,7 +1,5 @@
 """What a head changes: sizes by hand, the largest of each episode, and what the report makes of them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Datasets that are damaged, or that others wrote: each fault is one error that names the file, and foreign layouts are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The dataset scripts that users copy: what each gives to a run, and what its rows become."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

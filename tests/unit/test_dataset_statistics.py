@@ -1,7 +1,5 @@
 """Statistics that models normalise by: those of the rows, and usable where a column hardly varies."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

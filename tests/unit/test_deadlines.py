@@ -1,7 +1,5 @@
 """A wait between ranks that takes too long ends the run, with its name and the stacks of all processes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Demonstrations: labels, shuffling, reading ahead, episodes that an env loses, statistics for the model."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RLDS folders: what tensorflow-datasets wrote is read without TensorFlow; damage is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

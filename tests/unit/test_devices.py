@@ -1,7 +1,5 @@
 """Which GPU each rank, simulator and engine of a made-up machine takes; no GPU is needed to tell."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -67,8 +67,7 @@ def test_a_changed_number_or_sentence_is_one_difference(monkeypatch, edit):
 
 
 @pytest.mark.parametrize(
-    "damaged",
-    [{}, [], {"num_actions": 12}, {"num_actions": 12, "episodes": [{}]}, {"num_actions": 12, "episodes": 3}],
+    "damaged", [{}, [], {"num_actions": 12}, {"num_actions": 12, "episodes": [{}]}, {"num_actions": 12, "episodes": 3}]
 )
 def test_a_damaged_fingerprint_is_one_line(monkeypatch, damaged):
     present = fingerprint_of(monkeypatch)

@@ -1,7 +1,5 @@
 """GL and Vulkan: tried in another process, told apart from one another, and a missing one is named with its cure."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """gymnasium ids as environments: what the env says arrives unchanged, and what does not fit is refused with what to type."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a gymnasium env of your own shows and says: cameras, sentence, state, success; and its return in every result."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Generation with transformers: right-padded rows as if each were alone, and every setting honoured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM

@@ -1,7 +1,5 @@
 """The Hugging Face policy: scores by hand, a reference that stays, steps that do not depend on how a batch is cut."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

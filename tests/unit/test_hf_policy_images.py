@@ -1,7 +1,5 @@
 """The Hugging Face policy on vision-language models: images belong to their rows, however a batch is cut."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

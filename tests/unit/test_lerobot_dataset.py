@@ -1,7 +1,5 @@
 """LeRobotDataset v3.0: what the lerobot package wrote is read, what is written is read back, statistics, damage."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

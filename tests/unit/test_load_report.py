@@ -1,7 +1,5 @@
 """Weights that do not fit are refused in one sentence, without transformers' table before it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The end of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A machine on which a player may play, and machines that are refused before anything is loaded there."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tasks that scripts make to try recipes: right answers are right, demonstrations are wrong as often as asked for."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Megatron-core policy is the Hugging Face policy on the same checkpoint: alone, and however ranks share the model."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rows of each minibatch: dealt from all blocks, and known without asking the other ranks more than once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Validation and diagnostics find what they look for, and nothing where there is nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 

@@ -1,7 +1,5 @@
 """Demonstrations as a replay buffer, next to a slow one of lists; what the frozen policy says of them is kept on disk."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where the action statistics of a policy come from when no checkpoint of ours brings them; and weights that are not finite."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

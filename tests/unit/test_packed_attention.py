@@ -1,7 +1,5 @@
 """Attention to each sequence of a packed row alone: the numbers of the whole row, with a fraction of the scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Packers: which tokens are learned, token by token, against what each chat template writes by hand."""
 
-from __future__ import annotations
-
 import random
 import sys
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Packers on vision-language models: images belong to their places, and no image token is learned."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """The parity gate by hand: what it measures, and what it stops."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

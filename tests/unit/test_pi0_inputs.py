@@ -1,7 +1,5 @@
 """What pi0 reads: images, absent cameras, prompts; and weights that a configuration leaves out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Where players are follows from the configuration and the machines alone; what does not fit is refused without Ray."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A player in this process plays what the ranks that train would play, and only with complete weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

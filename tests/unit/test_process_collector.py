@@ -1,7 +1,5 @@
 """Rollouts in processes: the same numbers as in threads, current weights, and an end that leaves nothing behind."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

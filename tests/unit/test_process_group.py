@@ -1,7 +1,5 @@
 """Starting ranks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

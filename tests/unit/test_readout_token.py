@@ -1,7 +1,5 @@
 """The token from which the states of a prefix are said again."""
 
-from __future__ import annotations
-
 import torch
 
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH, ReadoutToken

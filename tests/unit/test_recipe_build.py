@@ -1,7 +1,5 @@
 """The parts of a run, as its configuration makes them."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from types import SimpleNamespace

@@ -9,15 +9,7 @@ from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, override_text
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT
 from rlinf.recipes.config import CkptConfig, RecipeConfig
-from rlinf.recipes.load import (
-    ALIASES,
-    find_recipe,
-    keys_of,
-    load_recipe,
-    packaged_recipes,
-    read_recipe,
-    recipe_names,
-)
+from rlinf.recipes.load import ALIASES, find_recipe, keys_of, load_recipe, packaged_recipes, read_recipe, recipe_names
 
 NAMES = (
     "cosmos-reason1-7b-fsdp2-sft", "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "gemma3-12b-vlm-fsdp4-sft",

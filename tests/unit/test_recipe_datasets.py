@@ -1,7 +1,5 @@
 """Rows of recipes: where they are read from, in which order, and what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 import logging
 

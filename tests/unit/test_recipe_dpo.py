@@ -1,7 +1,5 @@
 """The DPO trainer of recipes: references that are computed once, and the step it takes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

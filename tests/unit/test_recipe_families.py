@@ -1,7 +1,5 @@
 """One step of each method on each family that the recipes name."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GRPO trainer of recipes: advantages, rollouts, replaced groups, and the step it takes."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import datasets

@@ -1,7 +1,5 @@
 """The loop with a trainer of recipes: its deadlines, its best checkpoint, and its end."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace

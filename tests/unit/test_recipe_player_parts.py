@@ -1,7 +1,5 @@
 """What ranks and players of a recipe give each other, without Ray."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import datasets

@@ -1,7 +1,5 @@
 """How many steps a recipe takes, and the learning rate of each, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The supervised trainer of recipes: the loss of a step, its schedule and its speed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

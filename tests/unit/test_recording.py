@@ -1,7 +1,5 @@
 """Recorded episodes: the policy's own numbers, paths that the hand really takes, and an evaluation that nothing changes."""
 
-from __future__ import annotations
-
 import json
 import math
 

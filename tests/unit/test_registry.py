@@ -1,7 +1,5 @@
 """Registries: where a name comes from, which of two wins, and what is said about one that stands for nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every env says how many env steps make a second of its time: datasets take their frames per second from it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

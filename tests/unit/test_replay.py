@@ -1,7 +1,5 @@
 """The replay buffer next to a slow one: lists of episodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """From where ranks that Ray has started begin again when one is lost."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The return of an evaluation and its interval, cut actions, and results that were written before either was recorded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

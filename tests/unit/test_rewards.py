@@ -1,7 +1,5 @@
 """Rewards by rules: each rule by hand, its traps, and the sum."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What an iteration plays, scores and trains on: only rows of running episodes, and only groups that are missing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Every number of a rollout belongs to its step: an env and a policy whose numbers say which step they are of."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Which episodes a run plays, and what its rollouts and evaluations take of the machine."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from dataclasses import replace

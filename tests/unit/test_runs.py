@@ -1,7 +1,5 @@
 """Several runs together: the name of the newest, groups over seeds, the table of a sweep, the page with their curves."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Batches of recipes: tokens, masks and images of each row at their places."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A checkpoint is data: no command runs code that its configuration names, unless the user has typed it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The place of a process among those of torchrun or srun, and what its ranks must have in common."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What each command loads: a refusal, a help text or a list of names needs neither torch nor a simulator."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

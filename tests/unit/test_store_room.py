@@ -1,7 +1,5 @@
 """The store of objects of a cluster that a run starts has room for the run, or the run is refused."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which rank owns which blocks, and sums that do not depend on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Log-probabilities of text models: equal to those of all logits at once, without ever having these."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh

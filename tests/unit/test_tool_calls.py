@@ -1,7 +1,5 @@
 """Tool calls and tools in conversations: what the template shows of them, and which characters are learned."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

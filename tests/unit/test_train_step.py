@@ -1,7 +1,5 @@
 """The optimiser step that all trainers take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The weight push between two plain models: every tensor arrives, or the push is refused."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

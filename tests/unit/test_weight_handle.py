@@ -1,7 +1,5 @@
 """Weights through shared memory: bit-equal in another process, and complete or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

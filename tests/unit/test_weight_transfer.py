@@ -1,7 +1,5 @@
 """Weights to another process: bounded buckets, frozen tensors once, and complete or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

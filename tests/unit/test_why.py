@@ -1,7 +1,5 @@
 """What is said of a run: each rule names its fault, with numbers, and keeps quiet where there is none or nothing was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -177,9 +177,6 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in lines]
 
 
-# -- what is refused is refused on every rank ----------------------------------------------------------------------
-
-
 def refusals(argument: Path) -> None:
     """A gap on the last rank, and a metric of each rank's own: note the error of this rank."""
     config, whole = torch.load(argument / "quickstart.pt", weights_only=False)

@@ -71,9 +71,6 @@ def recorded(folder: Path) -> dict:
     return json.loads((folder / "meta" / "rlinf.json").read_text())
 
 
-# -- collecting --------------------------------------------------------------------------------------------------
-
-
 def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     about, dataset = recorded(expert), open_all(expert, outcomes=True)
     observation, actions = dataset.rows(np.arange(len(dataset)))
@@ -174,9 +171,6 @@ def test_a_collection_that_is_cut_short_keeps_what_has_ended(fault, code, kept, 
     assert about["episodes"] == recorded(expert)["episodes"][:kept] and not about["whole"]
 
 
-# -- cloning -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def cloned(expert, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
@@ -261,9 +255,6 @@ def test_a_policy_is_collected_from_under_its_own_conditions_or_the_differences_
     assert main([*words[:1], f"checkpoint={damaged}", *words[2:5], *QUIET, f"dataset={tmp_path / 'damaged'}"]) == 2
     assert "damaged or was edited" in capsys.readouterr().err
     assert not (tmp_path / "refused").exists() and not (tmp_path / "damaged").exists()
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------
 
 
 def refusal(command: str, *overrides: str) -> str:

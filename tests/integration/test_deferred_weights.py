@@ -144,9 +144,6 @@ def scores(model, config):
     return {"actions": torch.as_tensor(acted.actions), "logprobs": scored.logprobs, "values": scored.values}
 
 
-# -- one process -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("overrides", [[], ["model.precision=bf16"], LORA], ids=["fp32", "bf16", "lora"])
 def test_a_deferred_build_is_the_ordinary_one_once_it_is_read(tmp_path, family, overrides):
@@ -249,8 +246,6 @@ def test_a_deferred_language_model_generates_by_the_settings_of_its_folder(tmp_p
     ]
     assert without[0] == without[1]
 
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
 
 CASES = {
     "openvla": ("openvla", []),

@@ -104,8 +104,6 @@ def test_control_a_rollout_that_crosses_is_seen(tmp_path):
         assert max(size for _, size, carries_weights in noted["calls"] if not carries_weights) > 2**16
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
 NUM_ENVS, PIXELS = 256, 128
 
 

@@ -183,9 +183,6 @@ def test_gradients_too_large_to_be_held_whole_are_reduced_in_each_micro_batch(re
     assert result["reductions"] > STEPS * result["units"]
 
 
-# -- clipping --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def clipped():
     """Weights after steps whose gradients are cut to a thirtieth, the norms before, by hand, and where they are cut."""
@@ -226,9 +223,6 @@ def test_control_ranks_that_cut_by_the_norm_of_their_own_shards_do_not(result_of
     result = result_of("shards on 2", "norm of a shard", True)
     assert result["norms"] != pytest.approx(norms, rel=1e-2)
     assert gap(result["state"], expected) > 1e-5
-
-
-# -- LoRA: replicas --------------------------------------------------------------------------------------------------
 
 
 def adapter_gradients(worker, config):
@@ -278,9 +272,6 @@ def test_adapters_on_two_ranks_need_no_replica_and_no_push(tmp_path):
         assert result["gradients"].keys() == expected.keys()
 
 
-# -- 16 bits ---------------------------------------------------------------------------------------------------------
-
-
 class Ones(torch.nn.Module):
     """A loss whose gradient of every weight is what it is called with."""
 
@@ -318,9 +309,6 @@ def test_shards_in_16_bits_add_micro_batches_in_float32():
     assert results == [(torch.float32, [1 + 2.0**-8])] * 2
 
 
-# -- trainer state ---------------------------------------------------------------------------------------------------
-
-
 def state_of(worker):
     """All that training goes on from: weights, masters and moments by name."""
     names = {id(master): name for name, master in worker.named_masters.items()}
@@ -352,9 +340,6 @@ def exchange(folder):
 
 def test_state_goes_between_replicas_and_shards_bit_for_bit(tmp_path):
     launch(exchange, str(tmp_path), 2, "cpu")
-
-
-# -- the reference ---------------------------------------------------------------------------------------------------
 
 
 def score(model, config):

@@ -94,8 +94,6 @@ def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tm
     assert not responses[0].equal(responses[1]), "the same prompts get other random numbers on another rank"
 
 
-# -- a vocabulary whose logits do not fit at once --------------------------------------------------------------------
-
 VOCABULARY = LOGITS_AT_ONCE = 3000
 
 
@@ -140,9 +138,6 @@ def test_a_large_vocabulary_in_chunks_on_two_shards_takes_the_step_of_one_proces
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(start, before[own], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(end, after[own], rtol=1e-4, atol=1e-4)
-
-
-# -- ranks that choose different ways to the logits ------------------------------------------------------------------
 
 
 class Collectives(TorchDispatchMode):

@@ -77,9 +77,6 @@ def one(image_policy, **changes) -> dict:
     return {name: value for name, value in (good | changes).items() if value is not None}
 
 
-# -- the package ---------------------------------------------------------------------------------------------------
-
-
 def test_importing_rlinf_shows_its_functions_and_loads_neither_torch_nor_a_simulator():
     code = """
 import sys, rlinf
@@ -102,9 +99,6 @@ def test_public_names_are_typed_documented_and_a_wrong_one_is_an_attribute_error
         assert "return" in function.__annotations__ and len(inspect.signature(function).parameters) < 9
     with pytest.raises(AttributeError, match="load_polizy"):
         rlinf.load_polizy
-
-
-# -- acting --------------------------------------------------------------------------------------------------------
 
 
 def test_three_lines_act_on_an_observation(state_run):
@@ -168,9 +162,6 @@ def test_bad_inputs_are_refused_in_one_sentence(image_policy, changes, said):
         image_policy.act([1, 2])
 
 
-# -- loading -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_a_checkpoint_an_export_and_a_public_folder_load_as_the_same_policy(state_run, policy, here):
     (checkpoint,) = (state_run / "checkpoints").iterdir()
     assert main(["export", f"checkpoint={state_run}", "output=exported"]) == 0
@@ -215,9 +206,6 @@ def test_code_that_a_checkpoint_names_runs_only_where_it_is_asked_for(state_run,
     assert rlinf.evaluate(loaded, episodes=2).episodes == 2, "what was let run once needs no second word"
 
 
-# -- environments --------------------------------------------------------------------------------------------------
-
-
 def test_envs_are_made_by_name_with_their_settings():
     env = rlinf.make_env("tabletop", 3, tasks=["push"], overrides=["env.image_size=48"])
     assert (env.num_envs, env.task_names, env.config.image_size, env.auto_reset) == (3, ["push"], 48, False)
@@ -260,9 +248,6 @@ def test_episodes_go_on_from_reset_to_reset_as_in_gymnasium():
     assert len(set(first)) == 4
     env.reset(seed=3)
     assert env.current_specs()[0] == first[0]
-
-
-# -- train, evaluate, compare --------------------------------------------------------------------------------------
 
 
 class Constant:
@@ -434,9 +419,6 @@ def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monke
     monkeypatch.setattr("rlinf.commands.train.train", lambda config: sys.exit(130))
     with pytest.raises(KeyboardInterrupt, match="all training so far is saved"):
         rlinf.train([*TINY, "output_dir=stopped"])
-
-
-# -- the newest run ------------------------------------------------------------------------------------------------
 
 
 def test_latest_names_the_newest_run_in_every_command(here, capsys):

@@ -131,9 +131,6 @@ def test_evaluations_are_greedy_on_held_out_episodes_and_of_the_newest_weights(t
     assert episodes == [(True, True)] * 24
 
 
-# -- the update ------------------------------------------------------------------------------------------------------
-
-
 def test_an_update_at_another_temperature_than_the_rollout_is_stopped(tmp_path, monkeypatch):
     update = TrainWorker.update
 

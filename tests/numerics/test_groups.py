@@ -173,9 +173,6 @@ def test_resampling_is_as_often_as_configured_and_groups_are_asked_for():
         assert algorithm.needs_groups and algorithm.needs_whole_episodes and not algorithm.needs_values
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
-
-
 def test_episodes_that_change_inside_a_column_are_refused():
     batch = rollout(**MIXED)
     check_one_episode(batch)  # the lost episode's void call does not count
@@ -204,9 +201,6 @@ def test_a_group_of_one_episode_is_refused(groups):
         check_groups(rollout([[1.0, 5.0, 2.0]], groups))
     check_groups(rollout([[1.0, 5.0, 2.0]], [4, 4, 4]))
     check_groups(rollout([[1.0, 5.0, 2.0, 7.0]], [0, 1, 0, 1]))
-
-
-# -- returns-to-go without groups --------------------------------------------------------------------------------
 
 
 def test_reinforce_pp_leaves_the_lost_episode_out():

@@ -138,9 +138,6 @@ def test_policy_and_value_losses_of_ppo_both_pull_the_first_after_the_warm_up(st
     torch.testing.assert_close(by_entropy, step * -0.3 * batch.action_mask.float() / 3)
 
 
-# -- token policies ------------------------------------------------------------------------------------------------
-
-
 def rows(lengths: list[int], **more: Tensor) -> BatchedDataDict:
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     return BatchedDataDict({"input_ids": mask, "attention_mask": mask, **more})

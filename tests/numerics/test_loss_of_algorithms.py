@@ -126,8 +126,6 @@ def test_advantages_spread_over_actions_can_be_written_one_at_a_time():
     assert spread.tolist() == [[[1.0, 1.0, 1.0], [2.0, 2.0, 9.0]]]
 
 
-# -- PPO ---------------------------------------------------------------------------------------------------------
-
 # With gamma 0.5 and lambda 0, errors of one step: 1 + 0.5 x 3 - 1, 3 + 0.5 x 1 - 2, 1 - 0; 2 + 0.5 x 4 - 3 and 4 - 1.
 ADVANTAGES = [[1.5, 1.5, 1.0], [1.0, 3.0, 0.0]]
 RETURNS = [2.5, 3.5, 1.0, 4.0, 4.0]

@@ -152,9 +152,6 @@ def bin_slice(model, logits, expected):
     return logits[..., first : end : -(-(end - first) // expected.shape[-1])]
 
 
-# -- the official discrete policy ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_discrete_hidden_states_logits_tokens_and_actions(platform, attn_implementation):
@@ -219,9 +216,6 @@ def test_control_each_broken_mechanism_misses_the_hidden_states(platform, change
     assert gap(hidden_states, data["discrete_action_hidden"]) > 0.1
 
 
-# -- state, L1 head and FiLM -----------------------------------------------------------------------------------------
-
-
 def test_normalised_state(platform, folders):
     data = arrays(platform)
     model = load(platform, L1, folders(platform, L1))
@@ -275,9 +269,6 @@ def test_control_without_film_the_features_differ(platform, folders):
     model = load(platform, L1, folders(platform, L1))
     inputs = inputs_of(platform, 2, model)
     assert gap(model(**inputs).hidden_states[0], data["film_action_hidden"]) > 1e-2
-
-
-# -- the RL variant --------------------------------------------------------------------------------------------------
 
 
 def rl_inputs(data):
@@ -357,9 +348,6 @@ def test_control_the_value_is_not_read_at_the_last_placeholder(platform):
     model = load(platform, RL)
     hidden_states = model(**rl_inputs(data)).hidden_states[0]
     assert gap(model.value_head(hidden_states[:, -1])[:, None], data["train_values"]) > 1e-3
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_saved_folder_holds_everything_in_safetensors(platform, folders, tmp_path):

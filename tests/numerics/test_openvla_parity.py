@@ -63,9 +63,6 @@ def rl_inputs(rl):
     return {"input_ids": rl["input_ids"], "attention_mask": rl["attention_mask"], "pixel_values": rl["pixel_values"]}
 
 
-# -- images ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_pil_path_reproduces_pixel_values_exactly(plain, index):
     processor = PrismaticImageProcessor.from_pretrained(ROOT / "checkpoint")
@@ -103,9 +100,6 @@ def test_control_the_tensor_path_of_the_rl_variant_is_not_pillow_on_resized_imag
     processor = PrismaticImageProcessor.from_pretrained(ROOT / "checkpoint")
     pixels = processor.preprocess_tensors(plain["image1"].permute(2, 0, 1)[None])[:, :, ::8, ::8]
     assert gap(pixels, rl["pixel_values_tensor_path_img1_sub8"]) > 1e-3
-
-
-# -- features and logits -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -157,9 +151,6 @@ def test_sft_loss_of_the_public_fine_tuning(model, plain):
     assert gap(loss, plain["sft_loss"]) <= 1e-5
 
 
-# -- actions -----------------------------------------------------------------------------------------------------
-
-
 def test_digitize_and_decode(model, plain):
     assert torch.equal(model.action_tokenizer.encode(plain["digitize_in"]), plain["digitize_token"])
     assert gap(model.action_tokenizer.decode(plain["detok_token"]), plain["detok_value"]) <= 1e-9
@@ -177,9 +168,6 @@ def test_unnormalised_actions(plain, key, name):
 def test_control_statistics_of_another_data_set_give_other_actions(plain):
     model = load(unnorm_key="libero_spatial_no_noops")
     assert gap(model.decode_actions(plain["generated_ids0"])[0, 0], plain["action_bridge0"]) > 1e-2
-
-
-# -- the RL variant ----------------------------------------------------------------------------------------------
 
 
 class GivenTokens:
@@ -240,9 +228,6 @@ def test_control_ignoring_the_padding_misses_the_logprobs(model, rl):
     with torch.no_grad():
         evaluation = model.evaluate_actions(inputs, sequences)
     assert gap(evaluation.logprobs, rl["train_logprobs_T1.0"]) > 1e-3
-
-
-# -- files -------------------------------------------------------------------------------------------------------
 
 
 def test_saved_folder_has_the_public_layout_and_the_same_bits(tmp_path):

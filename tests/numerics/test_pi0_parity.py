@@ -148,9 +148,6 @@ def every(sub, full_len):
     return -(-full_len // sub.shape[1])
 
 
-# -- images and text ---------------------------------------------------------------------------------------------
-
-
 @family
 def test_resize_with_pad(name):
     arrays = fixture(name)
@@ -198,9 +195,6 @@ def test_noise_level_of_the_text_is_that_of_the_arrays(name):
     if stated_noise_level(name) is None:
         pytest.skip("the README of the fixture does not state noise_level")
     assert abs(shown_noise_level(name) - stated_noise_level(name)) < 1e-3
-
-
-# -- velocity ----------------------------------------------------------------------------------------------------
 
 
 @family
@@ -270,9 +264,6 @@ def test_flow_matching_loss(name):
     arrays = fixture(name)
     loss = cached(name).flow_loss(inputs_of(name), arrays["loss_actions"], arrays["noise"], arrays["loss_time"])
     assert gap(loss, arrays["loss_per_elem"]) <= 1e-4
-
-
-# -- chains ------------------------------------------------------------------------------------------------------
 
 
 @family
@@ -352,9 +343,6 @@ def test_control_changes_miss_the_logprobs_of_other_chains(name, change, monkeyp
         sequences[:, -1] = (sequences[:, -1] + 1) % model.config.num_steps
     logprobs, _, _ = model.score_chain(inputs, sequences)
     assert gap(logprobs, of_tag(name, tag)["off_logprobs_raw"]) > 1e-3
-
-
-# -- files -------------------------------------------------------------------------------------------------------
 
 
 @family

@@ -26,9 +26,6 @@ def value(loss_fn, logprobs, data) -> float:
     return loss_fn.from_logprobs(torch.tensor(logprobs), data, loss_fn.counts(data)).loss.item()
 
 
-# -- which tokens ------------------------------------------------------------------------------------------------
-
-
 def test_all_tokens_but_the_first_are_trained_on_by_default():
     assert trained_tokens(batch_of([3, 2])).tolist() == [[False, True, True], [False, True, False]]
 
@@ -67,9 +64,6 @@ def test_a_mask_of_booleans_is_left_as_it_is():
     assert data["attention_mask"].all()
 
 
-# -- likelihood --------------------------------------------------------------------------------------------------
-
-
 def test_nll_by_hand():
     assert value(NLLLossFn(), [[0.0, -1.0, -2.0], [0.0, -6.0, 0.0]], batch_of([3, 2])) == pytest.approx(3.0)
 
@@ -85,9 +79,6 @@ def test_a_loss_that_runs_the_model_divides_its_logits_by_the_temperature(tiny_l
             chosen = (logits / temperature).log_softmax(-1).gather(2, data["input_ids"][:, 1:, None]).squeeze(-1)
             expected = -(chosen[0].sum() + chosen[1, :2].sum()) / 5
             assert loss_fn(model, data).item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-# -- preferences -------------------------------------------------------------------------------------------------
 
 
 def preference_batch(reference):
@@ -136,9 +127,6 @@ def test_dpo_refuses_odd_rows_and_says_where_the_reference_comes_from():
         DPOLossFn().counts(batch_of([2, 2, 2]))
     with pytest.raises(ConfigError, match="reference_logprobs.*get_reference_logprobs"):
         value(DPOLossFn(), [[0.0, -1.0]] * 2, batch_of([2, 2]))
-
-
-# -- policy gradient ---------------------------------------------------------------------------------------------
 
 
 def grpo(ratios, advantages, lengths, **options):
@@ -305,8 +293,6 @@ def test_labels_are_refused_where_a_token_mask_would_be_read():
     assert trained_tokens(data).tolist() == [[False, False, True]]
     assert trained_tokens(batch_of([3], labels=["cat"])).sum() == 2, "labels of another kind are the user's own"
 
-
-# -- parts of a batch --------------------------------------------------------------------------------------------
 
 LOSSES = {
     "nll": NLLLossFn(),

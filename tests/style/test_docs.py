@@ -49,9 +49,6 @@ def load_generator():
     return module
 
 
-# -- pages and links ---------------------------------------------------------------------------------------------
-
-
 def test_generated_pages_are_up_to_date_and_links_are_whole():
     command = [sys.executable, str(ROOT / "scripts" / "build_docs.py"), "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -101,9 +98,6 @@ def test_every_page_is_reachable_from_the_readme():
 
 def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
-
-
-# -- commands ----------------------------------------------------------------------------------------------------
 
 
 def shell_lines(text: str) -> list[str]:
@@ -204,9 +198,6 @@ def test_errors_are_printed_as_the_page_says(command, printed, capsys, tmp_path,
     assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
 
 
-# -- code and keys -----------------------------------------------------------------------------------------------
-
-
 def test_the_loop_of_the_architecture_page_is_that_of_the_trainer():
     from rlinf.training.rl_trainer import RLTrainer
 
@@ -255,8 +246,6 @@ def test_every_documented_key_is_read_somewhere():
     unread = [key for key in sorted(keys | {"no_such_key"}) if not re.search(rf"\.{key}\b(?!\s*=[^=])", code)]
     assert unread == ["no_such_key"], "the only one is the control"
 
-
-# -- status ------------------------------------------------------------------------------------------------------
 
 STATUS_ROW = re.compile(r"^\| ((?:S\d|E|X)-\d+) \| (.+?) \| (done|not yet)(: .+)? \|$")
 

@@ -86,9 +86,6 @@ def change(model, name, wrap):
     setattr(model, name, wrap(getattr(model, name)))
 
 
-# -- sound models ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_prints_a_row_per_check(name, capsys):
     """tests/contracts/test_model_contract.py runs the checks of every model, in float32."""
@@ -121,9 +118,6 @@ def test_rows_have_prompts_of_other_lengths(checker):
     one_word = replace(checker, observation=replace(checker.observation, instruction=["go"] * NUM_ROWS))
     assert list(one_word.prompts) == ["whole"] and one_word.mixed.instruction == ["go"] * NUM_ROWS
     assert not failed(one_word)
-
-
-# -- defects -----------------------------------------------------------------------------------------------------
 
 
 def rollout_at_another_temperature(model):
@@ -361,9 +355,6 @@ def test_wrong_types_are_named(method, wrong, message, checker):
     change(checker.model, method, wrong)
     check = checker.type_check()
     assert check.passed is False and message in check.detail
-
-
-# -- the command -------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_check_is_the_exit_status(capsys, monkeypatch):

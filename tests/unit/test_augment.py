@@ -58,9 +58,6 @@ def gap(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.abs(one.astype(int) - other).max())
 
 
-# -- operations --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("top", "left"), [(0.0, 0.0), (0.3, 0.9), (0.999, 0.5)])
 @pytest.mark.parametrize("area", [0.9, 0.25])
 def test_a_crop_is_that_of_torch(area, top, left):
@@ -144,9 +141,6 @@ def test_nothing_is_changed_where_nothing_is_asked_for():
     assert gap(augment_image(source, only(hue=0.5, saturation=1, brightness=1, contrast=1), MIDDLE), source) <= ROUNDING
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------
-
-
 def observed(num_rows: int) -> Observation:
     pictures = np.stack([image(row) for row in range(num_rows)])
     return Observation(
@@ -183,9 +177,6 @@ def test_numbers_cover_the_whole_range():
     shifts = seen[:, 0, 0, 0].astype(int) - 128
     assert (shifts.min(), shifts.max()) == (-51, 51) or (shifts.min() <= -50 and shifts.max() >= 50)
     assert abs(shifts.mean()) < 4 and 25 < shifts.std() < 34, "uniform: 51 / sqrt(3) = 29.4"
-
-
-# -- crops and the centre crop of a policy -----------------------------------------------------------------------
 
 
 def test_a_random_crop_takes_the_place_of_the_centre_crop():

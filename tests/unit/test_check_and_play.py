@@ -126,9 +126,6 @@ def test_what_cannot_be_checked_is_one_line(words, said, capsys):
     assert said in printed and len(printed.splitlines()) == 1
 
 
-# -- play ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run folder of a policy with random weights."""

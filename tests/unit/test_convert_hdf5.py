@@ -41,9 +41,6 @@ def recorded(folder: Path) -> dict:
     return json.loads((folder / "meta" / "rlinf.json").read_text())
 
 
-# -- robomimic ---------------------------------------------------------------------------------------------------
-
-
 def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path, capsys):
     episodes = {
         "demo_0": robomimic_episode(0, 5),
@@ -118,9 +115,6 @@ def test_an_instruction_of_each_episode_is_kept(tmp_path):
         episodes[f"demo_{number}"]["attrs"]["ep_meta"] = json.dumps({"lang": text})
     folder = convert(robomimic_file(tmp_path / "kitchen.hdf5", episodes), tmp_path / "data")
     assert opened(folder, "agentview").tasks == ["open the drawer", "close the drawer"]
-
-
-# -- LIBERO ------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_of_libero_is_turned_and_each_observation_goes_with_the_action_that_follows_it(tmp_path, capsys):
@@ -201,9 +195,6 @@ def test_a_converted_file_of_libero_is_for_that_env_and_its_conventions(tmp_path
     ):
         with pytest.raises(ConfigError, match=expected):
             checked(*words)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------
 
 
 def robomimic(tmp_path: Path, change: Callable[[dict], None] | None = None) -> list[str]:
@@ -382,9 +373,6 @@ def test_random_damage_is_one_error_or_none(tmp_path):
             assert str(damaged) in str(error)
             refused += 1
     assert 10 < refused
-
-
-# -- whether a row was seen after its action ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

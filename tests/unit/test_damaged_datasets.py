@@ -58,8 +58,6 @@ def with_value(row: int, value: object) -> Callable[[list], list]:
     return lambda values: [*values[:row], value, *values[row + 1 :]]
 
 
-# -- LeRobotDataset ----------------------------------------------------------------------------------------------
-
 DAMAGED_ROWS = {
     "no image": (FRONT, with_value(2, None), r"row 2 has no image 'observation.images.front', in .*file-000.parquet"),
     "empty image": (FRONT, with_value(2, {"bytes": None, "path": None}), "row 2 has no image"),
@@ -159,9 +157,6 @@ def test_the_digest_tells_datasets_apart(lerobot):
     state = pq.read_table(data_file(lerobot)).column("observation.state").to_pylist()
     change_column(lerobot, "observation.state", with_value(3, [number + 1 for number in state[3]]))
     assert open_lerobot(lerobot).digest() != before
-
-
-# -- RLDS --------------------------------------------------------------------------------------------------------
 
 
 def open_rlds(folder: Path):

@@ -31,8 +31,6 @@ from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopSignal
 from rlinf.types import Observation
 
-# -- rows of a step ----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(7, 3), (10, 5), (4, 11)])
 def test_every_epoch_is_a_permutation_of_all_rows(num_rows, batch_size):
@@ -156,9 +154,6 @@ def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, 
         assert joined[:batch_size] == index and set(joined[batch_size:]) <= {index[-1]}
 
 
-# -- reading ahead -----------------------------------------------------------------------------------------------
-
-
 def numbered_batch(step: int):
     time.sleep(0.002 * (step % 3))  # so that later batches may be ready earlier
     return Observation({}, None, [str(step)]), torch.tensor([step])
@@ -201,9 +196,6 @@ def test_an_error_of_a_thread_reaches_the_trainer_and_the_threads_end():
         for _ in range(3):
             batches.next()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("data")] == []
-
-
-# -- episodes ----------------------------------------------------------------------------------------------------
 
 
 def tabletop(num_envs: int):
@@ -287,9 +279,6 @@ def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_pl
     assert len(begun) == 5 and found.episodes == [batch.results[0] for batch in batches if batch.results[0].success]
     expected = np.concatenate([batch.labels for batch in batches if batch.results[0].success])
     assert sorted(map(bytes, found.actions.numpy())) == sorted(map(bytes, expected))
-
-
-# -- statistics --------------------------------------------------------------------------------------------------
 
 
 class Env:

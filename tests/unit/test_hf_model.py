@@ -133,9 +133,6 @@ def edit_config(folder, **values):
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_weights_are_those_of_transformers(folders, family):
     plain = auto_class(family).from_pretrained(folders / family, dtype=torch.float32).eval()
@@ -222,9 +219,6 @@ def test_other_quantisation_is_refused_before_weights_load(folders, tmp_path):
         HFModel.from_pretrained(folder)
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_alias_is_the_class_and_the_package_exports_both():
     assert HFLLMModel is HFModel and HFModel.__doc__
 
@@ -290,9 +284,6 @@ def test_no_architecture_takes_the_choice_of_the_auto_class_and_two_are_refused(
         HFModel.from_pretrained(folder)
 
 
-# -- weight sync -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_oss", "gemma3", "mllama", "llava"])
 def test_public_names_are_those_of_the_file_and_go_round_bit_for_bit(folders, family):
     model = HFModel.from_pretrained(folders / family).bfloat16()
@@ -318,9 +309,6 @@ def test_sync_covers_every_tensor_in_the_transfer_dtype(folders, family):
     for name, tensor in rollout.state_dict().items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, trainer.state_dict()[name].bfloat16()), name
     assert any(not torch.equal(before[name], tensor) for name, tensor in rollout.state_dict().items())
-
-
-# -- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -399,9 +387,6 @@ def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
         optimizer.step()
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
-
-
-# -- fallback --------------------------------------------------------------------------------------------------------
 
 
 def fallback_lines(caplog):
@@ -498,9 +483,6 @@ def test_a_registered_class_that_raises_is_strict_or_falls_back_with_its_traceba
     assert isinstance(policy, HFModel) and policy.processor.padding_side == "left"
     with pytest.raises(RuntimeError):  # there is nothing to fall back to without a folder
         get_model({"model_type": "llama", "init_config": LANGUAGE["llama"], "strict": False})
-
-
-# -- checks before anything starts -----------------------------------------------------------------------------------
 
 
 def run_config(*overrides):

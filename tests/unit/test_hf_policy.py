@@ -30,9 +30,6 @@ def largest_change(before, after) -> float:
     return max(float((before[name].float() - after[name].float()).abs().max()) for name in before)
 
 
-# -- scores ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logprobs_are_a_gather_of_the_log_softmax(tiny_lm, batch, family, temperature):
@@ -122,9 +119,6 @@ def test_packing_is_accepted_where_they_do_not(tiny_lm, family, dtype):
     HuggingFacePolicy(tiny_lm(family, **fields), max_tokens_per_microbatch=16, sequence_packing=True, torch_dtype=dtype)
 
 
-# -- reference ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first_need", ["before training", "after training"])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_the_reference_is_the_policy_before_training(tiny_lm, batch, first_need, lora):
@@ -173,9 +167,6 @@ def test_weights_that_were_put_in_before_the_first_step_are_the_reference(tiny_l
     late.train(batch, NLLLossFn())
     with pytest.raises(CheckpointError, match="Call get_reference_logprobs once before the first train"):
         late.get_reference_logprobs(batch)
-
-
-# -- steps -------------------------------------------------------------------------------------------------------
 
 
 def step_gradients(policy, batch, loss_fn, monkeypatch):

@@ -45,9 +45,6 @@ def error(images: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.abs(images.astype(float) - expected).mean((1, 2, 3))
 
 
-# -- what lerobot wrote ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["images", "video"])
 def test_a_dataset_of_the_lerobot_package_is_read(name):
     if name == "video":
@@ -82,9 +79,6 @@ def test_statistics_agree_with_those_of_the_lerobot_package():
         assert np.shape(counted.result()[name]) == np.shape(theirs[FRONT][name])
     counted.add(255 - expected["image"][:1])
     assert np.abs(counted.result()["mean"] - theirs[FRONT]["mean"]).max() > 1e-5
-
-
-# -- round trip --------------------------------------------------------------------------------------------------
 
 
 def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> list[dict]:
@@ -221,9 +215,6 @@ def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
     observation, actions = dataset.rows(np.array([0, 9]))
     assert observation.state is None and dataset.statistics().keys() == {"action"}
     np.testing.assert_array_equal(actions[:, 0].numpy(), joined(made, "actions")[[0, 9]])
-
-
-# -- files that are not there, or not whole ----------------------------------------------------------------------
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):

@@ -90,9 +90,6 @@ def published(num_episodes: int, actions: np.ndarray) -> list[tuple]:
     return found
 
 
-# -- the simulation ----------------------------------------------------------------------------------------------
-
-
 @needs_libero
 def test_an_episode_is_that_of_the_published_evaluation_bit_for_bit():
     actions = random_actions(6)
@@ -260,9 +257,6 @@ def test_the_path_begins_where_the_fingers_are_seen():
     assert abs(256 - hand[0] - seen[0]) > 30, "control: left and right exchanged"
 
 
-# -- what the package says ---------------------------------------------------------------------------------------
-
-
 @needs_package
 def test_tasks_instructions_and_limits_are_the_published_ones():
     limits = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
@@ -321,9 +315,6 @@ def test_axis_angle_follows_its_definition():
         quaternion = np.array([np.cos(angle / 2), *(np.sin(angle / 2) * axis)])
         assert np.allclose(axis_angle(quaternion), angle * axis)
     assert np.array_equal(axis_angle(np.array([1.0, 0.0, 0.0, 0.0])), np.zeros(3))
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------
 
 
 def archive(path: Path, content) -> Path:

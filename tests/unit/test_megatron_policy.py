@@ -104,9 +104,6 @@ def batch(prompts):
     return prompts
 
 
-# -- one process -------------------------------------------------------------------------------------------------
-
-
 @needs_megatron
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_process_is_the_hugging_face_policy(checkpoint, batch, name):
@@ -225,8 +222,6 @@ def test_a_folder_that_changed_is_no_reference(checkpoint, batch):
         policy.get_reference_logprobs(batch)
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------
-
 FAMILIES["qwen3, two groups"] = ("qwen3", {"head_dim": 8})
 SHARED = {
     "tensor": ("qwen3, two groups", {"tensor_model_parallel_size": 2}),
@@ -278,9 +273,6 @@ def test_two_ranks_are_one_process_however_they_share(checkpoint, batch, tmp_pat
                 assert_close_weights(found["state"], state_of(policy))
             else:
                 assert_same(found, expected)
-
-
-# -- without Megatron-core ---------------------------------------------------------------------------------------
 
 
 def test_constructing_names_the_extra(monkeypatch):

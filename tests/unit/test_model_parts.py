@@ -23,8 +23,6 @@ from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, 
 from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
-# -- action tokens -----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("rule, bins", [("midpoints", 256), ("midpoints", 22), ("grid", 21), ("grid", 256)])
 def test_action_token_round_trip_and_range(rule, bins):
@@ -62,9 +60,6 @@ def test_bad_bins_are_refused():
         ActionTokenizer(5, 100, "edges")
 
 
-# -- value head --------------------------------------------------------------------------------------------------
-
-
 def test_value_head_shapes_names_and_gradients():
     head = ValueHead(32)
     assert head(torch.randn(4, 32)).shape == (4,) and head(torch.randn(4, 7, 32)).shape == (4, 7)
@@ -75,9 +70,6 @@ def test_value_head_shapes_names_and_gradients():
     head(hidden).sum().backward()
     assert all(p.grad.abs().max() > 0 for p in head.parameters()) and hidden.grad.abs().max() > 0
     assert head.bfloat16()(torch.randn(4, 32)).dtype == torch.float32
-
-
-# -- images and prompts ------------------------------------------------------------------------------------------
 
 
 def test_an_image_alone_and_a_batch_of_tensors_give_the_same_numbers():
@@ -166,9 +158,6 @@ def test_tiny_tokenizer_loses_no_text(text):
     assert tokenizer.decode(ids, skip_special_tokens=True).removeprefix(" ") == text.removeprefix(" ")
     for sentence, most in (("reach the red block", 5), ("push the blue block to the green zone", 9)):
         assert len(tokenizer(sentence)["input_ids"]) <= most, "sentences of robots are short"
-
-
-# -- the state policy --------------------------------------------------------------------------------------------
 
 
 def mlp(**init):
@@ -275,9 +264,6 @@ def test_a_policy_needs_optional_methods_only_for_cloning_and_vllm(monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "vllm_adapter", adapter)
     with pytest.raises(ConfigError, match=r"MLPForRLActionPrediction does not implement. Set rollout.backend=torch"):
         validate(build_config(compose_config([*overrides, "rollout.backend=vllm"])))
-
-
-# -- the CNN policy --------------------------------------------------------------------------------------------------
 
 
 def cnn(**init):

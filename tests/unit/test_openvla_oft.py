@@ -79,9 +79,6 @@ def kind(request):
     return request.param
 
 
-# -- the contract ------------------------------------------------------------------------------------------------
-
-
 def test_every_kind_keeps_the_contract(kind):
     model = build(kind)
     assert failed_checks(model, observe(), is_scored=kind != "l1") == []
@@ -137,9 +134,6 @@ def test_greedy_over_the_vocabulary_and_over_the_bins():
     assert torch.isfinite(model.rollout_logprobs(sampled)).all()
 
 
-# -- normalisation and state -------------------------------------------------------------------------------------
-
-
 def test_state_is_normalised_by_the_statistics_and_clipped():
     observation = observe()
     for name, low, high in (("bounds_q99", 0.0, 2.0), ("bounds", -1.0, 3.0)):
@@ -162,9 +156,6 @@ def test_an_absent_or_wide_state_is_refused():
     wide = np.zeros((4, 7), np.float32)
     with pytest.raises(ConfigError, match="state of 5 numbers.*gives 7.*model.unnorm_key"):
         model.preprocess(Observation(observe().images, wide, SENTENCES))
-
-
-# -- the continuous head -----------------------------------------------------------------------------------------
 
 
 def test_l1_head_reads_the_tokens_of_its_own_step():
@@ -239,9 +230,6 @@ def test_the_continuous_head_learns_by_cloning():
     assert error.max() < 0.2 and error.mean() < 0.06
 
 
-# -- weights -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["discrete", "everything", "no_stop_token"])
 def test_gradients_reach_everything_that_trains(kind):
     model = build(kind)
@@ -291,8 +279,6 @@ def test_adapters_of_public_vision_files_are_added_with_their_scale():
         assert set(merged) == {"blocks.0.fc1.weight", "blocks.0.fc1.bias", "norm.weight"}
         torch.testing.assert_close(merged["blocks.0.fc1.weight"], base + scale * up @ down)
 
-
-# -- the start of the public fine-tuning: a base OpenVLA, and parts that it does not have -------------------------------
 
 PARTS = ["action_head", "proprio_projector", "film", "placeholders"]
 OPTIONS = {"action_head": "l1", "use_proprio": True, "use_film": True, "learned_placeholders": True}
@@ -425,9 +411,6 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
     override = "model.model_path=<another folder>" if found == "llama" else f"model.model_type={found}"
     with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*reads 'openvla'.*Set {override}"):
         get_model(from_folder(base, model_type=asked))
-
-
-# -- settings ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,6 @@ def test_random_weights_begin_with_small_values_and_adaptive_norms_at_zero(pi05)
     assert last.weight.std().item() == pytest.approx(0.02, rel=0.6) and not last.bias.any()
 
 
-# -- acting and scoring ------------------------------------------------------------------------------------------
-
-
 @kinds
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("method", ["flow_sde", "flow_cps", "flow_noise"])
@@ -199,9 +196,6 @@ def test_entropy_is_that_of_learned_deviations_only():
             torch.testing.assert_close(entropy, torch.distributions.Normal(0.0, std).entropy())
 
 
-# -- training ----------------------------------------------------------------------------------------------------
-
-
 def gradients(model, loss):
     model.zero_grad(set_to_none=True)
     loss.backward()
@@ -276,9 +270,6 @@ def test_lora_adapts_the_expert_and_the_vlm_unless_frozen(targets):
         assert torch.isfinite(model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM))).all()
 
 
-# -- inputs ------------------------------------------------------------------------------------------------------
-
-
 def test_normalisation_by_hand():
     x = torch.tensor([[0.5, 1.0, 3.0]])
     quantiles = StatisticsNormalizer(ACTION, 3, True, "action")
@@ -325,9 +316,6 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
     model = make(**changes)
     with pytest.raises(ConfigError, match=message):
         model.preprocess(replace(observe(), **observation))
-
-
-# -- configuration and files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,6 @@ def shared():
         yield port, policy
 
 
-# -- openpi ------------------------------------------------------------------------------------------------------
-
-
 def test_metadata_come_first_then_a_reply_for_each_request(shared):
     with open_client(shared[0]) as client:
         assert hear(client) == {"rlinf": {"digest": "abc"}}
@@ -218,9 +215,6 @@ def test_a_client_that_leaves_is_not_waited_for():
             asking.recv(timeout=0.3)  # a control: it waits for the silent one
         silent.close()
         check_acts(asking, 1)
-
-
-# -- limits ------------------------------------------------------------------------------------------------------
 
 
 def test_health_is_answered_while_the_policy_computes_and_a_late_answer_is_an_error():
@@ -380,9 +374,6 @@ def test_clients_that_vanish_cost_nothing(shared):
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GARBAGE\r\n\r\n")
     assert np.array_equal(ask(port, {"prompt": "go", "state": 4.0})["actions"], CHUNK + 4)
-
-
-# -- vla-eval ----------------------------------------------------------------------------------------------------
 
 
 def message_of(kind, payload, seq=1):

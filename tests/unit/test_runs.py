@@ -45,9 +45,6 @@ def run_folder(folder: Path, seed: int, rate: float | None, name="mine", num_ste
     return folder
 
 
-# -- the newest run ------------------------------------------------------------------------------------------------
-
-
 def test_latest_is_a_link_that_is_replaced_and_followed_anywhere_in_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("first", "second"):
@@ -89,9 +86,6 @@ def test_train_marks_its_run_and_a_sweep_its_folder(here, started):
     assert os.listdir(here / "elsewhere") == ["mine"], "only folders that rlinf names itself get a latest"
 
 
-# -- intervals over seeds ------------------------------------------------------------------------------------------
-
-
 def test_interval_of_a_mean_equals_a_worked_example():
     """Student's sleep data (Student 1908, as printed by R's ``t.test(extra[group == 2])``): 2.33, 0.898 to 3.762."""
     mean, low, high = mean_interval([1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
@@ -117,9 +111,6 @@ def test_interval_of_a_mean_covers_it_in_about_95_percent_of_all_samples():
         _, low, high = mean_interval([draw.gauss(3.0, 2.0) for _ in range(4)])
         inside += low <= 3.0 <= high
     assert 0.93 < inside / 2000 < 0.97
-
-
-# -- groups and tables ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -233,9 +224,6 @@ def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, cap
     assert "95 % interval of the mean over seeds" in printed and "2      50.0%  50.0%  50.0% - 50.0%" in printed
     assert main(["train", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
     assert "over seeds" not in capsys.readouterr().out
-
-
-# -- the page ------------------------------------------------------------------------------------------------------
 
 
 def test_a_curve_is_the_mean_over_seeds_at_the_iterations_that_all_have(sweep):

@@ -207,9 +207,6 @@ def test_no_module_imports_pickle():
     assert loaders.search("x\n    from a import b, pickle as p"), "a control"
 
 
-# -- observations ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keys", [*ROBOTS, "rlinf"])
 def test_an_observation_comes_back_from_each_robots_keys(keys):
     generator = np.random.default_rng(0)

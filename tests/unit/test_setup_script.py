@@ -92,9 +92,6 @@ def test_an_environment_that_is_up_to_date_is_not_when_it_is_to_be_locked(tmp_pa
     assert ["up to date" in each.stdout for each in (first, again, locked)] == [False, True, False]
 
 
-# -- the lock ----------------------------------------------------------------------------------------------------
-
-
 def locked_versions() -> dict[str, str]:
     lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)

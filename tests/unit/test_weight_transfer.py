@@ -153,9 +153,6 @@ def test_what_is_trained_and_which_blocks_go_with_it():
     assert block_of("projector.fc1.bias") == "projector.fc1" and block_of("log_std") == ""
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
-
-
 class Faulty(ModuleWeights):
     """Spoils a push: ``flip`` changes a byte in shared memory after a tensor was packed, ``without`` leaves a tensor out."""
 
@@ -283,8 +280,6 @@ def test_a_source_that_fails_halfway_leaves_no_answer_behind(buckets):
         push(Broken(Net(1), 1, buckets), peer)
     assert len(answers) == 1 + len(peer.handles) and receiver.version is None
 
-
-# -- death of either side ----------------------------------------------------------------------------------------
 
 PROCESS = """
 import os, signal, sys

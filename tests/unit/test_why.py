@@ -451,9 +451,6 @@ def test_the_rate_is_that_of_a_run_that_has_gone_back():
     assert rate_of(Record(played, head), "rl") == ("algorithm.learning_rate", 5e-3)
 
 
-# -- the runs that were held out -----------------------------------------------------------------------------------
-
-
 def held_out() -> list[dict]:
     text = (Path(__file__).parents[1] / "fixtures" / "why_heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

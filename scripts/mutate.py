@@ -84,11 +84,13 @@ TESTS = {
     "rlinf/algorithms/losses.py": [
         "tests/numerics/test_loss_gradients.py",
         "tests/numerics/test_losses.py",
+        "tests/numerics/test_decoupled_loss.py",
         "tests/numerics/test_token_losses.py",
     ],
     "rlinf/algorithms/base.py": [
         "tests/numerics/test_loss_gradients.py",
         "tests/numerics/test_loss_of_algorithms.py",
+        "tests/numerics/test_decoupled_loss.py",
         "tests/numerics/test_losses.py",
         *BLOCKS,
     ],

@@ -170,7 +170,8 @@ def test_a_rollout_whose_episodes_are_all_lost_teaches_nothing(algorithm):
 def test_resampling_is_as_often_as_configured_and_groups_are_asked_for():
     for algorithm in (GRPO(GRPOConfig(max_resamples=3)), RLOO(RLOOConfig(max_resamples=3))):
         assert algorithm.max_resamples == 3
-        assert algorithm.needs_groups and algorithm.needs_whole_episodes and not algorithm.needs_values
+        assert algorithm.needs_groups and algorithm.needs_whole_episodes
+        assert not algorithm.needs_values and not algorithm.penalizes_rewards
 
 
 def test_episodes_that_change_inside_a_column_are_refused():
@@ -191,8 +192,9 @@ def test_a_group_of_several_initial_states_is_refused():
     batch = rollout([[1.0, 5.0, 2.0, 2.0]], [0, 0, 1, 1])
     check_groups(batch)
     batch.specs[3] = EpisodeSpec("t", 0, 9, 0)
-    with pytest.raises(ValueError, match=r"Group 1 mixes episodes of .*init_state_id=1.* and .*init_state_id=9"):
-        check_groups(batch)
+    for refuse in (check_groups, GRPO(GRPOConfig()).compute_advantages):
+        with pytest.raises(ValueError, match=r"Group 1 mixes episodes of .*init_state_id=1.* and .*init_state_id=9"):
+            refuse(batch)
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 1], [0, 1, 1], [0, 1, 2]])

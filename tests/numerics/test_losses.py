@@ -1,6 +1,5 @@
 """Losses against hand-computed numbers, and their independence of how a minibatch is cut."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from rlinf.algorithms.base import LossCounts
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import (
-    aggregate_logprobs,
     clipped_policy_loss,
     kl_penalty,
     truncated_importance_weights,
@@ -19,7 +17,6 @@ from rlinf.algorithms.losses import (
 from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
 from rlinf.algorithms.rloo import RLOO
-from rlinf.algorithms.statistics import explained_variance
 from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
 
 YES = torch.tensor([True])
@@ -41,15 +38,11 @@ def test_clipped_surrogate_by_hand(ratio, advantage, loss, clipped):
     assert policy_loss(ratio, advantage) == (pytest.approx(loss, rel=1e-5), clipped)
 
 
-def test_clip_bounds_are_asymmetric():
-    assert policy_loss(1.5, 1.0, low=0.1, high=0.4)[0] == pytest.approx(-1.4)
-    assert policy_loss(0.5, -1.0, low=0.1, high=0.4)[0] == pytest.approx(0.9)
-
-
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
     assert policy_loss(10.0, -1.0, dual_clip=3.0)[0] == pytest.approx(3.0)
     assert policy_loss(10.0, -1.0)[0] == pytest.approx(10.0)
     assert policy_loss(1.1, 1.0, dual_clip=3.0)[0] == pytest.approx(-1.1)
+    assert policy_loss(10.0, 0.5, dual_clip=3.0)[0] == pytest.approx(-0.6), "not the -3 x 0.5 of a negative advantage"
 
 
 def test_truncated_importance_weights_by_hand():
@@ -71,11 +64,6 @@ def test_value_loss_plain_clipped_and_huber_by_hand():
     assert value_loss(value, old, target, YES).item() == pytest.approx(0.5)
     assert value_loss(value, old, target, YES, clip_range=1.0).item() == pytest.approx(4.5)
     assert value_loss(torch.tensor([0.0]), old, target, YES, huber_delta=1.0).item() == pytest.approx(3.5)
-
-
-def test_dual_clip_leaves_a_positive_advantage_below_one_alone():
-    """At a ratio of 10: -1.2 x 0.5, not the -3 x 0.5 that bounds a negative advantage."""
-    assert policy_loss(10.0, 0.5, dual_clip=3.0)[0] == pytest.approx(-0.6)
 
 
 def test_approximate_kl_is_that_of_the_valid_elements():
@@ -116,31 +104,6 @@ def test_masked_elements_add_nothing_even_when_they_are_not_finite():
     assert total.item() == -1.0
     assert logprobs.grad.tolist() == [-1.0, 0.0]
     assert metrics["approx_kl"].item() == 0.0
-
-
-def test_levels_sum_what_was_executed():
-    logprobs = torch.arange(6.0).reshape(1, 6)
-    mask = torch.tensor([[True, True, False]])
-    token, token_mask = aggregate_logprobs(logprobs, mask, "token")
-    assert token.shape == (1, 3, 2) and token_mask.sum() == 4
-    action, _ = aggregate_logprobs(logprobs, mask, "action")
-    assert action.flatten().tolist() == [1.0, 5.0, 9.0]
-    chunk, chunk_mask = aggregate_logprobs(logprobs, mask, "chunk")
-    assert chunk.flatten().tolist() == [6.0] and chunk_mask.all()
-
-
-def test_explained_variance_of_perfect_and_useless_values():
-    returns, mask = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, dtype=torch.bool)
-    assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
-    assert explained_variance(torch.zeros(3), returns, mask) == pytest.approx(0.0)
-
-
-def test_explained_variance_is_zero_where_the_returns_do_not_vary():
-    values, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
-    assert explained_variance(values, torch.tensor([3.0, 3.0, 7.0]), mask) == 0.0
-    assert explained_variance(values, values, torch.zeros_like(mask)) == 0.0, "no element is valid"
-    # Errors 0 and -1 have variance 1/4, the returns 1 and 3 have 1.
-    assert explained_variance(values, torch.tensor([1.0, 3.0, 7.0]), mask) == pytest.approx(0.75)
 
 
 def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):
@@ -206,97 +169,6 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
     assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)),
-        GRPO(GRPOConfig(tis_cap=2.0)),
-        RLOO(RLOOConfig(tis_cap=2.0)),
-        ReinforcePP(ReinforcePPConfig(tis_cap=2.0)),
-    ],
-)
-def test_policy_loss_is_weighted_by_trainer_over_generator_probability(algorithm):
-    batch, evaluation = make_batch()
-    algorithm.compute_advantages(batch)
-    flat = batch.flatten()
-
-    def policy_loss_at(ratio, config=algorithm.config):
-        """The loss where the trainer gives each action ``ratio`` times the probability that the generator gave it."""
-        width = flat.old_logprobs.shape[1] // flat.action_mask.shape[1]
-        flat.rollout_logprobs = flat.old_logprobs - math.log(ratio) / width
-        return (
-            type(algorithm)(config).loss(flat, evaluation, LossCounts.of(flat, config), 0).metrics["policy_loss"].item()
-        )
-
-    plain = policy_loss_at(1.5, dataclasses.replace(algorithm.config, tis_cap=None))
-    for ratio, weight in ((1.0, 1.0), (0.25, 0.25), (1.5, 1.5), (9.0, 2.0)):
-        assert policy_loss_at(ratio) == pytest.approx(weight * plain, rel=1e-4)
-
-
-def test_entropy_is_averaged_over_the_chosen_unit():
-    batch, evaluation = make_batch(num_actions=3, width=2)
-    batch.loss_mask, batch.action_mask = torch.ones_like(batch.loss_mask), torch.ones_like(batch.action_mask)
-    found = {}
-    for level in ("token", "action", "chunk"):
-        algorithm = PPO(PPOConfig(entropy_level=level, entropy_coef=0.5, critic_warmup_steps=0))
-        algorithm.compute_advantages(batch)
-        flat = batch.flatten()
-        output = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), iteration=0)
-        plain = PPO(PPOConfig(entropy_level=level, entropy_coef=0.0, critic_warmup_steps=0))
-        found[level] = (
-            float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), iteration=0).loss - output.loss) / 0.5
-        )
-    tokens = evaluation.entropy  # rows x (3 actions x 2 tokens)
-    assert found["token"] == pytest.approx(float(tokens.mean()), abs=1e-5)
-    assert found["action"] == pytest.approx(float(tokens.view(-1, 3, 2).sum(-1).mean()), abs=1e-5)
-    assert found["chunk"] == pytest.approx(float(tokens.sum(-1).mean()), abs=1e-5)
-    assert abs(found["chunk"] - found["token"]) > 0.01, "control: the levels differ"
-
-
-def test_ppo_loss_means_do_not_grow_with_the_number_of_tokens():
-    batch, evaluation = make_batch(num_actions=1, width=1)
-    wide = ActionEvaluation(evaluation.logprobs.repeat(1, 8), evaluation.entropy.repeat(1, 8), evaluation.values)
-    algorithm = PPO(PPOConfig(logprob_level="token", entropy_coef=0.5, critic_warmup_steps=0))
-    algorithm.compute_advantages(batch)
-    flat = batch.flatten()
-    narrow_loss = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), 0)
-    flat.old_logprobs = flat.old_logprobs.repeat(1, 8)
-    wide_loss = algorithm.loss(flat, wide, LossCounts.of(flat, algorithm.config), 0)
-    for name, value in narrow_loss.metrics.items():
-        torch.testing.assert_close(wide_loss.metrics[name], value, atol=1e-5, rtol=1e-5)
-
-
-def test_critic_warmup_loss_has_no_policy_gradient():
-    batch, evaluation = make_batch()
-    evaluation = ActionEvaluation(*(tensor.clone().requires_grad_() for tensor in evaluation))
-    algorithm = PPO(PPOConfig(critic_warmup_steps=1))
-    algorithm.compute_advantages(batch)
-    flat = batch.flatten()
-    counts = LossCounts.of(flat, algorithm.config)
-    algorithm.loss(flat, evaluation, counts, 0).loss.backward()
-    assert evaluation.logprobs.grad is None and evaluation.values.grad.abs().sum() > 0
-    algorithm.loss(flat, evaluation, counts, 1).loss.backward()
-    assert evaluation.logprobs.grad.abs().sum() > 0
-
-
-def test_grpo_refuses_a_group_of_mixed_episodes():
-    batch, _ = make_batch()
-    GRPO(GRPOConfig()).compute_advantages(batch)
-    batch.specs[1] = EpisodeSpec("t", 0, 99, 0)
-    with pytest.raises(ValueError, match="Group 0 mixes"):
-        GRPO(GRPOConfig()).compute_advantages(batch)
-
-
-@pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), RLOO(RLOOConfig())])
-def test_groups_without_variance_are_dropped(algorithm):
-    batch, _ = make_batch()
-    batch.action_rewards[:, :2] = 0.0
-    before = batch.loss_mask.clone()
-    metrics = algorithm.compute_advantages(batch)
-    assert not batch.loss_mask[:, :2].any() and (batch.loss_mask[:, 2:] == before[:, 2:]).all()
-    assert metrics["rollout/zero_variance_group_fraction"] == pytest.approx(1 / 3)
-
-
 def played(rewards, ref_logprobs=None, group_ids=None, ends=None):
     """A rollout of one action of one token a call: rewards ``[T][B]``, all drawn with log-probability -1."""
     rewards = torch.tensor(rewards).unsqueeze(-1)
@@ -353,17 +225,6 @@ def test_rloo_by_hand():
     assert low.loss.item() == pytest.approx((-4 + 2 / 3 * 4 + 2 / 3 * 0.9) / 7, rel=1e-5)
 
 
-@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
-def test_rloo_has_its_kl_penalty_in_the_loss(estimator, kl):
-    batch = played([[1.0, 0.0]], ref_logprobs=[[-1.5, -1.5]], group_ids=[0, 0])
-    algorithm = RLOO(RLOOConfig(kl_coef=0.2, kl_estimator=estimator))
-    algorithm.compute_advantages(batch)
-    output = losses_of(algorithm, batch, [1.0, 1.0])
-    assert batch.advantages.flatten().tolist() == [1.0, -1.0]
-    assert output.loss.item() == pytest.approx(0.2 * kl, rel=1e-5)
-    assert output.metrics["kl_to_reference"].item() == pytest.approx(kl, rel=1e-5)
-
-
 def test_reinforce_pp_by_hand():
     """KL (k1) 0.2, 0, -0.4 by call: rewards less half of it are -0.1 and 1 (first episode) and 0 and 0.2 (second).
 
@@ -394,26 +255,3 @@ def test_reinforce_pp_takes_every_kl_estimate_off_the_rewards(estimator, kl):
     algorithm.compute_advantages(batch)
     expected = torch.tensor([[4 - 2 * 0.2 * kl, 3.0], [1 - 0.2 * kl, 0.0]])  # nothing is paid after an end
     torch.testing.assert_close(batch.advantages[..., 0] * batch.loss_mask, expected)
-
-
-def test_reinforce_pp_of_one_action_counts_what_follows_it_only():
-    """Rewards 1, 2 inside a call and 4 after it, KL of both tokens of an action 0.1: what follows is 6.7, 5.8 and 3.9."""
-    batch, _ = make_batch(num_steps=2, num_envs=1, num_actions=2)
-    batch.loss_mask, batch.terminated = torch.ones(2, 1, dtype=torch.bool), torch.tensor([[False], [True]])
-    batch.action_mask = torch.tensor([[[True, True]], [[True, False]]])
-    batch.action_rewards = torch.tensor([[[1.0, 2.0]], [[4.0, 0.0]]])
-    batch.ref_logprobs = batch.old_logprobs - 0.05
-    config = ReinforcePPConfig(kl_coef=1.0, normalize_advantages=False, advantage_level="action")
-    ReinforcePP(config).compute_advantages(batch)
-    torch.testing.assert_close(batch.advantages[0, 0], torch.tensor([6.7, 5.8]))
-    assert batch.advantages[1, 0, 0].item() == pytest.approx(3.9)
-
-
-def test_reinforce_pp_normalises_over_the_valid_actions_of_all_episodes():
-    batch, _ = make_batch(num_steps=5, num_envs=8)
-    ReinforcePP(ReinforcePPConfig(kl_coef=0.1)).compute_advantages(batch)
-    mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
-    kept = batch.advantages[mask]
-    assert len(kept) > 50 and not batch.advantages[~mask].any()
-    assert kept.mean().item() == pytest.approx(0, abs=1e-6)
-    assert kept.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)

@@ -54,6 +54,9 @@ def test_small_advantages_are_not_taken_for_rounding_of_what_is_left_out():
 def test_returns_that_do_not_vary_have_no_explained_variance():
     mask = torch.ones(2, 2, dtype=torch.bool)
     assert explained_variance(torch.zeros(2, 2), torch.full((2, 2), 3.0), mask) == 0.0
+    values, returns = torch.randn(2, 2, 2)
+    assert explained_variance(values, returns, torch.zeros_like(mask)) == 0.0, "no element is valid"
+    assert masked_normalize(torch.zeros(2, 2), mask, eps=0.0).tolist() == [[0.0, 0.0]] * 2
 
 
 def test_a_number_that_is_not_finite_does_not_pass_for_equal_advantages():

@@ -64,10 +64,6 @@ def test_a_mask_of_booleans_is_left_as_it_is():
     assert data["attention_mask"].all()
 
 
-def test_nll_by_hand():
-    assert value(NLLLossFn(), [[0.0, -1.0, -2.0], [0.0, -6.0, 0.0]], batch_of([3, 2])) == pytest.approx(3.0)
-
-
 def test_a_loss_that_runs_the_model_divides_its_logits_by_the_temperature(tiny_lm):
     """Without a temperature by 1, so that the loss is the cross-entropy of the model."""
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
@@ -83,11 +79,6 @@ def test_a_loss_that_runs_the_model_divides_its_logits_by_the_temperature(tiny_l
 
 def preference_batch(reference):
     return batch_of([3, 2], reference_logprobs=torch.tensor(reference))
-
-
-def test_dpo_is_log_two_where_policy_and_reference_agree():
-    logprobs = [[0.0, -1.0, -2.0], [0.0, -0.5, 0.0]]
-    assert value(DPOLossFn(), logprobs, preference_batch(logprobs)) == pytest.approx(LOG(2))
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])

@@ -94,25 +94,6 @@ def saved(tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000002", model, optimizer)
 
 
-def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path):
-    model, optimizer = build()
-    steps(2, model, optimizer)
-    folder = save(tmp_path / "rl_000002", model, optimizer)
-    steps(2, model, optimizer)
-    straight = weights_of(model)
-
-    resumed, resumed_optimizer = build(seed=5)
-    state = load_checkpoint(folder, model=resumed, optimizer=resumed_optimizer)
-    assert state == {"step": 2, "nested": {"env_steps": 7}}
-    steps(2, resumed, resumed_optimizer)
-    assert equal(weights_of(resumed), straight)
-
-    forgetful, fresh_optimizer = build(seed=5)
-    load_checkpoint(folder, model=forgetful, optimizer=None)
-    steps(2, forgetful, fresh_optimizer)
-    assert not equal(weights_of(forgetful), straight), "a control: without the optimiser's state it must differ"
-
-
 def test_saving_changes_nothing(tmp_path):
     results = []
     for saves in (False, True):

@@ -4,24 +4,20 @@ import math
 
 import pytest
 import torch
+from rollout_batches import rollout_batch
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import LossCounts
-from rlinf.types import ActionEvaluation, Observation, RolloutBatch
+from rlinf.types import ActionEvaluation
 
 ROWS, ACTIONS, DIM, LOW, HIGH, CAP = 40, 3, 2, 0.2, 0.3, 1.5
 
 
-def minibatch(executed=None, **logprobs):
+def minibatch(executed, **logprobs):
     """Rows of ``ACTIONS`` actions of ``DIM`` tokens; log-probabilities [N, A] of the three policies, advantages [N, C]."""
-    rows = len(logprobs["rollout_logprobs"])
-    zeros = torch.zeros(rows)
-    executed = torch.ones(rows, ACTIONS, dtype=torch.bool) if executed is None else executed
-    return RolloutBatch(
-        observation=Observation({}, None, ["go"] * rows), action_tokens=torch.zeros(rows, 1), action_rewards=torch.zeros(rows, ACTIONS),
-        action_mask=executed, loss_mask=torch.ones(rows, dtype=torch.bool), terminated=zeros.bool(), truncated=zeros.bool(),
-        bootstrap_values=zeros, group_ids=zeros.long(), episode_ids=zeros.long(), policy_version=zeros.long(), values=zeros,
-        returns=zeros, **logprobs,
+    rows = len(executed)
+    return rollout_batch(
+        rows, num_actions=ACTIONS, width=DIM, action_mask=executed, values=torch.zeros(rows), returns=torch.zeros(rows), **logprobs
     )  # fmt: skip
 
 

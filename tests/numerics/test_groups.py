@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from rollout_batches import rollout_batch
 
 from rlinf.algorithms.config import GRPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.algorithms.groups import check_groups, check_one_episode, known_episodes
 from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
 from rlinf.algorithms.rloo import RLOO
-from rlinf.types import EpisodeSpec, Observation, RolloutBatch
+from rlinf.types import EpisodeSpec
 
 LOST = 100
 """Added to the id of an episode that restarts because its simulator was lost."""
@@ -34,19 +35,16 @@ def rollout(rewards, groups, ends=None, lost=(), num_actions=2, width=2):
     executed = valid.unsqueeze(-1).repeat(1, 1, num_actions)
     if num_actions > 1:
         executed[..., -1] = False
-    return RolloutBatch(
-        observation=Observation({}, None, ["go"] * paid.numel()),
-        action_tokens=torch.zeros(*shape, num_actions * width, dtype=torch.int64),
-        rollout_logprobs=torch.zeros(*shape, num_actions * width),
+    return rollout_batch(
+        *shape,
+        num_actions=num_actions,
+        width=width,
         action_rewards=torch.nn.functional.pad(paid.unsqueeze(-1), (0, num_actions - 1)),
         action_mask=executed,
         loss_mask=valid,
         terminated=calls == ends,
-        truncated=torch.zeros(shape, dtype=torch.bool),
-        bootstrap_values=torch.zeros(shape),
         group_ids=torch.tensor(groups).expand(shape),
         episode_ids=torch.arange(num_envs) + LOST * (was_lost & (calls > 0)),
-        policy_version=torch.zeros(shape, dtype=torch.int64),
         old_logprobs=torch.zeros(*shape, num_actions * width),
         specs={i + more: EpisodeSpec("t", 0, group, 0) for i, group in enumerate(groups) for more in (0, LOST)},
     )

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rollout_batches import rollout_batch
 from torch import Tensor
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
@@ -12,7 +13,7 @@ from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty, value_loss
 from rlinf.algorithms.ppo import PPO
 from rlinf.distributed import BatchedDataDict
-from rlinf.types import ActionEvaluation, Observation, RolloutBatch
+from rlinf.types import ActionEvaluation, RolloutBatch
 
 KL_SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1.0 - math.exp(-d)}
 """Derivatives of the estimators by ``d``, the log-probability of the policy minus that of the reference."""
@@ -77,21 +78,12 @@ class Plain(Algorithm):
 
 def minibatch() -> RolloutBatch:
     """Two calls of two actions of one token; the second action of the second call is not executed."""
-    shape = (2,)
-    return RolloutBatch(
-        observation=Observation({}, None, ["go"] * 2),
-        action_tokens=torch.zeros(2, 2, dtype=torch.int64),
+    return rollout_batch(
+        2,
         rollout_logprobs=torch.full((2, 2), -1.0),
-        action_rewards=torch.zeros(2, 2),
+        num_actions=2,
         action_mask=torch.tensor([[True, True], [True, False]]),
-        loss_mask=torch.ones(shape, dtype=torch.bool),
-        terminated=torch.zeros(shape, dtype=torch.bool),
-        truncated=torch.zeros(shape, dtype=torch.bool),
-        bootstrap_values=torch.zeros(shape),
-        group_ids=torch.zeros(shape, dtype=torch.int64),
-        episode_ids=torch.zeros(shape, dtype=torch.int64),
-        policy_version=torch.zeros(shape, dtype=torch.int64),
-        values=torch.zeros(shape),
+        values=torch.zeros(2),
         returns=torch.tensor([2.0, -1.0]),
         advantages=torch.tensor([[2.0, -1.0], [3.0, 9.0]]),
         old_logprobs=torch.full((2, 2), -1.0),

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from rollout_batches import rollout_batch
 
 from rlinf.algorithms.base import Algorithm, LossCounts, spread_over_actions
 from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
 from rlinf.algorithms.ppo import PPO
-from rlinf.types import ActionEvaluation, Observation, RolloutBatch
+from rlinf.types import ActionEvaluation
 
 
 class Plain(Algorithm):
@@ -28,9 +29,9 @@ def rollout():
     executed[0, 0, 1] = False
     valid = torch.tensor([[True, True, True], [True, True, False]])
     kept = (executed & valid.unsqueeze(-1)).repeat_interleave(2, -1)
-    return RolloutBatch(
-        observation=Observation({}, None, ["go"] * 6),
-        action_tokens=torch.zeros(2, 3, 4, dtype=torch.int64),
+    return rollout_batch(
+        2,
+        3,
         rollout_logprobs=torch.where(kept, -1.0, torch.nan),
         action_rewards=torch.tensor([[[1.0, 0.0], [1.0, 2.0], [0.5, 0.5]], [[0.0, 2.0], [4.0, 0.0], [0.0, 0.0]]]),
         action_mask=executed,
@@ -38,9 +39,6 @@ def rollout():
         terminated=torch.tensor([[False, False, True], [False, True, False]]),
         truncated=torch.tensor([[False, False, False], [True, False, False]]),
         bootstrap_values=torch.tensor([[0.0, 0.0, 0.0], [4.0, 0.0, 0.0]]),
-        group_ids=torch.zeros(2, 3, dtype=torch.int64),
-        episode_ids=torch.zeros(2, 3, dtype=torch.int64),
-        policy_version=torch.zeros(2, 3, dtype=torch.int64),
         values=torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 0.0]]),
         old_logprobs=torch.where(kept, -1.0, torch.nan),
         ref_logprobs=torch.where(kept, -1.25, torch.nan),

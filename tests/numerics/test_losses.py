@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rollout_batches import rollout_batch
 
 from rlinf.algorithms.base import LossCounts
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
@@ -17,7 +18,7 @@ from rlinf.algorithms.losses import (
 from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
 from rlinf.algorithms.rloo import RLOO
-from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
+from rlinf.types import ActionEvaluation, EpisodeSpec
 
 YES = torch.tensor([True])
 
@@ -115,19 +116,17 @@ def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):
     shape = (num_steps, num_envs)
     rows = num_steps * num_envs
     mask = torch.rand(*shape, generator=generator) < 0.8
-    batch = RolloutBatch(
-        observation=Observation({}, None, ["go"] * rows),
-        action_tokens=torch.zeros(*shape, num_actions * width, dtype=torch.int64),
+    batch = rollout_batch(
+        *shape,
+        num_actions=num_actions,
+        width=width,
         rollout_logprobs=normal(*shape, num_actions * width),
         action_rewards=normal(*shape, num_actions),
         action_mask=torch.rand(*shape, num_actions, generator=generator) < 0.9,
         loss_mask=mask,
-        terminated=torch.zeros(shape, dtype=torch.bool),
-        truncated=torch.zeros(shape, dtype=torch.bool),
         bootstrap_values=normal(*shape),
         group_ids=(torch.arange(num_envs) // 2).expand(shape),
         episode_ids=torch.arange(num_envs).expand(shape),
-        policy_version=torch.zeros(shape, dtype=torch.int64),
         values=normal(*shape),
         old_logprobs=normal(*shape, num_actions * width),
         ref_logprobs=torch.zeros(*shape, num_actions * width),
@@ -176,19 +175,15 @@ def played(rewards, ref_logprobs=None, group_ids=None, ends=None):
     ends = torch.full((shape[1],), shape[0] - 1) if ends is None else torch.tensor(ends)
     calls = torch.arange(shape[0])[:, None].expand(shape)
     groups = torch.arange(shape[1]) if group_ids is None else torch.tensor(group_ids)
-    return RolloutBatch(
-        observation=Observation({}, None, ["go"] * shape.numel()),
-        action_tokens=torch.zeros(*shape, 1, dtype=torch.int64),
+    return rollout_batch(
+        *shape,
         rollout_logprobs=torch.full((*shape, 1), -1.0),
         action_rewards=rewards,
         action_mask=(calls <= ends).unsqueeze(-1),
         loss_mask=calls <= ends,
         terminated=calls == ends,
-        truncated=torch.zeros(shape, dtype=torch.bool),
-        bootstrap_values=torch.zeros(shape),
         group_ids=groups.expand(shape),
         episode_ids=torch.arange(shape[1]).expand(shape),
-        policy_version=torch.zeros(shape, dtype=torch.int64),
         values=torch.zeros(shape),
         old_logprobs=torch.full((*shape, 1), -1.0),
         ref_logprobs=None if ref_logprobs is None else torch.tensor(ref_logprobs).unsqueeze(-1),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from rollout_batches import rollout_batch
 from run_results import differing_weights, metrics_of, untimed_metrics, weights_of
 
 from rlinf.algorithms import ALGORITHMS
@@ -23,7 +24,7 @@ from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
 from rlinf.tracking import METRICS
 from rlinf.training.loop import Loop
-from rlinf.types import ActionEvaluation, Observation, RolloutBatch
+from rlinf.types import ActionEvaluation, RolloutBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
 FILE, PLAIN, SEARCH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -196,22 +197,13 @@ def test_an_algorithm_without_a_trainer_says_so():
 def rollout(**fields: torch.Tensor) -> RolloutBatch:
     """Two envs, three policy calls of one action of two tokens: env 0 ends at the second call, and its third is not part."""
     ended = torch.tensor([[False, False], [True, False], [False, False]])
-    batch = RolloutBatch(
-        observation=Observation({}, None, [""] * 6),
-        action_tokens=torch.zeros(3, 2, 2),
-        rollout_logprobs=torch.zeros(3, 2, 2),
+    batch = rollout_batch(
+        3, 2, width=2,
         action_rewards=torch.tensor([[[1.0], [0.0]], [[2.0], [0.0]], [[0.0], [4.0]]]),
         action_mask=torch.tensor([[[True], [True]], [[True], [True]], [[False], [True]]]),
         loss_mask=torch.tensor([[True, True], [True, True], [False, True]]),
-        terminated=ended,
-        truncated=torch.zeros_like(ended),
-        bootstrap_values=torch.zeros(3, 2),
-        group_ids=torch.zeros(3, 2, dtype=torch.int64),
-        episode_ids=torch.zeros(3, 2, dtype=torch.int64),
-        policy_version=torch.zeros(3, 2, dtype=torch.int64),
-        old_logprobs=torch.zeros(3, 2, 2),
-        values=torch.full((3, 2), 7.0),  # must not matter
-    )
+        terminated=ended, old_logprobs=torch.zeros(3, 2, 2), values=torch.full((3, 2), 7.0),  # values must not matter
+    )  # fmt: skip
     return replace(batch, **fields)
 
 

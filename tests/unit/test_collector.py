@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -300,33 +300,6 @@ def test_a_failure_or_an_interrupt_ends_all_threads_with_their_chunk(failing_thr
     assert collector.collect(SlowPolicy(), 1, 0, needs_values=False).loss_mask.shape == (2, 2)
     collector.close()
     assert all(2 < env.num_chunks < 20 for env in envs) and all(env.closed for env in envs)
-
-
-def test_closing_does_not_wait_for_the_rest_of_a_rollout():
-    config, envs = WalkConfig(num_processes=0, step_sleep_s=0.1), []
-    split = WalkVectorEnv(config, 1, True).episode_specs("train")
-
-    def make(count):
-        envs.append(CountingWalk(config, count, True))
-        return envs[-1]
-
-    collector = RolloutCollector(
-        make, EpisodeSampler(split, 2, num_groups=2), num_envs=2, num_chunks=100, temperature=1.0, num_worker_threads=2
-    )
-    ended = []
-
-    def collect():
-        with pytest.raises(CancelledError):
-            collector.collect(SlowPolicy(), 0, 0, needs_values=False)
-        ended.append(True)
-
-    thread = threading.Thread(target=collect)
-    thread.start()
-    while thread.is_alive() and min(env.num_chunks for env in envs) < 2:
-        time.sleep(0.01)
-    collector.close()
-    thread.join()
-    assert ended and max(env.num_chunks for env in envs) < 20
 
 
 class SlowPolicy(Wanderer):

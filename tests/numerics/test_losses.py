@@ -10,6 +10,7 @@ from rlinf.algorithms.base import LossCounts
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import (
+    aggregate_logprobs,
     clipped_policy_loss,
     kl_penalty,
     truncated_importance_weights,
@@ -105,6 +106,17 @@ def test_masked_elements_add_nothing_even_when_they_are_not_finite():
     assert total.item() == -1.0
     assert logprobs.grad.tolist() == [-1.0, 0.0]
     assert metrics["approx_kl"].item() == 0.0
+
+
+def test_levels_sum_what_was_executed():
+    logprobs = torch.arange(6.0).reshape(1, 6)
+    mask = torch.tensor([[True, True, False]])
+    token, token_mask = aggregate_logprobs(logprobs, mask, "token")
+    assert token.shape == (1, 3, 2) and token_mask.sum() == 4
+    action, _ = aggregate_logprobs(logprobs, mask, "action")
+    assert action.flatten().tolist() == [1.0, 5.0, 9.0]
+    chunk, chunk_mask = aggregate_logprobs(logprobs, mask, "chunk")
+    assert chunk.flatten().tolist() == [6.0] and chunk_mask.all()
 
 
 def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):

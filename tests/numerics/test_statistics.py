@@ -23,6 +23,9 @@ def test_the_mean_is_over_the_elements_in_the_mask(shape):
     assert masked_mean(spoilt, mask) == masked_mean(values, mask), "what is left out need not be finite"
     assert masked_mean(values, torch.zeros_like(mask)) == 0.0
     assert masked_mean(values.bool(), mask) == 1.0
+    one = torch.zeros_like(mask)
+    one.view(-1)[3] = True
+    assert masked_mean(values, one) == values.view(-1)[3].item()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -262,3 +262,16 @@ def test_reinforce_pp_takes_every_kl_estimate_off_the_rewards(estimator, kl):
     algorithm.compute_advantages(batch)
     expected = torch.tensor([[4 - 2 * 0.2 * kl, 3.0], [1 - 0.2 * kl, 0.0]])  # nothing is paid after an end
     torch.testing.assert_close(batch.advantages[..., 0] * batch.loss_mask, expected)
+
+
+def test_reinforce_pp_of_one_action_counts_what_follows_it_only():
+    """Rewards 1, 2 inside a call and 4 after it, KL of both tokens of an action 0.1: what follows is 6.7, 5.8 and 3.9."""
+    batch, _ = make_batch(num_steps=2, num_envs=1, num_actions=2)
+    batch.loss_mask, batch.terminated = torch.ones(2, 1, dtype=torch.bool), torch.tensor([[False], [True]])
+    batch.action_mask = torch.tensor([[[True, True]], [[True, False]]])
+    batch.action_rewards = torch.tensor([[[1.0, 2.0]], [[4.0, 0.0]]])
+    batch.ref_logprobs = batch.old_logprobs - 0.05
+    config = ReinforcePPConfig(kl_coef=1.0, normalize_advantages=False, advantage_level="action")
+    ReinforcePP(config).compute_advantages(batch)
+    torch.testing.assert_close(batch.advantages[0, 0], torch.tensor([6.7, 5.8]))
+    assert batch.advantages[1, 0, 0].item() == pytest.approx(3.9)

@@ -181,7 +181,7 @@ class TokenTrainer(ABC):
 
     def manifest(self) -> Manifest:
         """Return the conditions of the policy."""
-        return manifest_of(self.config, self.policy, self.loop.state.step)
+        return recipe_manifest(self.config, self.policy, self.loop.state.step)
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free what it holds."""
@@ -192,7 +192,7 @@ def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
     return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
 
 
-def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
+def recipe_manifest(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
     """Return the conditions of a token policy after so many steps."""
     precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
     return token_manifest(

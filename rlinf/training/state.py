@@ -39,7 +39,8 @@ class LoopState:
     """Where a run is; every checkpoint holds it.
 
     Attributes:
-        phase: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Names checkpoints.
+        phase: Begins the names of checkpoints: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Lines of metrics have
+            ``Trainer.phase``.
         sft_step, step: Next optimiser step of cloning, next iteration of RL or step of a recipe.
         env_steps: Env steps of RL so far.
         num_tokens: Tokens that a recipe has trained on or scored, without padding, over all ranks.

@@ -82,7 +82,6 @@ class Players:
 
     Args:
         make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
-        cluster, placement, reservation: Of the run.
         model: The trained model, sharded or not, from which weights come.
         way_on: How a user continues after an error that ends the run.
     """

@@ -130,7 +130,6 @@ class Auditor:
     """Plays a policy in one condition after the other.
 
     Args:
-        model: Whatever ``evaluate_policy`` plays.
         specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
         on_row: Called with each row as soon as it is known.
         kept: Keeps each finished condition, and knows the conditions of an interrupted audit; None: nothing is kept.

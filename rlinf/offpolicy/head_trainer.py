@@ -73,9 +73,7 @@ class HeadTrainer(ActionTrainer):
     actions were chosen before. So results do not depend on how fast either is.
 
     Args:
-        parts: Of the run.
         env: Where this rank plays, with auto-reset.
-        sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
         demonstrations: Dataset of which a share of each batch is drawn, if any.

@@ -69,7 +69,6 @@ def run(
     Raise ConfigError before the first step if settings, data and model do not fit, SystemExit after a signal.
 
     Args:
-        config: Checked.
         dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
         places: Where players may be; None: the ranks generate.
     """

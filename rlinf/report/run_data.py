@@ -43,7 +43,6 @@ class FolderData:
     """What the folders of all runs and evaluations hold; missing parts are empty.
 
     Attributes:
-        lines: Lines of ``metrics.jsonl``.
         comparison: From ``compare.json``.
         traces: See ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.

@@ -182,14 +182,13 @@ def check_layout(
 ) -> None:
     """Refuse a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
 
+    Raise ConfigError if there are more cameras than places, the state has another width, or a key of a map names
+    nothing.
+
     Args:
         keys: Name of the layout, or the map.
         cameras, state_dim: Names of the pictures, and the width of the state; 0: without one; None: not known.
         owner: What has them, for the message.
-        fix: Override that changes the layout.
-
-    Raises:
-        ConfigError: There are more cameras than places, the state has another width, or a key of a map names nothing.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]

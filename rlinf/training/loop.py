@@ -78,11 +78,7 @@ class Trainer(Protocol):
         """Take a step (a collective call)."""
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation that follows the present step; None: none is due.
-
-        Args:
-            last: No step follows.
-        """
+        """Return the tag of the evaluation that follows the present step; None: none is due. ``last``: no step follows."""
 
     def evaluate(self, tag: str, step: int) -> None:
         """Evaluate the present weights, and log that as of ``step`` (a collective call)."""
@@ -102,16 +98,11 @@ class Loop:
 
     Args:
         state: Where to begin.
-        folder: Of the run.
         settings: When a run saves and ends.
         run_config: The configuration as a mapping, for checkpoints.
-        checkpoints: Writes them.
-        stop_signal: Whether the run is asked to stop.
-        progress: Live line.
         resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
 
     Attributes:
-        trainer: Runs at present.
         tracker: Writes metrics; None: on another rank.
         profile_window: Records steps.
     """
@@ -189,12 +180,7 @@ class Loop:
 
     @waiting("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the present weights (a collective call).
-
-        Args:
-            tag: Name of the evaluation.
-            step: Of its line of metrics.
-        """
+        """Evaluate the present weights (a collective call). ``step`` is the step of its line of metrics."""
         self.trainer.evaluate(tag, step)
 
     def evaluate_once(self, tag: str) -> None:
@@ -253,11 +239,7 @@ class Loop:
 
     @waiting("save")
     def save(self, is_last: bool = False) -> None:
-        """Save the present state (a collective call).
-
-        Args:
-            is_last: The run is complete, and its policy is exported.
-        """
+        """Save the present state (a collective call). With ``is_last`` the run is complete, and its policy is exported."""
         state, trainer = self.state, self.trainer
         if is_last:
             logger.info(

@@ -103,10 +103,8 @@ class LoopState:
     def best_evaluation(self, names: Collection[str]) -> str | None:
         """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
 
-        Where the env tells no success, it is the one with the highest return.
-
-        Args:
-            names: Checkpoints that there are; other evaluations are left out.
+        Where the env tells no success, it is the one with the highest return. Evaluations whose checkpoint is not among
+        ``names`` are left out.
         """
         found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in names}
         if found and not any(one.get("tells_success", True) for one in found.values()):

@@ -92,7 +92,6 @@ class Record:
 
     Attributes:
         lines: Of ``metrics.jsonl``.
-        settings: The configuration as a mapping.
         manifest: Of the run, or else of its newest checkpoint.
     """
 
@@ -254,7 +253,6 @@ class Diagnosis:
     """The outcome of a run, and what all rules say of it.
 
     Attributes:
-        outcome: Of the run.
         findings: The worst first.
         fine: Rules that were evaluated and have nothing to say.
         silent: Rules that could not be evaluated, and why.

@@ -413,7 +413,6 @@ class RemoteEpisodes:
         return [result for part in sorted(found) for result in found[part]]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        """See ``Episodes.record``."""
         numbers = self.players.numbers
         shares = [(number, list(numbered[number - numbers.start :: len(numbers)])) for number in numbers]
         calls = [

@@ -87,16 +87,7 @@ class Audit:
             "actions_max_abs": self.actions_max_abs,
             "summary": self.summary(),
             "verdicts": [vars(one) for one in self.verdicts],
-            "rows": [
-                {
-                    "key": row.key,
-                    "title": row.title,
-                    "success": None if row.success is None else row.success.as_dict(),
-                    "pairs": None if row.pairs is None else row.pairs.as_dict(),
-                    "note": row.note,
-                }
-                for row in self.rows
-            ],
+            "rows": [row.as_dict() for row in self.rows],
             "warnings": self.warnings,
         }
 

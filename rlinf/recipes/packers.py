@@ -86,7 +86,6 @@ class RawTextPacker:
         self.column = column
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``."""
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.max_length = config.policy.model_max_length
         self.column = self.column or config.train.train_policy.conversation_column_name

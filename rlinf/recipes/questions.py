@@ -326,11 +326,9 @@ class QuestionPacker(ChatPacker):
         return self.prompt({**question.row, "messages": question.messages, "answer": question.expected})
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """See ``ChatPacker``."""
         return row["messages"]
 
     def reference(self, row: dict[str, Any]) -> str | None:
-        """See ``ChatPacker``."""
         return row["answer"]
 
     def check_media(self, question: Question) -> None:

@@ -174,7 +174,11 @@ class TokenTrainer(ABC):
 
     def manifest(self) -> Manifest:
         """Return the conditions of the policy."""
-        return recipe_manifest(self.config, self.policy, self.loop.state.step)
+        policy, train, steps = self.policy, self.config.train, self.loop.state.step
+        precision, seed = PRECISIONS[train.param_dtype], train.seed or 0
+        return token_manifest(
+            policy.model, policy.model_name, precision=precision, seed=seed, policy_version=steps, lora=lora_of(policy)
+        )
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free what it holds."""
@@ -183,14 +187,6 @@ class TokenTrainer(ABC):
 def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
     """Return the settings of the adapters that are trained."""
     return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
-
-
-def recipe_manifest(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
-    """Return the conditions of a token policy after so many steps."""
-    precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
-    return token_manifest(
-        policy.model, policy.model_name, precision=precision, seed=seed, policy_version=steps, lora=lora_of(policy)
-    )
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -545,8 +545,10 @@ def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_po
         note_warmup(parts, begins_as_base)
 
     monkeypatch.setattr("rlinf.offpolicy.head_trainer.note_warmup", noting)
-    warm_up = "algorithm.warmup_env_steps=40"
-    train(config_of(tmp_path, warm_up, "trainer.max_steps=1"))
+    warm_up = "algorithm.warmup_env_steps=40"  # the first iteration
+    run = config_of(tmp_path, warm_up, "trainer.max_steps=2")
+    run.trainer.max_steps = 1  # a run of the warm-up alone would be refused
+    train(run)
     assert compared == []
     for num_steps in (2, 3):
         train(config_of(tmp_path, warm_up, f"trainer.max_steps={num_steps}", f"resume={tmp_path}"))

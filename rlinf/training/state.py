@@ -53,7 +53,7 @@ class LoopState:
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
         data: What determines the rows of a recipe's step, which a resumed run must have too.
         rows: State of a recipe's dataset.
-        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rate. A newly typed rate begins at 0.
+        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.
         start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """

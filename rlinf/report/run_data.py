@@ -60,6 +60,10 @@ class FolderData:
         """The configuration as a mapping; empty without one."""
         return yaml.safe_load(self.config) or {}
 
+    def setting(self, key: str) -> Any:
+        """Return a value of the configuration by its dotted key; None without one."""
+        return setting_of(self.settings, key)
+
 
 @dataclass
 class RunData(FolderData):
@@ -122,6 +126,14 @@ class RunData(FolderData):
         comparison = compare(first, second)
         comparison.a, comparison.b = self.before.name, self.after.name
         return comparison.as_dict()
+
+
+def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of a configuration by its dotted key; ``default`` if it is not there or null."""
+    value: Any = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return default if value is None else value
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:

@@ -56,8 +56,8 @@ def open_checkpoint(
 ) -> Opened:
     """Find, verify and load a checkpoint or an export; a collective call on all ranks.
 
-    Raise CheckpointError if there is no whole checkpoint or one of another model type, ManifestMismatchError if another
-    condition differs than ``allow_mismatch`` names, and ConfigError if a size in ``config`` differs from the folder's.
+    Raise CheckpointError without a whole checkpoint of this model type, ManifestMismatchError if another condition
+    differs than ``allow_mismatch`` names, and ConfigError if a size in ``config`` differs from the folder's.
 
     Args:
         path: A checkpoint, an export, or a run folder, which means its newest checkpoint.

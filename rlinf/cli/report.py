@@ -10,8 +10,7 @@ from rlinf.errors import ConfigError
 from rlinf.preflight.refuse import refuse
 from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_page import write_report
-from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders
-from rlinf.report.runs_page import write_runs_report
+from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report
 from rlinf.report.why.rules import explain
 
 OUTPUT = "runs.html"

@@ -47,8 +47,6 @@ class Player(PolicyCopy):
     weights, the iteration, the attempt and the block alone.
 
     Args:
-        config, placement: Of the run.
-        shell: The policy without its weights.
         number: Of this player, over all machines.
         num_neighbours: Players on this machine, this one included; they share its cores.
     """

@@ -82,7 +82,6 @@ class Players:
 
     Args:
         make: Makes a ``PolicyCopy`` in the process of a player, from its number and the number of players on its machine.
-        cluster, placement, reservation: Of the run.
         model: The trained model, sharded or not, from which weights come.
         way_on: How a user continues after an error that ends the run.
     """
@@ -414,7 +413,6 @@ class RemoteEpisodes:
         return [result for part in sorted(found) for result in found[part]]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        """See ``Episodes.record``."""
         numbers = self.players.numbers
         shares = [(number, list(numbered[number - numbers.start :: len(numbers)])) for number in numbers]
         calls = [

@@ -126,7 +126,6 @@ def reserved_places(
     Args:
         placement_of: Returns the placement of the run on some machines, or refuses them; None: they are not known yet.
         start_s: Seconds to wait for room, and for the answers of the machines.
-        plugins: Of the run.
         room: In the store of objects of each machine with players; None: not known.
     """
     ray = import_ray(BY_RAY)

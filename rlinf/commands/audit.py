@@ -101,7 +101,8 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         seen, note = seen_episodes(config, env, len(specs))
         server = digest_of_server(config, model)
         present = {"device": device, **conditions(config, manifest, saved, specs, server)}
-        kept = KeptAudit(output, name_of_policy(config), present)
+        named = config.checkpoint or config.model.url or config.model.model_path
+        kept = KeptAudit(output, named or f"model.model_type={config.model.model_type} without a checkpoint", present)
         if kept.num_known:
             print(f"{kept.num_known} conditions are known from {kept.folder}", flush=True)
             if server is not None and saved is None:
@@ -143,13 +144,6 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
     shown = {**facts, "episodes": audit.num_episodes, "actions cut": clipped_text(audit)}
     return write_page(folder / REPORT_FILE, "audit.html", title, audit=audit, facts=shown, least_share=LEAST_SHARE)
-
-
-def name_of_policy(config: RunConfig) -> str:
-    """Return what a message calls the audited policy."""
-    model = config.model
-    name = config.checkpoint or model.url or model.model_path
-    return name or f"model.model_type={model.model_type} without a checkpoint"
 
 
 def check(config: RunConfig) -> None:

@@ -117,9 +117,7 @@ class _Opened:
     """What an evaluation has before its first episode.
 
     Attributes:
-        model: The policy, on the CPU.
         manifest: Of the present conditions.
-        conditions: All that a result depends on.
         baseline, before: Folder of ``evaluation.compare``, resolved once because ``latest`` may move, and its result; None: none.
         untold: It cannot be told whether earlier processes played the same policy.
     """

@@ -48,14 +48,11 @@ ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     """Let a model answer a file of questions.
 
-    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output folder. The
-    report of a run shows the evaluations in its folder ``eval``. Several ranks answer their shares. The death or an error of a
-    rank ends the evaluation, and nothing is written.
-
-    Raises:
-        ConfigError: The file, one of its rows or a setting cannot be used; raised before the model is loaded.
-        ManifestMismatchError: The evaluation to compare with had other conditions.
-        RankError: A rank failed.
+    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output
+    folder. The report of a run shows the evaluations in its folder ``eval``. Several ranks answer their shares. The
+    death or an error of a rank ends the evaluation, and nothing is written. Raise ConfigError, before the model is
+    loaded, if the file or a setting cannot be used, ManifestMismatchError if the evaluation to compare with had other
+    conditions, and RankError if a rank failed.
     """
     model = find_model(config.checkpoint)
     output = _output_folder(config, model, _run_of(model))

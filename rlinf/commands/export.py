@@ -39,20 +39,15 @@ def export(
     """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
 
     The folder of an action policy is read back before it gets its name, and must give the same logits and actions on a random
-    observation. The folder of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``).
+    observation. The folder of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``). Return ``output``. Raise
+    CheckpointError if it exists, the checkpoint is damaged or has no adapters to merge, its configuration names code that no
+    override names, or the written folder gives other numbers.
 
     Args:
         checkpoint: Checkpoint or run folder, or an export.
         output: Folder that does not exist or is empty.
         merge_lora: Add the adapters into the base weights, so that the folder needs no others.
         overrides: Laid over the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
-
-    Returns:
-        ``output``.
-
-    Raises:
-        CheckpointError: ``output`` exists, the checkpoint is damaged or has no adapters to merge, its configuration names code that no
-            override names, or the written folder gives other numbers.
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

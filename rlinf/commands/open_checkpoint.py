@@ -56,17 +56,15 @@ def open_checkpoint(
 ) -> Opened:
     """Find, verify and load a checkpoint or an export; a collective call on all ranks.
 
+    Raise CheckpointError without a whole checkpoint of this model type, ManifestMismatchError if another condition
+    differs than ``allow_mismatch`` names, and ConfigError if a size in ``config`` differs from the folder's.
+
     Args:
         path: A checkpoint, an export, or a run folder, which means its newest checkpoint.
         config: Says how the policy is run, and what the present conditions are.
         allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
         resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
         deferred: Leave the weights in their files, if they can be: ``make_parallel`` reads them.
-
-    Raises:
-        CheckpointError: The folder has no checkpoint, or a damaged one, or one of another model type that ``allow_mismatch`` does not name.
-        ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
-        ConfigError: A size in ``config`` differs from the folder's.
     """
     folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
     saved = Manifest.load(folder)
@@ -120,18 +118,13 @@ def load_policy(
     """Build the policy of a checkpoint or an export, on the CPU, with its processor.
 
     Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
-    ``unnorm_key``, ...) comes from ``config``. Adapters are put on the base weights that ``config.model`` names.
+    ``unnorm_key``, ...) comes from ``config``. Adapters are put on the base weights that ``config.model`` names. Raise
+    CheckpointError if the folder holds adapters and ``config`` expects none, and ManifestMismatchError if they belong
+    to other base weights than ``config.model.model_path`` and ``config.evaluation.allow_mismatch`` does not name that.
 
     Args:
-        folder: Checkpoint or exported folder, already verified.
-        config: Configuration whose ``model`` section fits it.
         reads_base: Read the base weights below the adapters of a checkpoint that holds them, because they were random.
         deferred: Leave the weights in their files, if they can be.
-
-    Raises:
-        CheckpointError: The folder holds adapters and ``config`` does not expect any.
-        ManifestMismatchError: The adapters belong to other base weights than ``config.model.model_path``, which
-            ``config.evaluation.allow_mismatch`` does not name.
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():

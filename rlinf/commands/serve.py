@@ -30,7 +30,7 @@ from rlinf.policy import Policy
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
 from rlinf.serving import MessageError
-from rlinf.serving.layouts import KEYS, ROBOTS, Layout, check_layout, layout_of
+from rlinf.serving.layouts import KEYS, ROBOTS, MessageLayout, check_layout, layout_of
 from rlinf.serving.server import BATCH, Limits, PolicyServer
 from rlinf.serving.vla_eval import PATH, Hello
 from rlinf.types import Observation
@@ -102,7 +102,7 @@ class PolicyRows:
         """Check a request of vla-eval; raise as ``read``."""
         return self._row(self.named, request)
 
-    def _row(self, layout: Layout, request: Mapping[str, Any]) -> RequestRow:
+    def _row(self, layout: MessageLayout, request: Mapping[str, Any]) -> RequestRow:
         size = self.policy.config.env.image_size
         parts = layout.read(request, self.policy.cameras, self.reads_state, size, self.max_prompt)
         if not isinstance(parts["instruction"], str):

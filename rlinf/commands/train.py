@@ -146,12 +146,7 @@ class Run:
 
 @waiting("start")
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
-    """Build the parts of one rank.
-
-    Args:
-        config: Validated configuration with ``output_dir`` set.
-        reservation: Places in a Ray cluster, if any.
-    """
+    """Build the parts of one rank. The configuration is validated and has its ``output_dir``."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
@@ -361,16 +356,10 @@ def _execute(config: RunConfig, reservation: Reservation | None) -> RolledBack |
 def train(config: RunConfig) -> Path:
     """Run an experiment: cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report.
 
-    Where Ray has started the ranks and one is lost, all start again from the newest checkpoint, ``cluster.max_restarts`` times at
-    most, and twice at most from the same one.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
-        RankKilledError: A rank was lost, and all may not start again, or would lose it again.
-        DeadlineError: The same of a rank that was silent.
+    Where Ray has started the ranks and one is lost, all start again from the newest checkpoint,
+    ``cluster.max_restarts`` times at most, and twice at most from the same one. Return the run folder. Raise
+    ConfigError if another run writes there, or vLLM is to play in a process whose GPU memory it could not share;
+    RankKilledError or DeadlineError if a rank was lost or silent and all may not start again.
     """
     with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
         passed = _passed_over(config) if ranks_by_ray(config) else {}
@@ -428,12 +417,11 @@ def _passed_over(config: RunConfig) -> dict[Path, int]:
 def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
     """Return the configuration with which a run goes on from its newest checkpoint, or begins again if it has none.
 
+    Raise CheckpointError if all checkpoints are damaged.
+
     Args:
         passed: Checkpoints that the run has passed over. It sets them aside when it has read all that it needs, and may have
             been lost before.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged.
     """
     if any(path.exists() and path.stat().st_ino == inode for path, inode in passed.items()):
         return config

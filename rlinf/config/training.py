@@ -60,7 +60,7 @@ class TrainerConfig:
     on_collapse: str = option(
         "continue",
         "After two evaluations of RL in a row certainly below half of the best before. continue: nothing. stop: the run ends. rollback: it "
-        "returns to the best checkpoint with half the learning rate, three times at most, then ends. Needs trainer.eval_every.",
+        "returns to the best checkpoint with half the learning rates, three times at most, then ends. Needs trainer.eval_every.",
         choices=("continue", "stop", "rollback"),
     )
     profile_steps: list[int] | None = option(

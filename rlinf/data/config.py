@@ -95,7 +95,10 @@ class SFTConfig:
     warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(
-        None, "Go on beyond max_steps until this many seconds have passed; null: stop at max_steps.", minimum=0
+        None,
+        "Least seconds of cloning, in spite of the name: it goes on beyond max_steps until they have passed, and max_steps are always "
+        "taken; null: stop at max_steps.",
+        minimum=0,
     )
 
 

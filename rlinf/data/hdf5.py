@@ -48,7 +48,7 @@ class ConvertConfig:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The common layout of a project's files: keys under ``obs`` of the state, and names of cameras by key.
 
     Other cameras have their key without ``_image`` as name. ``env``: settings of our env, if there is one, that follow.
@@ -61,8 +61,8 @@ class Layout:
     env: Mapping[str, Any] = field(default_factory=dict)
 
 
-ROBOMIMIC = Layout("robomimic", ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"))
-LIBERO = Layout(
+ROBOMIMIC = FileLayout("robomimic", ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos"))
+LIBERO = FileLayout(
     "LIBERO",
     ("ee_states", "gripper_states"),
     rotated=True,
@@ -91,7 +91,7 @@ class Hdf5Demonstrations:
     pictures are turned by 180 degrees. ``env_args`` are the first file's.
     """
 
-    layout: Layout
+    layout: FileLayout
     episodes: list[Hdf5Episode]
     cameras: dict[str, str]
     image_shapes: dict[str, tuple[int, int]]
@@ -354,7 +354,7 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
     return {key: found[key].shape[1:] for key in (*numbers, *pictures)}
 
 
-def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: Layout, config: ConvertConfig) -> bool:
+def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: FileLayout, config: ConvertConfig) -> bool:
     """Return whether row ``t`` of the episodes of a file was seen after action ``t``.
 
     LIBERO's own script plays the actions again and reads the sensors after each, while ``states[t]`` is the state
@@ -385,7 +385,7 @@ def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: Layo
     raise ConfigError(f"No arm moves in the episodes of {path}, {unknown}; required: two rows that differ. {choice}")
 
 
-def _task(file: Any, demo: Any, path: Path, layout: Layout, config: ConvertConfig) -> str:
+def _task(file: Any, demo: Any, path: Path, layout: FileLayout, config: ConvertConfig) -> str:
     """Return the instruction: the option, LIBERO's file name (as in published evaluations), or what the file says."""
     if config.task is not None:
         return config.task

@@ -35,9 +35,7 @@ class LeRobotWriter:
         fps: Env steps per second of simulated (or real) time.
         image_shapes: Camera name to (height, width).
         state_dim: ``S``; 0: no state.
-        action_dim: ``D``.
         video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
-        robot_type: Recorded in ``meta/info.json``.
         has_executed: Executed actions differ from the stored ones, and have a column of their own.
 
     Attributes:
@@ -127,7 +125,6 @@ class LeRobotWriter:
             images: Camera name to uint8 ``[T, H, W, 3]``.
             state: float32 ``[T, S]``, or None.
             actions: float32 ``[T, D]``.
-            task: The instruction.
             rewards: float32 ``[T]``.
             success: bool ``[T]``: the goal is reached after the action.
             truncated: The time limit ended the episode, and not its own rules.

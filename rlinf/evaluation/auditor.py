@@ -87,16 +87,7 @@ class Audit:
             "actions_max_abs": self.actions_max_abs,
             "summary": self.summary(),
             "verdicts": [vars(one) for one in self.verdicts],
-            "rows": [
-                {
-                    "key": row.key,
-                    "title": row.title,
-                    "success": None if row.success is None else row.success.as_dict(),
-                    "pairs": None if row.pairs is None else row.pairs.as_dict(),
-                    "note": row.note,
-                }
-                for row in self.rows
-            ],
+            "rows": [row.as_dict() for row in self.rows],
             "warnings": self.warnings,
         }
 
@@ -130,7 +121,6 @@ class Auditor:
     """Plays a policy in one condition after the other.
 
     Args:
-        model: Whatever ``evaluate_policy`` plays.
         specs: The episodes of all conditions but ``seen``; a condition that needs another episode plays those that have one.
         on_row: Called with each row as soon as it is known.
         kept: Keeps each finished condition, and knows the conditions of an interrupted audit; None: nothing is kept.

@@ -203,13 +203,12 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by task, initial state and seed.
 
+    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if ``result_a`` has no success,
+    an episode occurs twice, or the lists differ more than ``allow_mismatch`` says.
+
     Args:
         allow_mismatch: ``"episodes"`` compares the common ones of two lists; ``"greedy"``, ``"temperature"`` and
             ``"seed"`` accept a difference in how actions were drawn.
-
-    Raises:
-        ManifestMismatchError: Actions were drawn in different ways, so the difference is not the policies' alone.
-        ConfigError: ``result_a`` has no success, an episode occurs twice, or the lists differ more than ``allow_mismatch`` says.
     """
     check_tells_success(result_a, "A comparison")
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"

@@ -173,17 +173,14 @@ class LocalEpisodes:
 
     @property
     def num_restarts(self) -> int:
-        """See ``Episodes.num_restarts``."""
         return self.env.num_restarts
 
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.play``."""
         size = self.env.num_envs
         batches = (specs[first : first + size] for first in range(0, len(specs), size))
         return [result for batch in batches for result in _run(self.policy, self.env, batch, on_result)]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        """See ``Episodes.record``."""
         return _record(self.policy, self.env, numbered, folder, size)
 
 

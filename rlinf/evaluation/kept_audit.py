@@ -39,7 +39,6 @@ class KeptAudit:
 
     Args:
         policy: Name of the policy in messages.
-        conditions: All that results depend on, as JSON values.
 
     Attributes:
         num_known: Conditions that earlier processes have finished.

@@ -28,18 +28,15 @@ def num_kept(folder: Path) -> int:
 class PartialResults:
     """A file with one line of conditions and one line per episode that this rank has finished.
 
-    A context manager; rank 0 deletes the files of all ranks on success. An episode's result depends only on the conditions and
-    its spec, so earlier processes under equal conditions have computed what this process would. Rank 0 reads the results of any
-    number of ranks.
+    A context manager; rank 0 deletes the files of all ranks on success. An episode's result depends only on the conditions and its
+    spec, so earlier processes under equal conditions have computed what this process would. Rank 0 reads the results of any number
+    of ranks. Raise ConfigError if a file holds results under other conditions or another process writes to it, and CheckpointError
+    if it is damaged.
 
     Attributes:
         conditions: Everything that results depend on, as JSON values.
         known: Results of earlier processes, on rank 0.
         earlier_s: Seconds that these processes took until their last result.
-
-    Raises:
-        ConfigError: A file holds results under other conditions, or another process is writing to it.
-        CheckpointError: A file is damaged.
     """
 
     def __init__(self, folder: Path, conditions: dict[str, Any], rank: int = 0) -> None:

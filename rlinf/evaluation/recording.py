@@ -47,7 +47,6 @@ def record_episodes(
 
     Args:
         evaluation: The result of ``evaluate_policy`` with the same model, env and ranks.
-        size: Pixels of a picture's side.
     """
     if not num_per_task:
         return

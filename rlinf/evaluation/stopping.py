@@ -46,7 +46,6 @@ class UntilDecided:
     num_planned: int
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
-        """See ``StopRule.stop_at``."""
         played = [one for one in results if episode_of(one) in self.baseline]
         signs = [int(one.success) - int(self.baseline[episode_of(one)]) for one in played]
         count = decided_at(signs, self.num_planned)
@@ -60,7 +59,6 @@ class UntilNarrow:
     width: float
 
     def stop_at(self, results: Sequence[EpisodeResult]) -> int | None:
-        """See ``StopRule.stop_at``."""
         successes = 0
         for number, one in enumerate(results, start=1):
             successes += one.success

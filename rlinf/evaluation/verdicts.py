@@ -44,6 +44,11 @@ class ConditionRow:
     pairs: Pairs | None = None
     note: str = ""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        parts = {"success": self.success, "pairs": self.pairs}
+        return vars(self) | {name: None if part is None else part.as_dict() for name, part in parts.items()}
+
 
 @dataclass(frozen=True)
 class Verdict:

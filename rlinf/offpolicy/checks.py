@@ -41,9 +41,7 @@ LARGEST_SHARE = 0.8
 def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check what an off-policy algorithm requires of the policy, the envs and this machine.
 
-    Args:
-        config: Of the run.
-        policy: Class and own configuration of the policy that is frozen; None: unknown.
+    ``policy`` is the class and the own configuration of the frozen policy; None: unknown.
     """
     algorithm = cast(OffPolicyConfig, config.algorithm)
     name = f"algorithm.name={algorithm.name}"

@@ -82,9 +82,7 @@ def _controls(parts: Parts, base: ActionModel, scale: float) -> list[tuple[str, 
 def note_warmup(parts: Parts, begins_as_base: bool) -> None:
     """Say what the warm-up has shown: the success of the frozen policy and noise.
 
-    Args:
-        parts: Of the run.
-        begins_as_base: The evaluation before RL shows the frozen policy, because its new head changed nothing yet.
+    ``begins_as_base``: the evaluation before RL shows the frozen policy, because its new head changed nothing yet.
     """
     if rank() > 0:
         return

@@ -50,10 +50,6 @@ class Corrections:
 
     All numbers are in halves of the range of the env. The iteration's own noise is not in them, except for a head of noise: what the frozen
     policy would say without it is not asked.
-
-    Args:
-        task_names: Of the env.
-        action_dim: ``D``.
     """
 
     def __init__(self, task_names: Sequence[str], action_dim: int) -> None:

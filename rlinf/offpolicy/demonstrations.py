@@ -44,7 +44,6 @@ def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all
 
     Args:
         dataset: Opened with ``outcomes``.
-        env: Settings of the env.
         which: ``algorithm.offline_episodes``.
     """
     outcomes, is_sparse, found = dataset.outcomes, env.reward_mode == "sparse", []
@@ -160,9 +159,7 @@ def offline_data(
     Args:
         dataset: Opened with ``outcomes``.
         policy: Says in which units actions are stored.
-        env: Settings of the env.
         which: ``algorithm.offline_episodes``.
-        seed: Of the draws from the buffer.
         ask: Returns what the frozen policy says of rows, int64 ``[K]``.
     """
     chunk_len, head = policy.action_chunks_len, policy.head

@@ -29,7 +29,7 @@ class Said:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What came of a policy call.
 
     Attributes:

@@ -34,7 +34,7 @@ from rlinf.models.heads.kinds import DirectHead
 from rlinf.models.sampling import standard_normal
 from rlinf.offpolicy.controls import evaluate_controls, note_warmup
 from rlinf.offpolicy.corrections import Corrections
-from rlinf.offpolicy.envs_of_ranks import Outcome, Said, joined
+from rlinf.offpolicy.envs_of_ranks import CallOutcome, Said, joined
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.offline import Offline, take_over_replay
 from rlinf.offpolicy.replay import ReplayBuffer
@@ -73,9 +73,7 @@ class HeadTrainer(ActionTrainer):
     actions were chosen before. So results do not depend on how fast either is.
 
     Args:
-        parts: Of the run.
         env: Where this rank plays, with auto-reset.
-        sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
         demonstrations: Dataset of which a share of each batch is drawn, if any.
@@ -202,6 +200,8 @@ class HeadTrainer(ActionTrainer):
             "owed": torch.tensor(self.owed, dtype=torch.float64),
             "num_base_calls": torch.tensor(self.num_base_calls),
             "largest_return": torch.tensor(self.largest_return, dtype=torch.float64),
+            "is_noted": torch.tensor(self._is_noted),
+            "begins_as_base": torch.tensor(self._begins_as_base),
         }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
         parts |= {} if self.offline is None else {OFFLINE: self.offline.state_dict()}
@@ -229,6 +229,8 @@ class HeadTrainer(ActionTrainer):
             loop = part(LOOP)
             self.owed, self.num_base_calls = float(loop["owed"]), int(loop["num_base_calls"])
             self.largest_return = float(loop["largest_return"])
+            self._is_noted = bool(loop.get("is_noted", False))  # older checkpoints do not tell
+            self._begins_as_base = bool(loop.get("begins_as_base", False))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} does not hold what algorithm.name={self.config.name} with these settings goes on with: {error}. Use the "
@@ -403,7 +405,7 @@ class HeadTrainer(ActionTrainer):
         return actions, greedy
 
     @waiting("rollout")
-    def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> Outcome:
+    def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
         """Act in the envs of this rank, and ask about what they show then; return what came of it in the envs of all ranks.
 
         After the last policy call of an iteration, only episodes that go on are asked about.
@@ -424,7 +426,7 @@ class HeadTrainer(ActionTrainer):
         if cut.any():
             seen = chunk.final_observation.select(np.flatnonzero(cut))
             last = self._propose(seen, chunk.final_env_ids[cut], "last candidates", step, call)
-        outcome = Outcome(
+        outcome = CallOutcome(
             chunk.rewards, chunk.executed, chunk.terminated, chunk.final_env_ids + envs, cut, chunk.episodes,
             chunk.lost_env_ids + envs, self._said(chunk.final_env_ids[cut], last), self._said(rows, self._proposal),
         )  # fmt: skip
@@ -439,7 +441,7 @@ class HeadTrainer(ActionTrainer):
         changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.head.steers else greedy
         self._corrections.add(self._seen, base, changed)
 
-    def _store(self, actions: Tensor, outcome: Outcome, episodes: _Episodes) -> None:
+    def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _Episodes) -> None:
         """Store actions and their outcome."""
         state, is_warm_up = self.loop.state, self._is_warm_up()
         kept = np.setdiff1d(np.arange(len(actions)), outcome.lost)
@@ -523,7 +525,7 @@ class _Episodes:
         if num_candidates:
             self._choices.append(chosen < num_candidates)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: CallOutcome) -> None:
         """Add what came of a policy call."""
         rewards, executed, ended, lost = outcome.rewards, outcome.executed, outcome.ended, outcome.lost
         for column in range(rewards.shape[1]):

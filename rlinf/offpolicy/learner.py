@@ -27,13 +27,7 @@ AT_BOUND = 0.99
 
 
 class OffPolicyLearner(AnyAlgorithm, ABC):
-    """Trains a head by critics that learn from transitions.
-
-    Args:
-        config: Settings.
-        head: Trained.
-        seed: Of its random numbers.
-    """
+    """Trains a head by critics that learn from transitions."""
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
     freezes_policy: ClassVar[bool] = True
@@ -113,7 +107,6 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Train critics and head on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
 
         Args:
-            batch: Transitions.
             num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
         """
         batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))

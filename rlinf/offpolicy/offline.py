@@ -34,7 +34,6 @@ class Offline:
     """Demonstrations of which a share of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
 
     Args:
-        parts: Of the run.
         dataset: The demonstrations, opened with what came of their actions.
         policy: Says features and chunks of them, on rank 0, unless it has said so in an earlier run.
         autocast: Makes the context in which the frozen policy computes.
@@ -115,7 +114,6 @@ def take_over_replay(
 
     Args:
         folder: Checkpoint of the other run.
-        replay: The buffer.
         policy: Says which frozen policy the buffer must be of.
         manifest: Says under which conditions the buffer must have asked it.
         prefix: Of the names of the buffer's tensors.

@@ -54,11 +54,9 @@ def answers_about(
     """Return the answers from disk, or ask for them and keep them there.
 
     Args:
-        dataset: Of the rows.
         rows: int64 ``[K]``.
         policy: Its ``base_sha256`` must be known.
         conditions: What else decides on the answers, besides weights and rows.
-        batch_size: Rows about which the policy is asked at once.
         autocast: Makes the context in which it computes.
         seed: Of the sampled candidates.
         progress: Is told how many of how many rows are done.

@@ -49,7 +49,6 @@ class ReplayBuffer:
 
     Args:
         capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
-        num_envs: Envs.
         feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the head) and ``C``.
         seed: Of its own random numbers.
         base_numbers: Numbers of a chunk of the frozen policy; None: ``num_numbers``.

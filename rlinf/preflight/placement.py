@@ -219,7 +219,7 @@ class Placement:
 
 def check_placement(config: RunConfig) -> None:
     """Check what a placement needs that can be known before there is a cluster."""
-    cluster, place = config.cluster, launch_context(os.environ)
+    cluster, place, learns = config.cluster, launch_context(os.environ), config.trainer.max_steps > 0
     if place is not None and (cluster.start == "ray" or cluster.placement == "split"):
         what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and players")
         found = f"{what} in a command that {place.launcher} has started {place.size} times"
@@ -228,11 +228,12 @@ def check_placement(config: RunConfig) -> None:
     if cluster.placement == "colocated":
         if cluster.start == "ray" and cluster.num_processes == 1:
             found = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
-            refuse(found, "ranks or players for Ray to start", f"cluster.start=auto, or {SPLIT}")
+            required = "ranks or players for Ray to start" if learns else "ranks for Ray to start"
+            refuse(found, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
         if cluster.num_players is not None:
             found = f"cluster.num_players={cluster.num_players} with cluster.placement=colocated"
-            fix = "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
-            refuse(found, "players of their own", fix)
+            fix = "cluster.num_players=null"
+            refuse(found, "players of their own", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
     else:
         _check_players(config)
     if cluster.start == "ray":
@@ -245,10 +246,10 @@ def check_placement(config: RunConfig) -> None:
 def _check_players(config: RunConfig) -> None:
     """Refuse settings that do not go with players."""
     cluster, rollout = config.cluster, config.rollout
+    if config.trainer.max_steps == 0:
+        refuse(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts to play", COLOCATED)
     if cluster.start != "ray":
         refuse(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
-    if config.trainer.max_steps == 0:
-        refuse(f"{SPLIT} with trainer.max_steps=0", "rollouts to play", COLOCATED)
     if rollout.worker_processes:
         refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
                f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip

@@ -87,8 +87,9 @@ def validate(config: RunConfig, command: str = "train") -> None:
 
 def env_section(case: Case) -> None:
     check_names(case.config)
-    if case.config.rollout.num_chunks is None:
-        case.config.rollout.num_chunks = chunks_needed(case.config)
+    if case.config.rollout.num_chunks is None:  # of a configuration that `build_config` has not completed
+        fix = f"rollout.num_chunks={chunks_needed(case.config)}"
+        refuse("rollout.num_chunks=null", "the policy calls of each env in an iteration", fix)
     if case.command == "collect":
         check_collect(case.config)
 
@@ -147,7 +148,7 @@ def players_section(case: Case) -> None:
     cluster = case.config.cluster
     if cluster.start == "auto" and cluster.placement == "colocated" and cluster.num_players is None:
         return
-    if case.command == "train":
+    if case.trains:
         check_placement(case.config)
     if case.command == "evaluate":
         check_evaluation_players(case.config)

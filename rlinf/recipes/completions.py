@@ -87,9 +87,7 @@ class Completer:
     """Generates answers and rewards them.
 
     Args:
-        generator: Generates.
         tokenizer: Decodes, and names the end token.
-        rewards: Of each answer.
         batch_size: Rows of one call of the generator.
         max_new_tokens: Largest length of an answer.
         end_tokens: Tokens that end an answer.
@@ -151,12 +149,7 @@ def completion_metrics(completions: Sequence[Completion], section: str) -> dict[
 
 
 class Answers:
-    """A validation by the answers to its prompts, one each, of the most likely tokens.
-
-    Args:
-        completer: Generates and rewards them.
-        prompts: Of the validation.
-    """
+    """A validation by the answers to its prompts, one each, of the most likely tokens."""
 
     def __init__(self, completer: Completer, prompts: Sequence[Prompt]) -> None:
         self.completer, self.prompts = completer, prompts

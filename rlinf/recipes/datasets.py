@@ -40,7 +40,6 @@ class Rows:
 
     Attributes:
         data: Anything with ``len`` whose items are mappings: a list, or a ``datasets.Dataset``.
-        source: Its name in messages.
         start: Number of the first row within the dataset.
         stop: Number after the last row; None: the end.
         offset: Number of the first row of ``data``, for messages.
@@ -79,8 +78,7 @@ class Rows:
     def split_off(self, size: int | float | None) -> tuple[Rows | None, Rows]:
         """Return the first rows, for validation, and the others, for training.
 
-        Args:
-            size: An int is a number of rows, a float a share of them; None or 0: none.
+        ``size`` is a number of rows (int) or a share of them (float); None or 0: none.
         """
         count = math.ceil(size * len(self)) if isinstance(size, float) else int(size or 0)
         if count < 0 or count >= len(self):
@@ -109,7 +107,6 @@ def load_rows(
             ``owner/name`` on the hub. A mirror of the latter in ``$COSMOS_CACHE/datasets/<owner>/<name>`` is preferred.
         split: One name, or several whose rows follow each other. A file has the split ``train``.
         subset: Configuration of the dataset, or the folder of a mirror; empty: the default.
-        revision: Branch or commit on the hub.
         streaming: Read row by row, without a copy on disk.
         section: Keys of the recipe that name the dataset, for messages.
     """
@@ -247,7 +244,6 @@ class PackedRows(Generic[Packed]):
     """Packed rows by optimiser step. The rows of a step depend on seed and step alone, so a resumed run reads the same.
 
     Attributes:
-        rows: The dataset.
         pack: Turns a row into a sample or a prompt; raises BadRowError for one that cannot be used.
         seed: Each epoch is a permutation of all rows by seed and epoch. None: the order of the dataset in every epoch.
         skip_bad_rows: Replace a bad row by the next good one of the dataset, instead of raising.
@@ -360,10 +356,8 @@ class StreamedRows(Generic[Packed]):
     every row and packs its own. ``state_dict`` remembers where the current block begins, and a resumed run reads that block again.
 
     Args:
-        data: ``datasets.IterableDataset``.
         pack, seed, skip_bad_rows: See ``PackedRows``.
         source: Name of the dataset in messages.
-        block_rows: Rows of a block.
 
     Attributes:
         digest: On several ranks, of all blocks that were opened: their sizes, and the tokens of their first, middle and last rows.

@@ -28,10 +28,7 @@ class DPOTrainer(TokenTrainer):
     Args:
         policy: Trained; now it is the reference.
         rows: Pairs of the chosen and the rejected sample.
-        num_steps: Steps of the run.
         batch_size: Pairs of one step, over all ranks.
-        loss: Of the pairs.
-        validation_rows: Pairs of the validation; None: none.
         validation_batch_size: Pairs that a rank scores together; None: ``batch_size``.
     """
 

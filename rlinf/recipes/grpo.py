@@ -41,7 +41,6 @@ class Groups:
 
     Attributes:
         size: Answers of a prompt.
-        seed: Of the answers.
         advantage: How rewards are compared: a key of ``ADVANTAGES``.
         num_updates: Optimiser steps on the answers of a step.
         max_resamples: How often a group whose rewards are equal is replaced.
@@ -60,13 +59,8 @@ class GRPOTrainer(TokenTrainer):
     The random numbers of an answer depend on the seed, the step, its group and its place there, and not on ranks or earlier steps.
 
     Args:
-        policy: Trained.
-        rows: Prompts.
         num_steps: Steps of the run, each with new answers.
         batch_size: Answers of one step, over all ranks.
-        groups: Of the answers.
-        loss: Of the answers.
-        completer: Generates and rewards them.
         answers: Evaluates the policy; None: nothing does.
     """
 

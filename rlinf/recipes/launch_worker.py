@@ -48,6 +48,8 @@ def launch_worker(
 ) -> Path:
     """Train the recipe of ``rlinf launch`` with rows, packers and rewards of a script. Every rank calls it. Return the folder of the run.
 
+    Raise ConfigError if ``rlinf launch`` has not started the script, or the run's settings and data do not fit.
+
     Args:
         dataset: Rows, or a function of the recipe that returns them: a list of dicts, ``Rows``, a ``datasets.Dataset`` or
             ``IterableDataset``. None: ``train.train_policy.dataset`` names them.
@@ -55,9 +57,6 @@ def launch_worker(
         reward_fns: Rewards, instead of ``train.train_policy.reward_function``: see ``make_rewards``.
         val_dataset, val_data_packer: The same for validation. None: ``validation.dataset`` if it has a name, else the first
             rows of ``dataset``; and ``data_packer``.
-
-    Raises:
-        ConfigError: The script was not started by ``rlinf launch``, or the run's settings and data do not fit.
     """
     if _launch is None:
         script = sys.argv[0] or "<script>"
@@ -125,8 +124,6 @@ def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces
     Raise ConfigError if the script does not call ``launch_worker``. Return the folder of the run.
 
     Args:
-        config: Checked.
-        script: Dataset script.
         places: Where players may be; None: the ranks generate.
     """
     with _launched(config, places) as launched:

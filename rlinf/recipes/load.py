@@ -68,12 +68,11 @@ def recipe_names() -> list[str]:
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe.
 
+    Raise ConfigError if it is missing, or neither TOML nor YAML.
+
     Args:
         name: A path below the working directory or, if nothing is there, below ``packaged_recipes()``; or the bare name of one of
             ``recipe_names()``.
-
-    Raises:
-        ConfigError: The file is missing, or it is neither TOML nor YAML.
     """
     folder, path = packaged_recipes(), Path(name).expanduser()
     found = [each for each in (path, folder / name) if each.is_file()]
@@ -106,15 +105,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig, list[str]]:
     """Load and check a recipe.
 
+    Return it, and a line for each key that was read as another one or has no effect. Raise ConfigError if a key is
+    unknown or older, a value is not accepted, or two keys contradict each other.
+
     Args:
         name: See ``find_recipe``.
         overrides: ``key=value`` with the dotted path of a key, in Hydra's grammar.
-
-    Returns:
-        The recipe, and a line for each key that was read as another one or has no effect.
-
-    Raises:
-        ConfigError: A key is unknown or older, a value is not accepted, or two keys contradict each other.
     """
     mapping = with_overrides(read_recipe(find_recipe(name)), overrides)
     notices = translate(mapping)
@@ -141,8 +137,7 @@ def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[st
 def translate(mapping: dict[str, Any]) -> list[str]:
     """Rename the keys of ``ALIASES``, infer the method, remove keys without effect, and return a line for each.
 
-    Raises:
-        ConfigError: A value was accepted by an older release only, or is not possible here (``NOT_DONE``).
+    Raise ConfigError for a value that only an older release accepted, or that is not possible here (``NOT_DONE``).
     """
     notices = []
     for old, new in ALIASES.items():

@@ -79,16 +79,13 @@ class RawTextPacker:
     """Learns every token of a text, without a chat template, so the roles may come in any order.
 
     A list of messages becomes one line ``role: content`` for each, joined by newlines. A string stays as it is.
-
-    Args:
-        column: Column that holds the conversation; None: ``train.train_policy.conversation_column_name``.
+    ``column`` holds the conversation; None: ``train.train_policy.conversation_column_name``.
     """
 
     def __init__(self, column: str | None = None) -> None:
         self.column = column
 
     def setup(self, config: Any, processor: Any) -> None:
-        """See ``Packer``."""
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.max_length = config.policy.model_max_length
         self.column = self.column or config.train.train_policy.conversation_column_name
@@ -367,7 +364,6 @@ class ChatPacker:
         """Return begin and end of each answer in a text without its marks.
 
         Args:
-            marked: The text with marks.
             calls: The tool calls that follow each mark.
             begins: Where a message without content begins, which counts where the template has no generation prompt.
         """

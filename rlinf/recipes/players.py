@@ -35,7 +35,6 @@ class PlayerSettings:
     """What a player of a token policy needs to know.
 
     Attributes:
-        device: Where it computes: ``cuda`` or ``cpu``.
         sampling: How tokens are chosen, with the tokens that end an answer.
         engine: ``VllmConfig`` of the engine that generates; None: the copy of the policy does.
         num_threads: CPU threads of a rank (``given_num_threads``).
@@ -59,9 +58,6 @@ def place_players(config: RecipeConfig, plan: Plan, device: str, nodes: Sequence
     """Return the placement of a recipe with players. Raise ConfigError if the machines have no room for the players.
 
     Args:
-        config: Of the run.
-        plan: Of the recipe.
-        device: Of ranks and players: ``cuda`` or ``cpu``.
         nodes: The machines of the cluster; None: they are not known yet.
     """
     gpus = plan.gpus_per_player if device == "cuda" else 0
@@ -78,9 +74,6 @@ class TokenPlayer(PolicyCopy):
     any batch.
 
     Args:
-        settings: Of the player.
-        shell: The policy without its weights.
-        placement: Of the run.
         number: Of this player, over all machines.
         num_neighbours: Players on this machine, this one included; they share its cores.
     """
@@ -203,8 +196,6 @@ def make_generator(
     """Start the players of this rank, and wait until they are built.
 
     Args:
-        config: Of the run.
-        policy: Trained.
         tokenizer: Names the end token where the model does not.
         engine: ``VllmConfig`` of the engines; None: players generate in torch.
         places: Where players may be.

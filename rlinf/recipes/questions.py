@@ -103,9 +103,6 @@ class Question:
         category: For the table; the name of the file without any.
         messages: The question, as messages; a text that no chat template changes is a string.
         prompt: The same as plain text.
-        expected: The right answer.
-        row: All columns.
-        has_options: It is multiple choice.
     """
 
     id: str
@@ -329,11 +326,9 @@ class QuestionPacker(ChatPacker):
         return self.prompt({**question.row, "messages": question.messages, "answer": question.expected})
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """See ``ChatPacker``."""
         return row["messages"]
 
     def reference(self, row: dict[str, Any]) -> str | None:
-        """See ``ChatPacker``."""
         return row["answer"]
 
     def check_media(self, question: Question) -> None:
@@ -358,12 +353,11 @@ def tagged_letter(completion: str) -> str | None:
 def scoring(answer_type: str | None, has_options: bool) -> tuple[str, Reward, Callable[[str], str | None]]:
     """Return how answers are judged. Raise ConfigError if ``answer_type`` is missing, unknown, or needs options.
 
-    Args:
-        answer_type: See ``QuestionsConfig``.
-        has_options: All questions have options.
+    The result is the name, a reward that is 1 for a right completion, and a function that finds the answer in a
+    completion.
 
-    Returns:
-        The name, a reward that is 1 for a right completion, and what finds the answer in a completion.
+    Args:
+        has_options: All questions have options.
     """
     finders = {LETTER: first_letter, REASONING: tagged_letter}
     answer_type = answer_type or (REASONING if has_options else None)

@@ -56,8 +56,6 @@ class Rewards:
     """The weighted sum of rewards; ``make_rewards`` builds it from a setting.
 
     Attributes:
-        functions: Reward by name.
-        weights: Weight by name.
         facts: Further arguments of every call.
     """
 
@@ -68,12 +66,8 @@ class Rewards:
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
         """Score a completion. Raise ConfigError if a reward is not a finite number, or needs a reference that the row does not have.
 
-        Return the sum, and each reward by name without its weight.
-
-        Args:
-            completion: What the model wrote.
-            prompt: What it continued, with the right answer and the row.
-            **facts: ``num_tokens`` and ``max_tokens`` of the completion.
+        Return the sum, and each reward by name without its weight. ``facts`` are ``num_tokens`` and ``max_tokens`` of
+        the completion.
         """
         given = {
             key: value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -13,27 +13,18 @@ from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.models.merged_weights import MergedWeights
 
 
-class Engine(Protocol):
-    """What generates for one batch after the other: a policy or a ``GenerationInterface``."""
-
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """See ``PolicyInterface.generate``."""
-
-
 class LocalGenerator:
     """An engine of this process generates, with the weights that it has."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: HuggingFacePolicy | VllmGeneration) -> None:
         self.engine = engine
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``."""
         for batch in batches:
             yield self.engine.generate(batch, greedy)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """See ``Generator.ready``."""
         yield
 
     def close(self) -> None:

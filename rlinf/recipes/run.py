@@ -6,7 +6,8 @@ import json
 import logging
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from rlinf.recipes.build import (
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.equal_rows import check_equal_rows
-from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.packers import Packer
 from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
@@ -69,7 +69,6 @@ def run(
     Raise ConfigError before the first step if settings, data and model do not fit, SystemExit after a signal.
 
     Args:
-        config: Checked.
         dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
         places: Where players may be; None: the ranks generate.
     """
@@ -80,7 +79,7 @@ def run(
     progress = Progress(updates=rank() == 0 and sys.stderr.isatty())
     with ExitStack() as stack:
         stack.callback(progress.close)  # after the last line of the log
-        stack.enter_context(shown_logs(progress, rank()))
+        stack.enter_context(_shown_logs(progress))
         folder, checkpoint = _folder(config)
         if rank() == 0:
             stack.enter_context(locked_folder(folder))
@@ -252,3 +251,28 @@ def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer:
     )
     state.tracker_run_id = tracker.run_id
     return tracker
+
+
+class _LogLines(logging.Handler):
+    """Writes records between the updates of a live line; each of their lines begins with the rank."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[rlinf] %(asctime)s - rlinf - %(levelname)s - %(message)s"))
+        self._head, self._progress = f"[rank{rank()}]:", progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note("\n".join(self._head + line for line in self.format(record).split("\n")))
+
+
+@contextmanager
+def _shown_logs(progress: Progress) -> Iterator[None]:
+    """Show what the package logs inside, from the level INFO on: ``[rank0]:[rlinf] <time> - rlinf - INFO - <text>``."""
+    handler, level = _LogLines(progress), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -79,10 +79,6 @@ def tokens_of(row: Any) -> list[list[int]]:
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:
     """Return rows as one batch, padded on the right.
 
-    Args:
-        rows: Samples, or prompts, at least one.
-        pad_token_id: Token of the padding; no model reads it.
-
     Returns:
         ``input_ids`` int64 and ``attention_mask`` bool ``[B, S]``; of samples also ``token_mask`` bool ``[B, S]``. Further keys
         are the model inputs that any row has: token types ``[B, S]``, and all others as a list of one tensor per row, which has

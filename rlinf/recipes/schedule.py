@@ -11,11 +11,8 @@ def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: in
     Raise ConfigError if the data do not fill one batch.
 
     Args:
-        num_rows: Rows of the dataset.
-        epochs: Passes over them.
         batch_size: Of one step, over all ranks.
         rows_per_sample: What one row of the dataset counts in a batch: the completions of a prompt in GRPO, else 1.
-        limit: Largest number of steps; None: no limit.
     """
     steps = epochs * num_rows * rows_per_sample // batch_size
     if steps < 1:

@@ -23,11 +23,7 @@ class SFTTrainer(TokenTrainer):
     change it.
 
     Args:
-        policy: Trained.
-        rows: Of the dataset.
-        num_steps: Steps of the run.
         batch_size: Rows of one step, over all ranks.
-        validation_rows: Rows of the validation; None: none.
         validation_batch_size: Rows that a rank scores together; None: ``batch_size``.
         num_workers: Threads that prepare batches ahead; a streamed dataset is read without.
         answers: Evaluates completions, beside the loss of the validation rows; None: nothing does.

@@ -42,7 +42,6 @@ class TokenUpdate:
     """What a step of a recipe returns.
 
     Attributes:
-        loss: Of the step.
         metrics: Named as in ``rlinf.tracking.METRICS``.
         num_tokens: Tokens of the batch on all ranks, without padding.
         num_rows: Rows of the batch on all ranks.
@@ -64,7 +63,6 @@ class Validation:
         score: By which checkpoints are compared; higher is better.
         metrics: Named as in ``rlinf.tracking.METRICS``.
         samples: Completions with their rewards, on rank 0.
-        text: One line about it.
     """
 
     score: float
@@ -75,11 +73,6 @@ class Validation:
 
 class TokenTrainer(ABC):
     """Trains a token policy by ``step``, which a subclass has (see ``rlinf.training.loop.Trainer``).
-
-    Args:
-        policy: Trained.
-        rows: Its dataset.
-        num_steps: Steps of the run.
 
     Attributes:
         config, loop: Of the run, set before ``begin``.
@@ -181,7 +174,11 @@ class TokenTrainer(ABC):
 
     def manifest(self) -> Manifest:
         """Return the conditions of the policy."""
-        return manifest_of(self.config, self.policy, self.loop.state.step)
+        policy, train, steps = self.policy, self.config.train, self.loop.state.step
+        precision, seed = PRECISIONS[train.param_dtype], train.seed or 0
+        return token_manifest(
+            policy.model, policy.model_name, precision=precision, seed=seed, policy_version=steps, lora=lora_of(policy)
+        )
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Free what it holds."""
@@ -190,14 +187,6 @@ class TokenTrainer(ABC):
 def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
     """Return the settings of the adapters that are trained."""
     return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
-
-
-def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
-    """Return the conditions of a token policy after so many steps."""
-    precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
-    return token_manifest(
-        policy.model, policy.model_name, precision=precision, seed=seed, policy_version=steps, lora=lora_of(policy)
-    )
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -245,14 +234,11 @@ PEAK_FLOPS = {
 def flops_per_token(model: Any, length: float) -> float:
     """Estimate the floating-point operations that training takes for a token (Kaplan et al. 2020, section 2.1).
 
-    A weight in a matrix product takes 2 operations forward, 2 for the gradient of its input, and, if it is trained, 2 for its
-    own gradient. In a mixture, only the experts of one token count. Attention takes 4 times hidden size and length per layer forward,
-    and twice as many backward. Embeddings are looked up and cost nothing, unless they are also the head. Passes that gradient
-    checkpointing repeats are not counted.
-
-    Args:
-        model: A causal language model of transformers, sharded or not.
-        length: Mean number of tokens of a row.
+    A weight in a matrix product takes 2 operations forward, 2 for the gradient of its input, and, if it is trained, 2
+    for its own gradient. In a mixture, only the experts of one token count. Attention takes 4 times hidden size and
+    length per layer forward, and twice as many backward. Embeddings are looked up and cost nothing, unless they are
+    also the head. Passes that gradient checkpointing repeats are not counted. ``length`` is the mean number of tokens
+    of a row.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()

@@ -80,7 +80,6 @@ def read_frames(
     """Read frames of a video at regular times, the first one included.
 
     Args:
-        path: File in any format of FFmpeg.
         fps: Frames per second of the video's time.
         max_pixels: A larger frame is scaled down to this area, its shape kept; None: as it is.
         max_frames: Of more frames, this many are taken, spread evenly.

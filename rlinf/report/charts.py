@@ -22,7 +22,6 @@ class Series:
     """One curve.
 
     Attributes:
-        label: Name in the legend.
         points: ``(x, y)``; a ``y`` of None leaves a gap.
         colour: Index into the palette, 1 to ``NUM_COLOURS``.
         bands: Interval per point, drawn as bars; may be empty.

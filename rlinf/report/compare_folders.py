@@ -38,17 +38,15 @@ def compare_folders(
 ) -> Comparison:
     """Compare two evaluations on disk, write ``compare.json`` into the second folder and update its report.
 
+    Raise CheckpointError if a folder holds no result or no manifest, ManifestMismatchError if the simulator, its
+    settings or versions, or how actions were drawn, differ, and ConfigError for other lists or one folder twice.
+
     Args:
         folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
             evaluation. The first is the baseline.
         allow_mismatch: Fields of the manifest in which conditions may differ; fields of the policy always may. Also
             accepted: ``"episodes"`` or ``"questions"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
             ``"temperature"`` and ``"seed"`` (how actions were drawn).
-
-    Raises:
-        CheckpointError: A folder holds no result, or no manifest.
-        ManifestMismatchError: The simulator, its settings or versions, or how actions were drawn, differ.
-        ConfigError: The lists of episodes or questions differ, or both are one folder.
     """
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
     if folders[0].resolve() == folders[1].resolve():

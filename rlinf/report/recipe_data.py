@@ -65,13 +65,6 @@ class TokenRun(FolderData):
     results: dict[str, AnswerResult] = field(default_factory=dict)
     checkpoints: dict[str, int] = field(default_factory=dict)
 
-    def setting(self, path: str) -> Any:
-        """Return a value of the configuration by its dotted path; None if it is not there."""
-        value: Any = self.settings
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
     @cached_property
     def before_and_after(self) -> tuple[Samples, Samples] | None:
         """The first and the last validation, with the same prompts in the same order; None without two such."""

@@ -43,7 +43,6 @@ class FolderData:
     """What the folders of all runs and evaluations hold; missing parts are empty.
 
     Attributes:
-        lines: Lines of ``metrics.jsonl``.
         comparison: From ``compare.json``.
         traces: See ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
@@ -60,6 +59,10 @@ class FolderData:
     def settings(self) -> dict[str, Any]:
         """The configuration as a mapping; empty without one."""
         return yaml.safe_load(self.config) or {}
+
+    def setting(self, key: str) -> Any:
+        """Return a value of the configuration by its dotted key; None without one."""
+        return setting_of(self.settings, key)
 
 
 @dataclass
@@ -123,6 +126,14 @@ class RunData(FolderData):
         comparison = compare(first, second)
         comparison.a, comparison.b = self.before.name, self.after.name
         return comparison.as_dict()
+
+
+def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
+    """Return a value of a configuration by its dotted key; ``default`` if it is not there or null."""
+    value: Any = settings
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return default if value is None else value
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:

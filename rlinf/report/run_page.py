@@ -46,7 +46,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=findings_of(record_of(data)), success_curves=_success_curves(data),
         tasks=_tasks(data), success_by_step=solved, head=head_section(data), max_sentences=MAX_SENTENCES,
-        curves=_training_curves(data), profile_steps=_get(data.settings, "trainer", "profile_steps"), **player(data),
+        curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
 
@@ -56,9 +56,9 @@ def _title(data: RunData) -> str:
     if data.lines or data.summary:
         name = data.summary.get("experiment") or config.get("experiment_name")
     else:
-        source = config.get("checkpoint") or _get(config, "model", "model_path")
-        name = _place(Path(source)) if source else _get(config, "model", "model_type")
-    env = data.suite or _get(config, "env", "name")
+        source = config.get("checkpoint") or data.setting("model.model_path")
+        name = _place(Path(source)) if source else data.setting("model.model_type")
+    env = data.suite or data.setting("env.name")
     return f"{name or _place(data.folder.resolve())}{f' on {env}' if env else ''}"
 
 
@@ -72,8 +72,8 @@ def _facts(data: RunData) -> dict[str, Any]:
     config, results = data.settings, [one.result for one in data.evaluations]
     drawn = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
     return {
-        "model": _get(config, "model", "model_type"), "env": data.suite or _get(config, "env", "name"),
-        "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
+        "model": data.setting("model.model_type"), "env": data.suite or data.setting("env.name"),
+        "algorithm": data.setting("algorithm.name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "actions": drawn.pop() if len(drawn) == 1 else None,
         "actions cut": clipped_text(results[-1]) if results else None,
@@ -175,7 +175,3 @@ def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str, names: Se
         points.insert(1, (points[1][0], None))
         bands.insert(1, None)
     return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)
-
-
-def _get(config: dict[str, Any], section: str, key: str) -> Any:
-    return (config.get(section) or {}).get(key)

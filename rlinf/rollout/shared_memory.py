@@ -162,14 +162,14 @@ class _TaskUnpickler(pickle.Unpickler):
         return place.form.typed(place.tensor(self.memory))
 
 
-class Answer(NamedTuple):
+class StoredAnswer(NamedTuple):
     """A pickle without its arrays, and their sizes in bytes. They lie one after the other in the memory of the worker's answers."""
 
     data: bytes
     sizes: list[int]
 
 
-def write_answer(value: Any, file: int) -> Answer:
+def write_answer(value: Any, file: int) -> StoredAnswer:
     """Write the arrays and tensors of ``value`` into the file of a shared memory, which grows if needed."""
     buffers: list[pickle.PickleBuffer] = []
     data = io.BytesIO()
@@ -184,10 +184,10 @@ def write_answer(value: Any, file: int) -> Answer:
             for view in views:
                 memory[first : first + view.nbytes] = view
                 first += aligned(view.nbytes)
-    return Answer(data.getvalue(), [view.nbytes for view in views])
+    return StoredAnswer(data.getvalue(), [view.nbytes for view in views])
 
 
-def read_answer(answer: Answer, file: int) -> Any:
+def read_answer(answer: StoredAnswer, file: int) -> Any:
     """Return the value. Its arrays lie in the shared memory: copy them before the worker writes its next answer."""
     views, first = [], 0
     if answer.sizes:

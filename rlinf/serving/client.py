@@ -62,9 +62,8 @@ class PolicyClient:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, from another connection if the first one is lost.
 
-        Raises:
-            RefusedRequestError: The server refuses the request.
-            PolicyServerError: It is too busy, answers too late or not at all, or is another one by now.
+        Raise RefusedRequestError if the server refuses it, and PolicyServerError if the server is too busy, answers too
+        late or not at all, or is another one by now.
         """
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
         while True:

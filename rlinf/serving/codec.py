@@ -51,7 +51,6 @@ def decode(data: Any, max_text: int | None = None) -> Any:
     text.
 
     Args:
-        data: The message.
         max_text: Bytes that a text in it may have, checked before the text is built; None: any number.
     """
     if not isinstance(data, bytes | bytearray):

@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """Places of the parts of an observation.
 
     Attributes:
@@ -133,7 +133,7 @@ class Names:
     prompt: str | None = option(None, "Key of the instruction.")
     channels_first: bool = option(False, "Pictures are [3, H, W].")
 
-    def layout(self, section: str) -> Layout:
+    def layout(self, section: str) -> MessageLayout:
         """Return the places; raise ConfigError if two parts have one, or none has any."""
         images = [self.image] if isinstance(self.image, str) else self.image or []
         states = {self.state: None} if isinstance(self.state, str) else self.state or {}
@@ -152,12 +152,12 @@ class Names:
             again = " for two parts of the observation" if shared and not odd else ""
             raise ConfigError(f"{found}{again}; required: a key for each part, widths of 1 or more. Set e.g. {example}")
         prompt = None if self.prompt is None else (self.prompt,)
-        return Layout(
+        return MessageLayout(
             tuple(places), tuple(((key,), width) for key, width in states.items()), prompt, self.channels_first
         )
 
 
-def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
+def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> MessageLayout:
     """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map."""
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
@@ -165,22 +165,30 @@ def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> Layout:
         raise ConfigError(
             f"model.keys is '{keys}'; required: {', '.join(KEYS)}, or {{image: <key>, prompt: <key>}}. Set model.keys=libero"
         )
-    return layout_of(ROBOTS[keys], cameras) if keys in ROBOTS else Layout(tuple(("images", name) for name in cameras))
+    return (
+        layout_of(ROBOTS[keys], cameras)
+        if keys in ROBOTS
+        else MessageLayout(tuple(("images", name) for name in cameras))
+    )
 
 
 def check_layout(
-    keys: str | Mapping[str, Any], layout: Layout, cameras: Sequence[str], state_dim: int | None, owner: str, fix: str
+    keys: str | Mapping[str, Any],
+    layout: MessageLayout,
+    cameras: Sequence[str],
+    state_dim: int | None,
+    owner: str,
+    fix: str,
 ) -> None:
     """Refuse a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
+
+    Raise ConfigError if there are more cameras than places, the state has another width, or a key of a map names
+    nothing.
 
     Args:
         keys: Name of the layout, or the map.
         cameras, state_dim: Names of the pictures, and the width of the state; 0: without one; None: not known.
         owner: What has them, for the message.
-        fix: Override that changes the layout.
-
-    Raises:
-        ConfigError: There are more cameras than places, the state has another width, or a key of a map names nothing.
     """
     if isinstance(keys, Mapping):
         idle = [_text(place) for place in layout.images[len(cameras) :]]

@@ -37,11 +37,8 @@ class Parts:
     """What the trainers of a run are made of, on one rank.
 
     Attributes:
-        config: Configuration of the run.
-        loop: Runs the trainers.
         worker: Scores and updates the policy.
         sync: Brings new weights to the rollout policy.
-        evaluator: Evaluates it.
         fingerprint: Fingerprint of the simulator, which every manifest records.
         warned_of_clipping: The run has warned that numbers of actions are cut.
     """
@@ -59,7 +56,6 @@ class ActionTrainer:
     """Improves a policy by ``iteration``, which a subclass has, ``trainer.max_steps`` times (see ``rlinf.training.loop.Trainer``).
 
     Args:
-        parts: Of the run.
         collector: Plays the policy; None: the trainer plays it itself.
     """
 

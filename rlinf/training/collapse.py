@@ -38,8 +38,9 @@ class RolledBack(Exception):
 def ends_by_collapse(loop: Loop) -> bool:
     """Return whether the run is to end, because its last evaluations have collapsed (a collective call).
 
-    It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same. Raise RolledBack if it goes on from its best
-    checkpoint instead.
+    It asks the evaluations that a checkpoint keeps, so that a resumed run decides the same. With ``on_collapse=rollback`` it notes one
+    more rollback in the best checkpoint and raises RolledBack. The run is then built again from there, as a resumed one, and halves its
+    learning rates for each rollback noted.
     """
     mode, state = loop.settings.on_collapse, loop.state
     if mode == "continue":

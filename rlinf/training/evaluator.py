@@ -25,7 +25,6 @@ class Evaluator:
     """Evaluate a policy on all ranks, each on its share of the episodes.
 
     Args:
-        config: Configuration of the run.
         env: Made with ``auto_reset=False``; offloaded after each evaluation.
         stop_signal: Gives an evaluation up on all ranks.
         autocast: Makes the context in which the policy runs.

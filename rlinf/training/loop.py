@@ -19,7 +19,7 @@ from rlinf.config.training import TrainerConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank
 from rlinf.manifest import Manifest
-from rlinf.run_folder import TRAINER_FOLDER
+from rlinf.run_folder import CHECKPOINTS_FOLDER, TRAINER_FOLDER
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.collapse import RolledBack, ends_by_collapse
@@ -49,7 +49,7 @@ class Trainer(Protocol):
     """Trains a policy, step by step. ``ActionTrainer`` and ``TokenTrainer`` have what action and token policies share.
 
     Attributes:
-        phase: ``sft`` or ``rl``, as lines of metrics name it.
+        phase: ``sft`` or ``rl``, as lines of metrics name it. ``LoopState.phase`` differs in a recipe, whose checkpoints are ``step_<n>``.
         num_steps: Steps of the phase.
         last_tag: Evaluation after the last step, if any.
         ends_run: The last checkpoint is exported, and nothing is left to do then.
@@ -78,11 +78,7 @@ class Trainer(Protocol):
         """Take a step (a collective call)."""
 
     def evaluation_due(self, last: bool) -> str | None:
-        """Return the tag of the evaluation that follows the present step; None: none is due.
-
-        Args:
-            last: No step follows.
-        """
+        """Return the tag of the evaluation that follows the present step; None: none is due. ``last``: no step follows."""
 
     def evaluate(self, tag: str, step: int) -> None:
         """Evaluate the present weights, and log that as of ``step`` (a collective call)."""
@@ -102,16 +98,11 @@ class Loop:
 
     Args:
         state: Where to begin.
-        folder: Of the run.
         settings: When a run saves and ends.
         run_config: The configuration as a mapping, for checkpoints.
-        checkpoints: Writes them.
-        stop_signal: Whether the run is asked to stop.
-        progress: Live line.
         resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
 
     Attributes:
-        trainer: Runs at present.
         tracker: Writes metrics; None: on another rank.
         profile_window: Records steps.
     """
@@ -135,7 +126,10 @@ class Loop:
         self.checkpoints, self.stop_signal, self.progress = checkpoints, stop_signal, progress
         self.resumed_from = resumed_from
         self.profile_window = ProfileWindow(None, "", folder, rank())
-        self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
+        is_own = resumed_from is not None and resumed_from.parent.resolve() == (folder / CHECKPOINTS_FOLDER).resolve()
+        self._saved_steps = (
+            (state.sft_step, state.step) if is_own else None
+        )  # of cloning and RL, in the newest checkpoint
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> Loop:
@@ -186,12 +180,7 @@ class Loop:
 
     @waiting("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
-        """Evaluate the present weights (a collective call).
-
-        Args:
-            tag: Name of the evaluation.
-            step: Of its line of metrics.
-        """
+        """Evaluate the present weights (a collective call). ``step`` is the step of its line of metrics."""
         self.trainer.evaluate(tag, step)
 
     def evaluate_once(self, tag: str) -> None:
@@ -215,7 +204,10 @@ class Loop:
         return ends_by_collapse(self)
 
     def checkpoint_if_due(self, last: bool) -> None:
-        """Save at the end of a phase, every ``save_every`` steps and minutes, the best policy so far, and before stopping."""
+        """Save at the end of a phase, every ``save_every`` steps and minutes, and before stopping.
+
+        An action policy that is the best so far is saved too. A recipe keeps the best of the checkpoints that it has anyway.
+        """
         settings, state = self.settings, self.state
         limit = 60 * settings.save_every_minutes
         late = rank() == 0 and limit > 0 and time.monotonic() - self._saved_at >= limit
@@ -226,9 +218,13 @@ class Loop:
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """End the run if a signal has asked for it: save steps that no checkpoint has, and raise StopRequested on all ranks."""
-        state = self.state
-        if not any_rank(self.stop_signal.number is not None) or (self.trainer.ends_run and self.trainer.is_done()):
+        """End the run if a signal has asked for it: save steps that no checkpoint has, and raise StopRequested on all ranks.
+
+        A run of which nothing is left to do ends as without a signal.
+        """
+        state, trainer = self.state, self.trainer
+        is_over = trainer.last_tag in state.evaluations or (trainer.ends_run and trainer.is_done())
+        if not any_rank(self.stop_signal.number is not None) or is_over:
             return
         # A resumed run drops the lines at or beyond its step, so it makes their evaluations again.
         state.evaluations = {
@@ -243,11 +239,7 @@ class Loop:
 
     @waiting("save")
     def save(self, is_last: bool = False) -> None:
-        """Save the present state (a collective call).
-
-        Args:
-            is_last: The run is complete, and its policy is exported.
-        """
+        """Save the present state (a collective call). With ``is_last`` the run is complete, and its policy is exported."""
         state, trainer = self.state, self.trainer
         if is_last:
             logger.info(

@@ -36,11 +36,7 @@ def write_summary(
 ) -> None:
     """Write ``summary.json`` and the report of a finished run, and print the closing table.
 
-    Args:
-        config: Of the run.
-        state: Where it ended.
-        saved_names: Its checkpoints.
-        played_by: What played the rollouts of a rank; None: there were none.
+    ``played_by`` has played the rollouts of a rank; None: there were none.
     """
     folder = Path(config.output_dir)
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))

@@ -21,9 +21,6 @@ class ProfileWindow:
 
     Args:
         steps: ``first`` and ``last``, both recorded; None: records nothing.
-        phase: Of these steps.
-        folder: Run folder.
-        rank: Of this process.
     """
 
     def __init__(self, steps: list[int] | None, phase: str, folder: Path, rank: int) -> None:

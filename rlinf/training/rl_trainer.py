@@ -101,7 +101,7 @@ class RLTrainer(ActionTrainer):
     def _make_reference(self) -> Reference | None:
         """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call)."""
         loop = self.loop
-        if self.algorithm.config.kl_coef == 0:
+        if not self.algorithm.needs_reference:
             return None
         reference = Reference(self.worker.model)
         run_folder = loop.folder if loop.resumed_from is None else loop.resumed_from.parent.parent

@@ -39,7 +39,8 @@ class LoopState:
     """Where a run is; every checkpoint holds it.
 
     Attributes:
-        phase: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Names checkpoints.
+        phase: Begins the names of checkpoints: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Lines of metrics have
+            ``Trainer.phase``.
         sft_step, step: Next optimiser step of cloning, next iteration of RL or step of a recipe.
         env_steps: Env steps of RL so far.
         num_tokens: Tokens that a recipe has trained on or scored, without padding, over all ranks.
@@ -52,7 +53,7 @@ class LoopState:
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
         data: What determines the rows of a recipe's step, which a resumed run must have too.
         rows: State of a recipe's dataset.
-        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rate. A newly typed rate begins at 0.
+        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.
         start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
@@ -102,10 +103,8 @@ class LoopState:
     def best_evaluation(self, names: Collection[str]) -> str | None:
         """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
 
-        Where the env tells no success, it is the one with the highest return.
-
-        Args:
-            names: Checkpoints that there are; other evaluations are left out.
+        Where the env tells no success, it is the one with the highest return. Evaluations whose checkpoint is not among
+        ``names`` are left out.
         """
         found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in names}
         if found and not any(one.get("tells_success", True) for one in found.values()):

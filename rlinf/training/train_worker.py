@@ -318,8 +318,13 @@ def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def rl_trainer_config(trainer: TrainerConfig, rollbacks: int) -> TrainerConfig:
-    """The optimiser settings of RL: the learning rate is half of what it was for each time that the run went back."""
-    return replace(trainer, learning_rate=trainer.learning_rate / 2**rollbacks)
+    """Return the optimiser settings of RL: each time that the run went back halves both learning rates."""
+    share = 2**-rollbacks
+    return replace(
+        trainer,
+        learning_rate=trainer.learning_rate * share,
+        value_learning_rate=trainer.value_learning_rate * share,
+    )
 
 
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:

@@ -18,6 +18,7 @@ from rlinf.training import evaluator
 from rlinf.training.collapse import RolledBack
 
 RATE = 1e-3
+HALVED = (f"trainer.learning_rate={RATE / 2}", "trainer.value_learning_rate=5e-4")
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=4", "rollout.num_envs=8",
     "rollout.num_chunks=4", "trainer.minibatch_size=16", "model.micro_batch_size=16", "trainer.max_steps=4", "trainer.eval_every=1",
@@ -102,7 +103,7 @@ def test_a_run_goes_back_to_its_best_checkpoint_with_half_the_rate_as_if_it_were
     train(config_of(typed, processes, on_ranks(0.25, 1.0, 0.0, 0.0, 0.0)))
     control = weights_of(typed, "rl_000004")
     first, rates = typed / "checkpoints" / "rl_000001", on_ranks(0.9, 0.95, 0.95)
-    train(config_of(typed, f"resume={first}", f"trainer.learning_rate={RATE / 2}", processes, rates))
+    train(config_of(typed, f"resume={first}", *HALVED, processes, rates))
     assert_equal_weights(own, typed, "rl_000004")
     assert untimed_metrics(own) == untimed_metrics(typed)
     weights = weights_of(own, "rl_000004")
@@ -171,7 +172,7 @@ def test_a_run_without_cloning_goes_back_to_the_policy_with_which_it_began(tmp_p
     train(config_of(own, "trainer.on_collapse=rollback", "trainer.max_keep=1", "trainer.max_steps=3", processes, rates))
     assert rates_of(own) == [RATE / 2] * 3 and state_of(own, "rl_000003")["rollbacks"] == 1
     assert json.loads((own / "summary.json").read_text())["best_checkpoint"]["name"] == "rl_000000"
-    few = ["trainer.max_steps=3", f"trainer.learning_rate={RATE / 2}", processes]
+    few = ["trainer.max_steps=3", *HALVED, processes]
     train(config_of(typed, *few, on_ranks(1.0, 0.9, 0.9, 0.9)))
     assert_equal_weights(own, typed, "rl_000003")
     assert untimed_metrics(own) == untimed_metrics(typed)

@@ -28,7 +28,8 @@ from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.checks import rounded_down, update_seconds
-from rlinf.offpolicy.envs_of_ranks import Outcome
+from rlinf.offpolicy.controls import note_warmup
+from rlinf.offpolicy.envs_of_ranks import CallOutcome
 from rlinf.offpolicy.head_trainer import _Episodes, largest_value
 from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
@@ -375,9 +376,9 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     episode = SimpleNamespace(success=True, episode_return=1.0, num_env_steps=4, actions_clipped_fraction=None)
     episodes.values = np.zeros(2)
     none = np.array([], int)
-    episodes.add(Outcome(nothing, ran, None, none, none, [], none, None, None))
+    episodes.add(CallOutcome(nothing, ran, None, none, none, [], none, None, None))
     assert episodes.largest_return == 0
-    episodes.add(Outcome(one, ran, None, np.array([1]), np.array([False]), [episode], none, None, None))
+    episodes.add(CallOutcome(one, ran, None, np.array([1]), np.array([False]), [episode], none, None, None))
     trainer.largest_return = max(trainer.largest_return, episodes.largest_return)
     trainer._warn({"train/q_mean": 1.9})
     assert trainer.largest_return == 1 and not caplog.records
@@ -395,10 +396,10 @@ def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_
         for good in (True, False)
     ]
     episodes.add(
-        Outcome(rewards, ran, None, np.array([0, 1]), np.array([False, True]), ended, np.array([2]), None, None)
+        CallOutcome(rewards, ran, None, np.array([0, 1]), np.array([False, True]), ended, np.array([2]), None, None)
     )
     none = np.array([], int)
-    episodes.add(Outcome(rewards, ran, None, np.array([0]), np.array([False]), ended[:1], none, None, None))
+    episodes.add(CallOutcome(rewards, ran, None, np.array([0]), np.array([False]), ended[:1], none, None, None))
     assert episodes.calibration == [(0.5, 1.5), (0.25, 0.5)], (
         "1 + 0.5, and 0.5 * 1 with nothing for what follows the cut"
     )
@@ -533,6 +534,25 @@ def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
     fewer = HeadConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
         trainer.learner.begin_with(Critics(fewer, trainer.policy.head.num_critic_inputs, 5))
+
+
+def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_policy(tmp_path, monkeypatch, capsys):
+    """The warm-up ends in the first iteration, so that the second one notes it."""
+    compared = []
+
+    def noting(parts, begins_as_base):
+        compared.append(begins_as_base)
+        note_warmup(parts, begins_as_base)
+
+    monkeypatch.setattr("rlinf.offpolicy.head_trainer.note_warmup", noting)
+    warm_up = "algorithm.warmup_env_steps=40"  # the first iteration
+    run = config_of(tmp_path, warm_up, "trainer.max_steps=2")
+    run.trainer.max_steps = 1  # a run of the warm-up alone would be refused
+    train(run)
+    assert compared == []
+    for num_steps in (2, 3):
+        train(config_of(tmp_path, warm_up, f"trainer.max_steps={num_steps}", f"resume={tmp_path}"))
+    assert compared == [True] and capsys.readouterr().err.count("warm-up, nothing learnt") == 1
 
 
 def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):

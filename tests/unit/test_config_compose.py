@@ -322,6 +322,16 @@ def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
         validate(build("env.tasks=[reach]", "model=mlp", "rollout.num_chunks=8"))
 
 
+def test_a_check_refuses_a_configuration_that_is_not_completed_and_leaves_it_as_it_is():
+    config = build("env.tasks=[reach]", "model=mlp", "env.cameras=[]")
+    config.rollout.num_chunks = None
+    with pytest.raises(ConfigError, match=r"num_chunks=null; required: .* Set rollout\.num_chunks=16"):
+        validate(config)
+    assert config.rollout.num_chunks is None
+    config.rollout.num_chunks = 16
+    validate(config)
+
+
 def test_a_value_by_another_key_is_that_of_its_table(tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer:\n  max_steps: ${by:${env.name},{tabletop:3,gymnasium:5}}\n")
     assert build("experiment=mine", config_dir=str(tmp_path)).trainer.max_steps == 3

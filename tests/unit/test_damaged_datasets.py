@@ -10,7 +10,7 @@ import pytest
 
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.formats import describe_dataset, image_columns
-from rlinf.data.tfrecord import masked_crc32c
+from rlinf.data.rlds_dataset import masked_crc32c
 from rlinf.errors import ConfigError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")

@@ -10,7 +10,7 @@ import pytest
 
 from rlinf.data import rlds_dataset
 from rlinf.data.formats import describe_dataset
-from rlinf.data.tfrecord import Blobs, parse_example, records
+from rlinf.data.rlds_dataset import Blobs, parse_example, records
 from rlinf.errors import ConfigError
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "rlds"

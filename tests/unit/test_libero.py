@@ -18,7 +18,6 @@ import pytest
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config, declared_policy
-from rlinf.envs.libero import assets as libero_assets
 from rlinf.envs.libero import env as adapter
 from rlinf.envs.libero import scene as libero_scene
 from rlinf.envs.libero import tasks as libero_tasks
@@ -397,7 +396,7 @@ def test_states_episodes_and_assets_that_do_not_fit_are_refused(tmp_path):
 
 @needs_package
 def test_every_object_of_every_task_has_a_model_file_in_the_package_s_own_words():
-    models = libero_assets.object_models()
+    models = libero_tasks.object_models()
     assert models["flat_stove"] == "articulated_objects/flat_stove.xml"
     assert models["chefmate_8_frypan"] == "stable_scanned_objects/chefmate_8_frypan/chefmate_8_frypan.xml"
     assert models["rack"] == "stable_scanned_objects/simple_rack/simple_rack.xml", "a class whose file has another name"
@@ -412,19 +411,19 @@ def test_every_object_of_every_task_has_a_model_file_in_the_package_s_own_words(
 def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypatch):
     kitchen = next(task for task in suite_tasks("libero_10") if task.endswith("put_the_moka_pot_on_it"))
     names = ("flat_stove", "chefmate_8_frypan", "moka_pot")
-    files = [libero_assets.object_models()[name] for name in names]
+    files = [libero_tasks.object_models()[name] for name in names]
     for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
         (tmp_path / name).write_text(text)
         (tmp_path / name).with_name("a.msh").touch()
-    libero_assets.check_assets(tmp_path, "libero_10", [kitchen])
+    libero_tasks.check_assets(tmp_path, "libero_10", [kitchen])
     other = next(task for task in suite_tasks("libero_10") if "STUDY" in task)
     words = rf"lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks.*{other}.*set env.tasks=\[{kitchen}\]"
     with pytest.raises(MissingDependencyError, match=words):
-        libero_assets.check_assets(tmp_path, "libero_10", [kitchen, other])
+        libero_tasks.check_assets(tmp_path, "libero_10", [kitchen, other])
     (tmp_path / files[2]).with_name("a.msh").unlink()
-    libero_assets._missing_behind.cache_clear()
+    libero_tasks._missing_behind.cache_clear()
     monkeypatch.setattr(adapter, "check_packages", lambda: None)
     settings = config(suite="libero_10", tasks=[kitchen], assets_dir=str(tmp_path), cameras=[])
     with pytest.raises(MissingDependencyError, match=f"lack a.msh of {files[2]}, which 1 of 1 tasks"):

@@ -64,6 +64,24 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
     check_placement(config_of(*overrides, *cure.split()))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "found", "cure"),
+    [
+        ([], "cluster.placement=split without RL", COLOCATED),
+        (["cluster.start=auto"], "cluster.placement=split without RL", COLOCATED),
+        (["cluster.placement=colocated", "cluster.num_players=null"], "with cluster.num_processes=1", "cluster.start=auto"),
+        (["cluster.placement=colocated", "cluster.start=auto"], "cluster.num_players=4", "cluster.num_players=null"),
+    ],
+)  # fmt: skip
+def test_cloning_alone_refuses_what_only_rl_uses(overrides, found, cure):
+    """As `rlinf sft` does, which runs without RL; the cure has no word of players."""
+    words = ["env.tasks=[reach]", "sft.max_steps=5", "trainer.max_steps=0", *overrides]
+    with pytest.raises(ConfigError) as caught:
+        validate(config_of(*words), "sft")
+    assert found in str(caught.value) and str(caught.value).endswith(f"Set {cure}")
+    validate(config_of(*words, *cure.split()), "sft")
+
+
 RANKS = ["cluster.device=auto", "cluster.placement=colocated", "cluster.num_players=null", "cluster.num_processes=8"]
 
 

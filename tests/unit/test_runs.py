@@ -18,8 +18,7 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, mark_latest
 from rlinf.report.charts import Series, line_chart
 from rlinf.report.compare_folders import evaluation_folder
-from rlinf.report.runs import closing_evaluation, group_runs, read_runs, sweep_table
-from rlinf.report.runs_page import curve
+from rlinf.report.runs import closing_evaluation, curve, group_runs, read_runs, sweep_table
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 

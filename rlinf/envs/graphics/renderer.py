@@ -36,8 +36,6 @@ class StateRenderer:
     cannot be seen, but would cost as much as the others.
 
     Args:
-        model: ``mujoco.MjModel``.
-        size: Height and width in pixels.
         max_geoms: Upper bound of the geoms in the scene.
         fast: Leave out shadows, reflections, sky and multisampling; False: as the model's author set them.
     """

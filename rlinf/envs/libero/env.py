@@ -18,11 +18,11 @@ import numpy as np
 from rlinf.envs.config import ProcessEnvConfig, select_tasks
 from rlinf.envs.episodes import EpisodeList, check_split
 from rlinf.envs.graphics.backend import choose_backend
-from rlinf.envs.libero.assets import check_assets
 from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero.tasks import (
     HORIZONS,
     bddl_file,
+    check_assets,
     check_packages,
     find_assets,
     instruction,

@@ -26,7 +26,7 @@ from rlinf.distributed.stack_dump import REMOTE_S, own_remote
 from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.remote.host import Answer, EnvFacts, EnvHost, HostTask
+from rlinf.envs.remote.host import EnvFacts, EnvHost, HostAnswer, HostTask
 from rlinf.envs.spread import Call, Part, SpreadVectorEnv
 from rlinf.errors import ConfigError, RankError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
@@ -217,7 +217,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         answers, lost = self._exchange(asked, self.nodes.timeout_s, "cluster.env_node_timeout_s")
         return {actor: self._take(actor, answer) for actor, answer in answers.items()}, lost
 
-    def _take(self, actor: _Actor, answer: Answer) -> Any:
+    def _take(self, actor: _Actor, answer: HostAnswer) -> Any:
         """Store the observations of an answer, and return its value."""
         rows = answer.rows + actor.first
         if answer.observation is not None:

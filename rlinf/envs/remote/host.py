@@ -52,7 +52,7 @@ class EnvFacts:
     metadata: dict[str, Any]
 
 
-class Answer(NamedTuple):
+class HostAnswer(NamedTuple):
     """The result ``value`` of a call, and its side effects.
 
     Attributes:
@@ -85,7 +85,7 @@ class EnvHost:
         """Build the env, and describe it."""
         return _told(self._open)
 
-    def call(self, name: str, *arguments: Any) -> Answer | Failure:
+    def call(self, name: str, *arguments: Any) -> HostAnswer | Failure:
         """Call a method of this class that has a counterpart in the env, else the env's own; return an error that it raises."""
         return _told(lambda: getattr(self, name)(*arguments) if name in COUNTERPARTS else self._ask(name, *arguments))
 
@@ -111,25 +111,25 @@ class EnvHost:
             metadata=dict(env.metadata),
         )
 
-    def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> Answer:
+    def reset(self, ids: np.ndarray, all_specs: Sequence[EpisodeSpec | None]) -> HostAnswer:
         """Start an episode in each of the rows ``ids``. ``all_specs`` are then the episodes of all rows."""
         self._env._specs = list(all_specs)
         if len(ids):
             self._env._reset_envs(ids, [all_specs[row] for row in ids])
         return self._answer(None, ids)
 
-    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> Answer:
+    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> HostAnswer:
         chunk: SimulatorChunk = self._env._step_chunk(ids, actions, steps_left)
         return self._answer(chunk, ids)
 
-    def expert_actions(self, ids: np.ndarray, options: dict[str, Any]) -> Answer:
+    def expert_actions(self, ids: np.ndarray, options: dict[str, Any]) -> HostAnswer:
         """Return the expert's actions of the rows ``ids``."""
         return self._answer(self._env.expert_actions(**options)[ids], ())
 
-    def _ask(self, name: str, *arguments: Any) -> Answer:
+    def _ask(self, name: str, *arguments: Any) -> HostAnswer:
         return self._answer(getattr(self._env, name)(*arguments), ())
 
-    def offload(self) -> Answer:
+    def offload(self) -> HostAnswer:
         self._env.offload()
         self._env._specs = [None] * self._env.num_envs
         return self._answer(None, ())
@@ -145,12 +145,12 @@ class EnvHost:
         """Return the stacks of this process and of its simulators."""
         return all_stacks()
 
-    def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> Answer:
+    def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> HostAnswer:
         env = self._env
         lost = env._lost.copy()
         env._lost[:] = False
         rows = np.union1d(np.asarray(ids, dtype=np.int64), np.intersect1d(np.flatnonzero(lost), env._rows_in_use()))
-        return Answer(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
+        return HostAnswer(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
 
 
 def _told(call: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.serving import require_packages
-from rlinf.serving.layouts import Layout, check_layout, layout_of
+from rlinf.serving.layouts import MessageLayout, check_layout, layout_of
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 OWN = "rlinf"
@@ -103,7 +103,7 @@ class RemotePolicy(ActionModel, nn.Module):
         self.is_ours = isinstance(own, Mapping)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self._num_uniforms, self._batch_key = 0, None
-        self.layout: Layout | None = None
+        self.layout: MessageLayout | None = None
         if self.is_ours:
             self._take(own)
         elif config.keys is None:

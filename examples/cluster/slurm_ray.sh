@@ -16,7 +16,13 @@ set -euo pipefail
 here="${RLINF_CLUSTER_FOLDER:-$SLURM_SUBMIT_DIR/examples/cluster}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port="${PORT:-6379}"
-address="${nodes[0]}:$port"
+# Ray looks names up by itself, not as the system does, so it gets the number where there is one.
+number="$(getent ahostsv4 "${nodes[0]}" | awk 'NR == 1 { print $1 }')" || true
+address="${number:-${nodes[0]}}:$port"
+# Ray's daemons ask for a token as soon as the user has one. A new one keeps the other users of the nodes out; srun passes it on.
+export RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(python -c 'import secrets; print(secrets.token_hex(32))')}"
+export RAY_AUTH_TOKEN
 on() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"; }
 
 # Its processes end with the job.

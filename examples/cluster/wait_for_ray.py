@@ -14,27 +14,30 @@ print(sum(node["Alive"] for node in ray.nodes()))
 """
 
 
-def num_machines(address: str) -> int:
-    """Return how many machines the cluster has; 0: it does not answer."""
+def num_machines(address: str) -> tuple[int, str]:
+    """Return how many machines the cluster has, and the last words of a cluster that does not answer."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError:
-        return 0
+    except OSError as error:
+        return 0, str(error)
     # In a process of its own, because a connection that fails may end the process.
     asked = subprocess.run([sys.executable, "-c", ASK, address], capture_output=True, text=True, check=False)
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    return (int(asked.stdout), "") if asked.returncode == 0 else (0, asked.stderr.strip()[-500:])
 
 
 def main() -> None:
     address, count = sys.argv[1], int(sys.argv[2])
     limit_s = float(sys.argv[3]) if len(sys.argv) > 3 else 300.0
     deadline = time.monotonic() + limit_s
-    while (found := num_machines(address)) < count:
+    while (found := num_machines(address))[0] < count:
         if time.monotonic() > deadline:
-            sys.exit(f"The Ray cluster at {address} has {found} machines after {limit_s:g} s; required: {count}")
+            machines, words = found
+            sys.exit(
+                f"The Ray cluster at {address} has {machines} machines after {limit_s:g} s; required: {count}. {words}"
+            )
         time.sleep(2)
-    print(f"The Ray cluster at {address} has {found} machines", flush=True)
+    print(f"The Ray cluster at {address} has {found[0]} machines", flush=True)
 
 
 if __name__ == "__main__":

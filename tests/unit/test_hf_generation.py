@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -168,6 +168,18 @@ def test_other_columns_of_the_head_and_earlier_positions_of_the_last_mlp_are_not
     assert positions == [1, 1, 1] and calls == [6, 1, 1]
     assert model(prompts["input_ids"]).logits.isnan().any(), "afterwards the head is whole again"
     assert positions[-1] == 6
+
+
+def test_a_model_without_a_key_value_cache_generates_too(tmp_path, prompts):
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=2, pad_token_id=0
+    )
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=4, eos_token_id=[])
+    output = engine.generate(alone(prompts, 0), greedy=True)
+    plain = engine.model.generate(**alone(prompts, 0), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert output["output_ids"].equal(plain)
 
 
 OWN_STATE = {

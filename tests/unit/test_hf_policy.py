@@ -185,6 +185,26 @@ def relative_difference(found, expected):
     return float(difference.norm() / torch.cat([gradient.flatten() for gradient in expected.values()]).norm())
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["nll", "dpo", "grpo"])
+def test_eight_micro_batches_have_the_gradient_of_one(tiny_lm, name, family, monkeypatch):
+    random = torch.Generator().manual_seed(11)
+    lengths = torch.tensor([12, 6, 4, 5, 2, 9, 12, 7]).repeat_interleave(2)
+    mask = (torch.arange(12) < lengths.unsqueeze(1)).long()
+    batch = BatchedDataDict({"input_ids": mask * torch.randint(3, 48, mask.shape, generator=random), "attention_mask": mask,
+                             "advantages": torch.randn(16, generator=random)})  # fmt: skip
+    batch["old_logprobs"] = HuggingFacePolicy(tiny_lm(family)).get_logprobs(batch)["logprobs"]
+    batch["reference_logprobs"] = 0.99 * batch["old_logprobs"]
+    one, eight = (HuggingFacePolicy(tiny_lm(family), max_grad_norm=1e9, micro_batch_size=size) for size in (16, 2))
+    whole, metrics = step_gradients(one, batch, LOSSES[name], monkeypatch)
+    parts, part_metrics = step_gradients(eight, batch, LOSSES[name], monkeypatch)
+    assert relative_difference(parts, whole) < 3e-6  # float32 rounding reaches 1e-6 on some CPUs
+    assert part_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-6)
+    batch["input_ids"][14, 1] += 1
+    changed, _ = step_gradients(eight, batch, LOSSES[name], monkeypatch)
+    assert relative_difference(changed, whole) > 1e-3, "control: one other token"
+
+
 @pytest.mark.parametrize("device_map", ["auto", "cpu"])
 def test_the_dropout_of_a_checkpoint_is_off_in_training(tiny_lm, batch, device_map):
     """gpt2 names 0.1: an unchanged policy would have other log-probabilities than the old one."""
@@ -236,6 +256,15 @@ def test_a_step_is_the_one_of_plain_adamw(tiny_lm, batch):
     assert metrics["num_tokens"] == 13
     assert largest_change(weights_of(policy), model.state_dict()) < 1e-5
     assert largest_change(weights_of(policy), AutoModelForCausalLM.from_pretrained(tiny_lm()).state_dict()) > 5e-4
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_lowers_the_loss(tiny_lm, batch, name):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
+    if name == "grpo":
+        batch["old_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    losses = [policy.train(batch, LOSSES[name])["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05, losses
 
 
 def test_dpo_starts_at_log_two_and_brings_its_own_reference(tiny_lm, batch):

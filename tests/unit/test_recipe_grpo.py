@@ -140,6 +140,12 @@ def test_variants_train(tiny_lm, variant, num_updates):
     assert (first.metrics["train/approx_kl"] > 1e-9) == (num_updates > 1)
 
 
+def test_the_reward_rises(tiny_lm):
+    one = trainer(tiny_lm(), policy_options={"learning_rate": 1e-2, "max_grad_norm": 1.0}, batch_size=24)
+    rewards = [one.step(step).metrics["rollout/reward_mean"] for step in range(15)]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6
+
+
 def test_groups_with_equal_rewards_are_replaced_by_other_prompts(tiny_lm):
     def first_prompt_only(text, prompt, **facts):
         return (even_share(text, prompt)[0] if prompt.input_ids == chosen else 0.0), {}

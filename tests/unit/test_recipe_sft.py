@@ -29,6 +29,10 @@ def trainer(folder, rows=None, **options):
     return SFTTrainer(policy, rows or packed(), num_steps=4, batch_size=4)
 
 
+def weights(one):
+    return torch.cat([p.detach().flatten() for p in one.policy.model.parameters()])
+
+
 def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tiny_lm):
     rows = packed()
     one = trainer(tiny_lm(), rows)
@@ -45,6 +49,25 @@ def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tiny_lm):
     assert update.num_tokens == sum(len(sample.input_ids) for sample in rows.batch(0, 4))
     lengths = [len(sample.input_ids) for sample in rows.batch(0, 4)]
     assert len(set(lengths)) > 1, "a mean of means would differ"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_size": 1},
+        {"max_tokens_per_microbatch": 16, "sequence_packing": True},
+        {"gradient_checkpointing": True},
+    ],
+    ids=["micro-batches", "packed", "checkpointed"],
+)
+def test_how_a_batch_is_cut_changes_nothing(tiny_lm, options):
+    whole, cut = trainer(tiny_lm()), trainer(tiny_lm(), **options)
+    for step in range(2):
+        assert cut.step(step).loss == pytest.approx(whole.step(step).loss, rel=1e-5)
+    change = weights(whole) - torch.cat([p.flatten() for p in HuggingFacePolicy(tiny_lm()).model.parameters()])
+    assert (weights(cut) - weights(whole)).norm() < 1e-3 * change.norm()
+    other = trainer(tiny_lm(), packed(seed=1))
+    assert other.step(0).loss != pytest.approx(trainer(tiny_lm()).step(0).loss, rel=1e-3), "other rows, another loss"
 
 
 def test_threads_that_read_ahead_change_no_row(tiny_lm):

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 from policy_checks import failed_checks
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
-from rlinf.config.compose import compose_config
-from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import HFModel, build_policy, get_model
 from rlinf.models.blocks import set_training_options
@@ -218,6 +215,15 @@ def test_gradient_checkpointing_changes_memory_only(zoo, family):
     assert max(largest_gap(a, b) for a, b in zip(*gradients, strict=True)) < 1e-5
 
 
+def test_half_precision_changes_rounding_only(zoo):
+    model, half = zoo.policy("llava"), build(zoo.folder("llava"), precision="bf16")
+    prediction = half.predict_action_batch(**half.preprocess(observe()), do_sample=False)
+    assert {p.dtype for p in half.vlm.parameters()} == {torch.bfloat16} and prediction.values.dtype == torch.float32
+    exact = model.evaluate_actions(model.preprocess(observe()), prediction.sequences).logprobs
+    scored = half.evaluate_actions(half.preprocess(observe()), prediction.sequences)
+    assert scored.logprobs.dtype == torch.float32 and 1e-5 < largest_gap(scored.logprobs, exact) < 0.3
+
+
 def test_two_rollout_threads_do_not_disturb_each_other(zoo):
     """Qwen-VL keeps position offsets in the module, and a rollout plays in worker threads."""
     model = zoo.policy("qwen2_5_vl")
@@ -285,15 +291,28 @@ def test_prompt_template_replaces_the_chat_template(zoo):
     assert zoo.policy("llava").processor.prompt("reach", 1) == "<image>reach"
 
 
-def test_random_weights_tell_observations_and_patches_apart():
+def test_a_model_from_random_weights_needs_no_folder(tmp_path):
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
     config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
     torch.manual_seed(0)
-    model, size = build_policy(config), config.env.image_size
-    images = np.random.default_rng(0).integers(0, 256, (4, size, size, 3), dtype=np.uint8)
-    prediction = model.predict_action_batch(**model.preprocess(Observation({"front": images}, None, list(SENTENCES))))
-    assert prediction.logits.std() > 0.1
+    model = build_policy(config)
+    size = config.env.image_size
+    rng = np.random.default_rng(0)
+    images = {"front": rng.integers(0, 256, (4, size, size, 3), dtype=np.uint8)}
+    observation = Observation(images, None, list(SENTENCES))
+    inputs = model.preprocess(observation)
+    prediction = model.predict_action_batch(**inputs)
+    scored = model.evaluate_actions(inputs, prediction.sequences).logprobs
+    assert largest_gap(scored, model.rollout_logprobs(prediction)) < 1e-5
+    assert prediction.logits.std() > 0.1, "random weights should tell observations apart"
     positions = model.vlm.model.vision_tower.embeddings.position_embeddings
-    assert positions.std().item() == pytest.approx(1.0, rel=0.1)
+    assert positions.std().item() == pytest.approx(1.0, rel=0.1), "and patches"
+    model.save_pretrained(tmp_path)
+    again = build_policy({"model": {"model_type": "hf_vla", "model_path": str(tmp_path), "action_token_len": 2}})
+    loaded = again.predict_action_batch(**again.preprocess(observation), do_sample=False)
+    assert torch.equal(loaded.logits[:, 0], prediction.logits[:, 0])
 
 
 def expect(error, *parts, **model):
@@ -364,6 +383,8 @@ def test_a_damaged_folder_is_one_error(zoo, tmp_path, file, content, words):
 
 
 def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
+    from safetensors.torch import load_file, save_file
+
     model = zoo.policy("llava")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -382,6 +403,9 @@ def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
 
 
 def test_errors_of_a_model_from_random_weights():
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
     config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
     init = config.model.init_config
 

@@ -65,6 +65,19 @@ def logits(model, inputs):
     return model.predict_action_batch(**inputs, do_sample=False).logits
 
 
+def test_only_adapters_and_value_head_train(inputs):
+    model = adapted()
+    trainable = trained(model)
+    assert trainable and all(".lora_" in name or name.startswith("value_head.") for name in trainable)
+    assert any(name.startswith("value_head.") for name in trainable)
+    assert not any(".lora_" in name and name.startswith("value_head.") for name in trainable)
+    for part in ("vision_backbone", "projector", "language_model"):
+        assert any(name.startswith(part) for name in trainable)
+    evaluation = model.evaluate_actions(inputs, torch.full((3, 2), 530))
+    (evaluation.logprobs.sum() + evaluation.values.sum()).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable
+
+
 def test_fresh_adapters_change_nothing(inputs):
     before = logits(policy(), inputs)
     torch.testing.assert_close(logits(policy(is_lora=True, lora=LORA), inputs), before, atol=1e-6, rtol=0)
@@ -184,6 +197,11 @@ def test_wrong_adapters_are_refused(tmp_path):
         apply_lora(model, LoraConfig())
     with pytest.raises(ConfigError, match="no LoRA"):
         save_adapter(policy(), tmp_path)
+
+
+def test_a_model_with_adapters_writes_no_public_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="merge_lora"):
+        adapted().save_pretrained(tmp_path)
 
 
 def mlp(**model):

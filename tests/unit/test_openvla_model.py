@@ -85,6 +85,18 @@ def test_every_kind_keeps_the_contract(kind):
     assert torch.equal(prediction.sequences[:, :-6], inputs["input_ids"])
 
 
+@pytest.mark.parametrize("kind", ["parallel", "autoregressive"])
+def test_padding_changes_nothing(kind):
+    model = build(kind)
+    observation = observe(kind)
+    short = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    model.processor.max_prompt_len = 60
+    long = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    assert long.sequences.shape[1] == 66 > short.sequences.shape[1]
+    torch.testing.assert_close(long.logits, short.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(long.values, short.values, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["parallel", "autoregressive", "fused_towers"])
 def test_eager_and_sdpa_attention_agree(kind):
     model, eager = build(kind), build(kind, attn_implementation="eager")
@@ -138,6 +150,17 @@ def test_only_action_tokens_are_sampled_even_when_others_are_likelier():
     assert tokens.min() >= 544 - 21 and tokens.max() < 544
     full = model(inputs["input_ids"], inputs["attention_mask"], inputs["pixel_values"]).logits[:, -1].argmax(-1)
     assert (full < 500).any(), "control: the whole vocabulary prefers other tokens"
+
+
+def test_actions_lie_within_the_statistics_and_the_mask_passes_through():
+    stats = {"arm": {"action": {"q01": [-2.0, 5.0, 0.0], "q99": [4.0, 6.0, 1.0], "mask": [True, True, False]}}}
+    section = {"init_config": KINDS["parallel"] | {"norm_stats": stats}, "action_token_len": 3, "unnorm_key": "arm"}
+    model = build_policy({"model": section})
+    low, high = torch.tensor([-2.0, 5.0, -1.0]), torch.tensor([4.0, 6.0, 1.0])
+    actions = model.predict_action_batch(**model.preprocess(observe().select([0, 1] * 200)), temperature=50.0).actions
+    assert (actions >= low).all() and (actions <= high).all()
+    assert (actions.amax((0, 1)) - actions.amin((0, 1)) > 0.8 * (high - low)).all(), "control: the range is used"
+    assert model.min_action.tolist() == [-2.0, 5.0, 0.0]
 
 
 def test_sft_loss_by_hand():
@@ -254,6 +277,19 @@ def test_the_manifest_refuses_other_preparation_of_pictures(present, field):
     assert check(saved, same) == []
     with pytest.raises(ManifestMismatchError, match=f"preprocessing.processor.{field}"):
         check(saved, other)
+
+
+def test_it_learns_a_sentence_dependent_action():
+    model = build(chunks=1).train()
+    inputs = model.preprocess(observe())
+    actions = torch.tensor([[[1.0, 0.0, -1.0]], [[-1.0, 0.5, 0.0]], [[0.3, 0.3, 0.3]], [[0.0, -0.7, 1.0]]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model.sft_loss(inputs, actions).mean().backward()
+        optimizer.step()
+    predicted = model.predict_action_batch(**inputs, do_sample=False).actions
+    assert (predicted - actions).abs().max() < 0.06
 
 
 @pytest.mark.parametrize(

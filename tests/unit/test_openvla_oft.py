@@ -216,6 +216,20 @@ def test_a_model_that_reads_a_state_is_refused_in_an_env_without_one():
     validate(build_config(compose_config(overrides[:2])))
 
 
+def test_the_continuous_head_learns_by_cloning():
+    model = build("l1").train()
+    inputs = model.preprocess(observe())
+    actions = model.action_normalizer.unnormalize(torch.linspace(-1, 1, 24).view(4, CHUNK, DIM))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        model.sft_loss(inputs, actions).mean().backward()
+        optimizer.step()
+    predicted = model.predict_action_batch(**inputs, do_sample=False).actions
+    error = (model.action_normalizer.normalize(predicted) - model.action_normalizer.normalize(actions)).abs()
+    assert error.max() < 0.2 and error.mean() < 0.06
+
+
 @pytest.mark.parametrize("kind", ["discrete", "everything", "no_stop_token"])
 def test_gradients_reach_everything_that_trains(kind):
     model = build(kind)

@@ -155,6 +155,19 @@ def test_joint_logprobs_are_the_mean_over_initial_noise_and_all_steps():
     torch.testing.assert_close(model.rollout_logprobs(prediction), expected)
 
 
+@kinds
+@torch.no_grad()
+def test_greedy_actions_are_equal_in_every_call_and_batch(pi05):
+    model, observation = make(pi05), observe()
+    first = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    torch.manual_seed(99)
+    second = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    alone = model.predict_action_batch(**model.preprocess(observation.select([2])), do_sample=False)
+    assert torch.equal(first.actions, second.actions)
+    torch.testing.assert_close(alone.actions[0], first.actions[2], rtol=0, atol=1e-5)
+    assert not first.logits[..., 1].any()
+
+
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
 def test_a_greedy_chain_has_no_density_in_training_as_in_the_rollout(method):
     model = make(noise_method=method)

@@ -15,6 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import (
     MODELS,
+    build_policy,
     get_model,
     get_model_config_and_processor,
     local_settings,
@@ -143,6 +144,11 @@ def test_overrides_reach_the_config_and_unknown_ones_are_refused(models, folder)
         get_model(section, {"rms_norm_ep": 1e-3})
 
 
+def test_unknown_key_of_the_model_section_is_refused():
+    with pytest.raises(ConfigError, match="unnorm_key"):
+        get_model({"model_type": "openvla", "unorm_key": "x"})
+
+
 @pytest.mark.parametrize(
     "precision, dtype",
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("bf16-mixed", torch.float32), (16, torch.float16),
@@ -238,6 +244,22 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 def test_random_weights_and_a_folder_exclude_each_other(folder):
     with pytest.raises(ConfigError, match="model.model_path=null"):
         get_model(MLP | {"model_path": folder})
+
+
+def test_packaged_model_files_build():
+    from pathlib import Path
+
+    import rlinf.config
+    from rlinf.options import from_mapping
+
+    group = Path(rlinf.config.__file__).parent / "model"
+    for name in ("openvla", "openvla_tiny", "mlp"):
+        section = OmegaConf.load(group / f"{name}.yaml")
+        config = from_mapping(ModelConfig, section)
+        if config.init_config:
+            policy = build_policy({"model": section})
+            assert policy.num_logprobs == config.action_token_len * config.action_chunks_len
+            assert (policy.processor is None) == (name == "mlp")
 
 
 def test_an_override_of_one_nested_field_leaves_the_others():

@@ -43,6 +43,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     slow_tests.mark(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow_tests.order(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -53,9 +53,10 @@ def processes_are_forked(request):
     if request.node.get_closest_marker("new_processes"):
         yield
         return
+    from forked_engines import forked_engines
     from forked_processes import forked_processes
 
-    with forked_processes():
+    with forked_processes(), forked_engines():
         yield
 
 

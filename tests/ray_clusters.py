@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from forked_workers import forked_workers
 
 SURROUNDINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -26,7 +27,8 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SURROUNDINGS.items():
             patch.setenv(name, value)
-        yield
+        with forked_workers():
+            yield
 
 
 @contextmanager

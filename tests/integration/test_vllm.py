@@ -231,6 +231,7 @@ def test_a_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path,
     """A kill does, too: ``test_vllm_push``."""
     (tmp_path / "faulty_model.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(vllm_engine, "subprocess", subprocess)  # new processes, as those of a run
     model = make_model()
     policy = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
     spec = policy.engine.spec

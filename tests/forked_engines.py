@@ -6,7 +6,6 @@ import os
 import runpy
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -52,7 +51,6 @@ def _become_engine(inherited: Inherited, folder: str) -> None:
     for number in (1, 2):
         os.dup2(log, number)
     os.setsid()
-    tempfile.tempdir = None  # of the server
     sys.argv = [PROCESS, str(connection), str(os.getppid()), folder]
     runpy.run_module(PROCESS, run_name="__main__", alter_sys=True)
 

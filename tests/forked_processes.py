@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Inherited:
         """Take it over in the new process."""
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # of the server
         for number in self.ignored:
             signal.signal(number, signal.SIG_IGN)
         for number, descriptor in zip((1, 2), self.output, strict=True):

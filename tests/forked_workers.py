@@ -9,6 +9,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -31,6 +32,7 @@ def _become_worker(asked: socket.socket) -> None:
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # of the server
     sys.path[:0] = [
         place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path
     ]

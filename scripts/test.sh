@@ -10,6 +10,7 @@ case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 read -ra SETUP <<<"${RLINF_SETUP:---dev}"
 bash "$ROOT/scripts/setup.sh" "${SETUP[@]}"
 cd "$ROOT"
-# One thread per process: several test processes share the cores.
+# One thread per process: several test processes share the cores. Each takes a whole file, so that no fixture of a file is made twice,
+# and the files that take longest come first (tests/slow_tests.py), so that no process is left with one at the end.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
-exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal -m "slow or not slow" --durations=40 --durations-min=5 "$@"
+exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder -m "slow or not slow" --durations=40 --durations-min=5 "$@"

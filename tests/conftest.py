@@ -43,6 +43,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     slow_tests.mark(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow_tests.order(items)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,9 +53,10 @@ def processes_are_forked(request):
     if request.node.get_closest_marker("new_processes"):
         yield
         return
+    from forked_engines import forked_engines
     from forked_processes import forked_processes
 
-    with forked_processes():
+    with forked_processes(), forked_engines():
         yield
 
 

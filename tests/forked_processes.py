@@ -6,9 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import popen_forkserver
+from multiprocessing.forkserver import ForkServer
+from multiprocessing.popen_forkserver import Popen
 from multiprocessing.reduction import DupFd
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +22,18 @@ import torch.multiprocessing as mp
 
 from rlinf.distributed import child_process
 
+# Not Ray, which keeps from its import on how machines of a cluster prove who they are.
 PRELOADED = [
     "rlinf.commands.train",
     "rlinf.recipes.run",
     "rlinf.models.embodiment.mlp_action_model",
     "pytest",
     "hypothesis",
+    "rlinf.cluster.player",
 ]
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """A process that is spawned ignores those of them that its parent ignores."""
+_LOCK = threading.Lock()
 
 
 class Inherited:
@@ -48,6 +55,7 @@ class Inherited:
         """Take it over in the new process."""
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # of the server
         for number in self.ignored:
             signal.signal(number, signal.SIG_IGN)
         for number, descriptor in zip((1, 2), self.output, strict=True):
@@ -66,21 +74,30 @@ def _take_and_execute(inherited: Inherited, source: str, words: Sequence[str]) -
     exec(source, {"__name__": "__main__"})
 
 
-class ForkedProcess:
-    """What ``subprocess.Popen`` is for a process of ``ChildProcess``."""
+def fork(function: Callable[..., None], arguments: tuple, server: ForkServer | None = None) -> Popen:
+    """Call a function in a process that forks from the fork server of this process, or from another one."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+    with _LOCK, pytest.MonkeyPatch.context() as patch:
+        if server is not None:
+            patch.setattr(popen_forkserver.forkserver, "connect_to_new_process", server.connect_to_new_process)
+        return Popen(
+            process
+        )  # unlike ``process.start()`` keeps it from the children that ``multiprocessing`` waits for
 
-    def __init__(self, source: str, words: Sequence[str], inherited: Inherited) -> None:
-        context, self._lock = multiprocessing.get_context("forkserver"), threading.Lock()
-        self._process = context.Process(target=_take_and_execute, args=(inherited, source, words), daemon=True)
-        self._process.start()
-        self.pid: int = self._process.pid
+
+class ForkedProcess:
+    """What ``subprocess.Popen`` is for a process of ``ChildProcess``, and for an engine."""
+
+    def __init__(self, process: Popen) -> None:
+        self._process, self._lock = process, threading.Lock()
+        self.pid: int = process.pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit status, or None. Any thread may ask, and only one reads it."""
         with self._lock:
             if self.returncode is None:
-                self.returncode = self._process.exitcode
+                self.returncode = self._process.poll()
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -114,7 +131,7 @@ def forked_processes() -> Iterator[None]:
         _, _, source, path, main, _, *files = command
         if not main.startswith("rlinf.rollout."):  # simulators need no torch
             return subprocess.Popen(command, pass_fds=pass_fds, env=env, **more)
-        return ForkedProcess(source, [path, main], Inherited(env, map(int, files)))
+        return ForkedProcess(fork(_take_and_execute, (Inherited(env, map(int, files)), source, [path, main])))
 
     multiprocessing.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:

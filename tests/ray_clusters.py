@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from forked_workers import forked_workers
 
 SURROUNDINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -24,7 +25,8 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SURROUNDINGS.items():
             patch.setenv(name, value)
-        yield
+        with forked_workers():
+            yield
 
 
 @contextmanager

@@ -30,15 +30,32 @@ def recorded() -> dict[str, float]:
     return {test: float(seconds) for seconds, test in (line.split(maxsplit=1) for line in lines)}
 
 
+def file_of(test: str) -> str:
+    """Return the file of a test id."""
+    return test.partition("::")[0]
+
+
+def seconds_of_files() -> Counter[str]:
+    """Return the seconds that the record has for each file."""
+    of_file = Counter[str]()
+    for test, seconds in recorded().items():
+        of_file[file_of(test)] += seconds
+    return of_file
+
+
 def mark(items: list[pytest.Item]) -> None:
     """Give the marker ``slow`` to the tests of the record; a test that is new is fast until the next record."""
-    slow, of_file = recorded(), Counter[str]()
-    for test, seconds in slow.items():
-        of_file[test.partition("::")[0]] += seconds
+    slow, of_file = recorded(), seconds_of_files()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in slow or of_file[test.partition("::")[0]] >= LEAST_FILE_S:
+        if test in slow or of_file[file_of(test)] >= LEAST_FILE_S:
             item.add_marker("slow")
+
+
+def order(items: list[pytest.Item]) -> None:
+    """Put files that take long first: test processes that take a file each then end at about the same time."""
+    of_file = seconds_of_files()
+    items.sort(key=lambda item: -of_file[file_of(item.nodeid)])
 
 
 class Recorder:

@@ -21,7 +21,10 @@ from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
 
 MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.new_processes,  # of engines
+]
 SHORT = [
     "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
     "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "evaluation.num_episodes=2", "evaluation.num_envs=2",

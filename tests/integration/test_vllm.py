@@ -231,6 +231,7 @@ def test_a_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path,
     """A kill does, too: ``test_vllm_push``."""
     (tmp_path / "faulty_model.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(vllm_engine, "subprocess", subprocess)  # new processes, as those of a run
     model = make_model()
     policy = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
     spec = policy.engine.spec
@@ -470,12 +471,18 @@ TRAINING = [
 ]  # fmt: skip
 
 
-def test_training_with_rollouts_in_vllm_keeps_the_gate_closed_and_leaves_no_process(tmp_path):
-    before = engines_of(os.getpid())
+def test_training_with_rollouts_in_vllm_keeps_the_gate_closed_and_leaves_no_process(tmp_path, monkeypatch):
+    start, pids = VllmEngine.start, set()
+
+    def noted(engine):
+        start(engine)
+        pids.add(engine.pid)
+
+    monkeypatch.setattr(VllmEngine, "start", noted)
     folder = train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "rollout/logprob_gap_max" in line]
     assert len(steps) == 2
     assert all(0 < line["rollout/logprob_gap_max"] <= 1e-4 for line in steps), "0 would mean that torch played"
     assert all(1 <= line["rollout/logprob_gap_exp_mean"] <= 1 + 1e-4 for line in steps)
-    assert engines_of(os.getpid()) == before
+    assert len(pids) == 1 and not any(map(is_running, pids))

@@ -21,9 +21,12 @@ from rlinf.models.lora import apply_lora
 from rlinf.models.merged_weights import MergedWeights
 from rlinf.rollout.vllm_policy import VllmPolicy
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
+    ),
+    pytest.mark.new_processes,  # of engines
+]
 
 
 def crossed(policy, monkeypatch):

@@ -41,6 +41,9 @@ ROUNDING = 512
 PADDED = 8
 """Numbers to which the memory-efficient kernel has masks padded."""
 
+BOOKKEEPING, BACKWARD = ("optim/", "distributed/parallel.py", "distributed/transfers.py"), " accumulate"
+"""Where gradients are gathered, clipped and stepped; ``accumulate`` calls the backward pass."""
+
 aten = torch.ops.aten
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,9 +137,13 @@ class Counts:
     peak_at: str = ""
 
     def totals(self) -> dict[str, int]:
-        """Return each column's sum."""
+        """Return each column's sum; ``bookkeeping`` are the launches of optimiser, clipping and gathering of gradients."""
         columns = ("syncs", "d2h", "h2d", "waits", "launches", "captures")
-        return {name: getattr(self, name).total() for name in columns} | {"peak_bytes": self.peak_bytes}
+        totals = {name: getattr(self, name).total() for name in columns}
+        kept = [
+            n for place, n in self.launches.items() if place.startswith(BOOKKEEPING) and not place.endswith(BACKWARD)
+        ]
+        return totals | {"bookkeeping": sum(kept), "peak_bytes": self.peak_bytes}
 
 
 def _place() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,15 @@ from rlinf.envs.spaces import uniform_statistics
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
 from rlinf.preflight.compatibility import env_spec
+from rlinf.preflight.derived import learns_head
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.train_worker import TrainWorker
 from rlinf.types import Observation, RolloutBatch
+from tests.fake_gpu.cases import CASES
 from tests.fake_gpu.gpu import Counts, FakeGpu
 
 INSTRUCTION = "push the red block to the left"
@@ -119,7 +121,7 @@ class ActionRun:
             return StillEnv(config.env, num_envs, lengths is None, lengths=lengths, **shown)
 
         self.worker = TrainWorker(
-            self.model, config.trainer, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
+            self.model, None if learns_head(config) else config.trainer, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
             val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
         )  # fmt: skip
         group = getattr(config.algorithm, "group_size", 1) or 1
@@ -136,7 +138,8 @@ class ActionRun:
         self.collector.worker_threads = [
             replace(thread, executor=InThisThread()) for thread in self.collector.worker_threads
         ]
-        self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
+        if not learns_head(config):
+            self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
 
     def policy_call(self, needs_values: bool = False) -> Counts:
         """Count a rollout of ``num_chunks`` calls; with ``needs_values``, another pass gives the bootstrap values."""
@@ -172,24 +175,28 @@ class ActionRun:
                 self.worker.sft_update(observation, actions, len(observation), 0)
         return counts
 
-    def propose(self) -> Counts:
-        """Count the call of a frozen policy with a head on it: its greedy chunk, one candidate and the features."""
-        inputs = self.model.preprocess(self.batch.observation)
-        with self.gpu.count() as counts:
-            self.model.propose(inputs, 2)
+    def push(self) -> Counts:
+        """Count a push of weights to the policy that plays, which is the trained one; not the first."""
+        push = WeightPush(self.model, self.model)
+        for version in range(2):
+            with self.gpu.count() as counts:
+                push.push(version)
         return counts
 
 
-def count(words: list[str], rows: int, phases: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the counts of some phases of ``ActionRun``, by phase and column, and the places behind them."""
+def count(case: str) -> dict[str, dict[str, Any]]:
+    """Return the counts of each phase of ``CASES[case]``: totals, and the commonest places, as JSON."""
+    from tests.fake_gpu import more_runs
+
+    chosen = CASES[case]
+    kinds = {"ActionRun": ActionRun, "TokenRun": more_runs.TokenRun, "HeadRun": more_runs.HeadRun}
     with FakeGpu() as gpu:
-        run = ActionRun(gpu, words, rows)
-        result = {"policy_call": run.policy_call(), **{phase: getattr(run, phase)() for phase in phases}}
-    return {phase: described(counts) for phase, counts in result.items()}
+        run = kinds[chosen.run](gpu, chosen.settings, chosen.rows)
+        return {phase: described(getattr(run, phase)()) for phase in chosen.phases}
 
 
 def described(counts: Counts) -> dict[str, Any]:
     """Return totals, and the commonest places of each column, as JSON."""
     columns = ("syncs", "d2h", "h2d", "waits", "launches", "ops", "captures")
     places = {name: dict(getattr(counts, name).most_common(40)) for name in columns}
-    return counts.totals() | {"peak_at": counts.peak_at, "places": SimpleNamespace(**places).__dict__}
+    return counts.totals() | {"peak_at": counts.peak_at, "places": places}

@@ -59,7 +59,7 @@ class Lane:
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)  # other memory makes the copy wait
         self._buffer[:size].copy_(numbers, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to the simulators
         copied.record()
         copied.synchronize()
         return self._buffer[:size].clone()  # the next call overwrites the buffer

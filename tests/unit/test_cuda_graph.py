@@ -110,12 +110,10 @@ def test_a_graph_acts_as_the_policy_does(tapes, kind, attention):
     assert_equal(act(model, observation, do_sample=False), act(plain, observation, do_sample=False))
     assert_equal(act(model, observation, temperature=0.5), act(plain, observation, temperature=0.5))
     assert len(tapes) == 3, "greedy and another temperature each have a graph of their own"
-    few = observation.select([1, 2])
+    few = observation.select([1, 2, 3])
     assert_equal(act(model, few), act(plain, few), atol=1e-5)
-    assert len(tapes) == 3 + (kind == "fused_towers"), "fewer rows have none, unless no prompt is padded any more"
-    count = len(tapes)
     assert_equal(act(model, observation), first)
-    assert len(tapes) == count, "the first one still serves"
+    assert len(tapes) == 3, "the first one still serves, fewer rows too"
 
 
 @pytest.mark.parametrize("rows, padded", [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 128), (129, 192)])
@@ -171,12 +169,13 @@ def test_policies_that_do_not_decode_token_by_token_act_by_a_graph_too(tapes, ki
         plain, model, rows = pi0.make(**settings), pi0.make(**settings), pi0.observe(8)
         model.check_cuda_graph(model.config, "sdpa")
         model.use_cuda_graph()
+    atol = 1e-5 if kind.startswith("pi0") else 0.0  # whose prompts are filled up
     first = act(plain, rows)
-    assert_equal(act(model, rows), first)
-    assert_equal(act(model, rows, 1), act(plain, rows, 1))
+    assert_equal(act(model, rows), first, atol)
+    assert_equal(act(model, rows, 1), act(plain, rows, 1), atol)
     assert len(tapes) == 1
     if kind != "oft l1":
-        assert not torch.equal(act(model, rows, 1).actions, first.actions), "control: it is another draw"
+        assert (act(model, rows, 1).actions - first.actions).abs().max() > 0.01, "control: it is another draw"
     few = rows.select([5, 2, 1])
     assert_equal(act(model, few), act(plain, few), atol=1e-5)
     assert_equal(act(model, few, do_sample=False), act(plain, few, do_sample=False), atol=1e-5)
@@ -185,8 +184,21 @@ def test_policies_that_do_not_decode_token_by_token_act_by_a_graph_too(tapes, ki
         for parameter in (*plain.parameters(), *model.parameters()):
             parameter.mul_(1.25)
     after = act(model, rows)
-    assert_equal(after, act(plain, rows))
-    assert len(tapes) == before and not torch.equal(after.actions, first.actions), "it reads the new weights"
+    assert_equal(after, act(plain, rows), 100 * atol)
+    assert len(tapes) == before, "it reads the new weights in place"
+    assert (after.logits - first.logits).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("block, num_recordings", [(64, 1), (1, 2)])
+def test_prompts_of_several_lengths_share_a_recording_of_pi0(tapes, monkeypatch, block, num_recordings):
+    """Unless each length has its own (the control)."""
+    monkeypatch.setattr("rlinf.models.embodiment.pi0.policy.PROMPT_BLOCK", block)
+    plain, model, rows = pi0.make(True), pi0.make(True), pi0.observe(8)
+    model.use_cuda_graph()
+    for sentence in ("push it", "push it to the red block"):
+        rows.instruction = [sentence] * 8
+        assert_equal(act(model, rows), act(plain, rows), atol=1e-5)
+    assert len(tapes) == num_recordings
 
 
 def test_an_update_in_place_needs_no_new_graph_and_moved_weights_do(tapes):
@@ -296,10 +308,8 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("pi05", [False, True])
 @pytest.mark.parametrize("joint", [False, True])
 def test_denoising_reads_no_number_and_stays_on_its_device(monkeypatch, pi05, joint):
-    for module in ("network", "policy"):
-        monkeypatch.setattr(
-            f"rlinf.models.embodiment.pi0.{module}.without_autocast", lambda _: nullcontext(), raising=False
-        )
+    for module in ("pi0.network", "modules.value_head"):  # autocast knows no device "meta"
+        monkeypatch.setattr(f"rlinf.models.embodiment.{module}.without_autocast", lambda _: nullcontext())
     model = pi0.make(pi05, joint_logprob=joint)
     inputs = model.preprocess(pi0.observe())
     names, inputs = tuple(inputs), [tensor.to("meta") for tensor in inputs.values()]

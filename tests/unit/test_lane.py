@@ -139,6 +139,9 @@ def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
         monkeypatch.setattr(factory, "resolve_device", lambda *_, device=device: device)
         assert factory.threads_of_rank(config, Env(), 1) == count
         assert (
-            factory.collector_factory(config, factory.make_env(config.env, 1, False), 1, 1).keywords["device"] == device
+            factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1).keywords[
+                "device"
+            ]
+            == device
         )
     assert lane_module.Lane("cuda")._on_gpu and not lane_module.Lane("cpu")._on_gpu

@@ -89,17 +89,17 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
 
     trainer.algorithm.compute_advantages = noted
     trainer.gate = ParityGate(1e-3, always_stops=False)
-    first = trainer.iteration(0)
+    for step in range(2):  # up to the first update, and the first iteration after it, the gate would stop the run
+        assert trainer.iteration(step)["rollout/parity_exceeded"] == 0
+        assert not any(each.any() for each in seen[step])
     shift(trainer, rollout_logprobs=0.02, rollout_values=0.5)
-    trainer.gate._stops = False  # as after the first update of the process
-    metrics = trainer.iteration(1)
+    metrics = trainer.iteration(2)
     run.close()
-    assert first["rollout/parity_exceeded"] == 0 and not any(each.any() for each in seen[0])
     assert metrics["rollout/parity_exceeded"] == 1 and metrics["rollout/scored_fraction"] == 1
-    for difference, by in zip(seen[1], (0.02, 0.5), strict=True):
+    for difference, by in zip(seen[2], (0.02, 0.5), strict=True):
         torch.testing.assert_close(difference[:, ::4], torch.full_like(difference[:, ::4], -by), atol=1e-5, rtol=0)
         torch.testing.assert_close(difference[:, 1::4], torch.zeros_like(difference[:, 1::4]), atol=1e-5, rtol=0)
-    assert counted.scored == NUM_ENVS + NUM_ENVS + NUM_ENVS * NUM_CHUNKS
+    assert counted.scored == 3 * NUM_ENVS + NUM_ENVS * NUM_CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_where_the_gate_only_warns_the_whole_rollout_is_scored(tmp_path):
             "cluster.max_staleness=1; required.*or cluster.max_staleness=0",
         ),
         (
-            ["model=pi0_tiny", "env.state=proprio"],
+            ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=false"],
             "Pi0ForRLActionPrediction as configured; required: values.*or algorithm=grpo",
         ),
     ],

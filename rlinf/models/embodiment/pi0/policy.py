@@ -30,6 +30,8 @@ from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 GREEDY_NOISE_SEED = 0
+PROMPT_BLOCK = 64
+"""Tokens of which a prompt has a multiple where a CUDA graph reads it."""
 
 
 class Pi0ForRLActionPrediction(Pi0Network):
@@ -345,13 +347,21 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
         ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
         """
-        tensors, settings = (noise, step_noise, step, *inputs.values()), (tuple(inputs), joint, temperature)
+        settings = (tuple(inputs), joint, temperature)
         if self._graphs is None:
-            chain, moments, value = self._run_chain(*tensors, *settings)
+            chain, moments, value = self._run_chain(noise, step_noise, step, *inputs.values(), *settings)
         else:
+            tensors = (noise, step_noise, step, *self._with_longer_prompts(inputs).values())
             chain, moments, value = self._graphs.run(self._run_chain, tensors, *settings, weights=self.parameters)
         sequences = torch.cat([chain, step[:, None].float()], dim=1)
         return ActionPrediction(self.decode_actions(sequences), sequences, moments, value)
+
+    def _with_longer_prompts(self, inputs: Inputs) -> Inputs:
+        """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""
+        length = inputs["input_ids"].shape[1]
+        room = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
+        names = ("input_ids", "attention_mask")
+        return inputs | {name: nn.functional.pad(inputs[name], (0, room)) for name in names}
 
     def _run_chain(
         self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any

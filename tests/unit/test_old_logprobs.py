@@ -19,7 +19,7 @@ SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6",
     f"rollout.num_envs={NUM_ENVS}", f"rollout.num_chunks={NUM_CHUNKS}", "trainer.minibatch_size=32",
     "model.micro_batch_size=5", "model.val_micro_batch_size=7", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1",
+    "tracking.progress=false", "cluster.num_threads=1", "trainer.learning_rate=1e-4", "trainer.value_learning_rate=1e-4",
 ]  # fmt: skip
 ALGORITHMS = {
     "ppo": ["algorithm=ppo", "algorithm.critic_warmup_steps=0", "algorithm.update_epochs=2"],

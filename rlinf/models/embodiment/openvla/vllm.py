@@ -47,9 +47,10 @@ class OpenVLAVllmAdapter:
         """
         token = image_token(model.config)
         pixels = to_bytes(inputs["pixel_values"], pixel_statistics(model)).cpu().numpy()
-        masks = inputs["attention_mask"].bool().cpu()
+        tokens, masks = inputs["input_ids"].cpu(), inputs.get("attention_mask")
+        masks = torch.ones_like(tokens).bool() if masks is None else masks.bool().cpu()
         prompts = []
-        for row, (ids, mask) in enumerate(zip(inputs["input_ids"].cpu(), masks, strict=True)):
+        for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
             text = ids[mask]
             image = {"pixel_values": pixels[row : row + 1], "text_ids": text[None].numpy()}
             prompts.append({"prompt_token_ids": [int(text[0]), token, *text[1:].tolist()], "image": image})

@@ -54,22 +54,14 @@ class StatisticsNormalizer:
         centre = first + scale if use_quantiles else first
         self.scale = torch.from_numpy(np.where(mask, scale, 1.0))
         self.centre = torch.from_numpy(np.where(mask, centre, 0.0))
-        self._by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._by_device:
-            self._by_device[device] = self.centre.to(device), self.scale.to(device)
-        return self._by_device[device]
 
     def normalize(self, x: Tensor) -> Tensor:
         """Map env units ``[..., dim]`` to the network's, float64."""
-        centre, scale = self._tensors(x.device)
-        return (x.double() - centre) / scale
+        return (x.double() - self.centre.to(x.device)) / self.scale.to(x.device)
 
     def unnormalize(self, normalized: Tensor) -> Tensor:
         """Map the network's units ``[..., dim]`` to env units, float64."""
-        centre, scale = self._tensors(normalized.device)
-        return normalized.double() * scale + centre
+        return normalized.double() * self.scale.to(normalized.device) + self.centre.to(normalized.device)
 
 
 def resize_with_pad(images: Tensor, size: int) -> Tensor:

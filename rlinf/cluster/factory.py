@@ -8,6 +8,7 @@ from functools import partial
 
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
@@ -20,7 +21,9 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
     """Return the number of worker threads for the envs of a rank."""
     if env.on_gpu:  # it steps all rows at once: two of half the size would take as long each, one after the other
         return 1
-    return config.rollout.num_lanes or default_num_worker_threads(config.env, config.rollout.num_envs // num_ranks)
+    num_envs = config.rollout.num_envs // num_ranks
+    on_gpu = resolve_device(config.cluster.device, 1) == "cuda" and config.rollout.backend == "torch"
+    return config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs, on_gpu)
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
@@ -50,6 +53,7 @@ def collector_factory(
         temperature=rollout.temperature,
         num_worker_threads=num_worker_threads,
         offload_envs=rollout.offload_envs,
+        device=resolve_device(config.cluster.device, 1),
     )
 
 

@@ -131,7 +131,7 @@ class ActionRun:
         )
         self.collector = RolloutCollector(
             make_env, sampler, num_envs=rows, num_chunks=num_chunks, temperature=1.0, num_worker_threads=1,
-            autocast=self.worker.autocast,
+            autocast=self.worker.autocast, device="cuda",
         )  # fmt: skip
         for thread in self.collector.worker_threads:
             thread.executor.shutdown()

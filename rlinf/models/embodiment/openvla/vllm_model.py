@@ -28,16 +28,17 @@ from vllm.sequence import IntermediateTensors
 
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone
-from rlinf.models.embodiment.openvla.vllm import image_token, num_image_tokens
+from rlinf.models.embodiment.openvla.vllm import image_token, normalized, num_image_tokens
 
 FIELDS = ("pixel_values", "text_ids")
-"""Of one image: ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean embedding feeds FiLM."""
+"""Of one image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean embedding feeds FiLM."""
 
 
 class OpenVLAForVllmConfig(OpenVLAConfig):
-    """Under a name of its own, because vLLM has another class for ``openvla``."""
+    """Under a name of its own, because vLLM has another class for ``openvla``; with the statistics of the policy's processor."""
 
     model_type = "rlinf_openvla"
+    pixel_statistics: list[list[float]] | None = None
 
 
 AutoConfig.register(OpenVLAForVllmConfig.model_type, OpenVLAForVllmConfig, exist_ok=True)
@@ -79,7 +80,7 @@ class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
         channels, size = 3 * len(towers) * config.num_images_in_input, towers[0].image_size
         return {
             "image": {
-                "pixel_values": torch.zeros(1, channels, size, size),
+                "pixel_values": torch.zeros(1, channels, size, size, dtype=torch.uint8),
                 "text_ids": torch.zeros(1, 1, dtype=torch.int64),
             }
         }
@@ -156,7 +157,8 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         """Return ``[P, H]`` for each image of the batch."""
         pixel_values, text_ids = kwargs["pixel_values"], kwargs["text_ids"]
         weight = next(self.projector.parameters())
-        pixels = torch.cat([image.reshape(1, *image.shape[-3:]) for image in pixel_values]).to(weight)
+        images = torch.cat([image.reshape(1, *image.shape[-3:]) for image in pixel_values]).to(weight.device)
+        pixels = normalized(images, self.config.pixel_statistics).to(weight.dtype)
         language = None
         if self.config.use_film:
             # The sum is in the embedding's own number format, as in the trainer.

@@ -30,6 +30,8 @@ from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 GREEDY_NOISE_SEED = 0
+PROMPT_BLOCK = 64
+"""Tokens of which a prompt has a multiple where a CUDA graph reads it."""
 
 
 class Pi0ForRLActionPrediction(Pi0Network):
@@ -117,6 +119,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
             )
 
     @classmethod
+    def check_cuda_graph(cls, config: Pi0Config, attn_implementation: str) -> None:
+        """Accept all settings: none of the kernels reads a number on the CPU."""
+
+    @classmethod
     def check_rl(cls, config: Pi0Config) -> None:
         """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
         if config.noise_method == "flow_ode":
@@ -127,7 +133,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
     @property
     def predicts_values(self) -> bool:
         """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
-        return self.config.joint_logprob
+        return self.values_in_rollouts(self.config)
+
+    @classmethod
+    def values_in_rollouts(cls, config: Pi0Config) -> bool:
+        return config.joint_logprob
 
     @property
     def _chunk_size(self) -> int:
@@ -337,6 +347,31 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
         ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
         """
+        settings = (tuple(inputs), joint, temperature)
+        if self._graphs is None:
+            chain, moments, value = self._run_chain(noise, step_noise, step, *inputs.values(), *settings)
+        else:
+            tensors = (noise, step_noise, step, *self._with_longer_prompts(inputs).values())
+            chain, moments, value = self._graphs.run(self._run_chain, tensors, *settings, weights=self.parameters)
+        sequences = torch.cat([chain, step[:, None].float()], dim=1)
+        return ActionPrediction(self.decode_actions(sequences), sequences, moments, value)
+
+    def _with_longer_prompts(self, inputs: Inputs) -> Inputs:
+        """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""
+        length = inputs["input_ids"].shape[1]
+        room = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
+        names = ("input_ids", "attention_mask")
+        return inputs | {name: nn.functional.pad(inputs[name], (0, room)) for name in names}
+
+    def _run_chain(
+        self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the chain, flattened, its means and deviations, and the values. No number decides which kernels run.
+
+        ``observed`` are the tensors of ``inputs``, their names, ``joint`` and ``temperature``; see ``denoise``.
+        """
+        *tensors, names, joint, temperature = observed
+        inputs = dict(zip(names, tensors, strict=True))
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         num_steps, chain, moments, values = self.config.num_steps, [noise], [], []
         for i, eps in enumerate(step_noise.expand(-1, num_steps, -1, -1).unbind(1)):
@@ -345,9 +380,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
             chain.append(mean + std * eps)
             moments.append(torch.stack([mean, std], dim=-1))
             values.append(value)
-        sequences = torch.cat([torch.stack(chain, 1).flatten(1), step[:, None].float()], dim=1)
-        actions, value = self.decode_actions(sequences), torch.stack(values, 1).mean(1)
-        return ActionPrediction(actions, sequences, torch.stack(moments, 1), value)
+        return torch.stack(chain, 1).flatten(1), torch.stack(moments, 1), torch.stack(values, 1).mean(1)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""

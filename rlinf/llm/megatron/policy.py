@@ -146,7 +146,7 @@ class MegatronPolicy(TokenPolicy):
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         counts, parts = self._prepare(data, loss_fn)
-        totals = Totals()
+        totals, found = Totals(), []
         # As many micro-batches as stages are under way at once, so that all stages have work.
         for start in range(0, len(parts), self._groups.num_stages):
             passes = []
@@ -155,12 +155,13 @@ class MegatronPolicy(TokenPolicy):
                 if self._groups.is_last:
                     loss = loss_fn.from_logprobs(self._token_logprobs(output, part), part, counts)
                     output = loss.loss
-                    totals.add({**loss.metrics, "loss": loss.loss.detach()})
+                    found.append({**loss.metrics, "loss": loss.loss.detach()})
                 passes.append((received, output))
             for received, output in passes:
                 self._backward(received, output)
                 self._optimizer.gather_gradients()
         self._sum_gradients()
+        totals.add(found)
         return {**self._groups.from_last_stage(totals.over_ranks(self._sum_values)), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:

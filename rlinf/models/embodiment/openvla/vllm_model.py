@@ -136,9 +136,12 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
 
     @staticmethod
     def config_of(config: OpenVLAConfig) -> OpenVLAForVllmConfig:
-        """Return the policy's configuration under the name that vLLM knows it by."""
+        """Return the policy's configuration under the name that vLLM knows it by.
+
+        Logits are float32, as in ``linear_in_float32``, on every rank of the engine.
+        """
         values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
-        return OpenVLAForVllmConfig(**values)
+        return OpenVLAForVllmConfig(**values, head_dtype="float32")
 
     @staticmethod
     def required_tensors(config: OpenVLAConfig) -> dict[str, Tensor]:

@@ -408,7 +408,7 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     return full_tensor(norm).float()
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
     """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
     if max_norm > 0 and parameters:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, to_device(norm, parameters[0].device), foreach=True)

@@ -36,10 +36,10 @@ class Totals(dict[str, float]):
 
 
 class _Norms(NamedTuple):
-    """Norms of the gradients of the parts that have any, and the norm of all of them, on the devices of the gradients."""
+    """The masters of each part that have gradients, the norms of these (0.0: there are none), and the norm of all of them."""
 
     parts: list[list[nn.Parameter]]
-    norms: list[Tensor]
+    norms: list[Tensor | float]
     total: Tensor
 
 
@@ -58,6 +58,7 @@ class TrainStep:
         num_steps: Steps taken.
         decay: Share of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
+        part_norms: Norms of the gradients of the parts at the last ``accumulate``.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class TrainStep:
         self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._measured: tuple[_Norms, float] | None = None  # by ``accumulate``, for ``apply``
+        self._measured: tuple[_Norms, list[float]] | None = None  # by ``accumulate``, for ``apply``
+        self.part_norms = [0.0] * len(self.parts)
 
     def set_learning_rate(self, rate: float) -> None:
         """Step all parameters with this learning rate from now on (after a warm-up)."""
@@ -113,18 +115,18 @@ class TrainStep:
         for master in frozen:
             master.grad = None
         totals, norms = Totals(), self._norms()
-        (total,) = totals.add(found, norms.total)
-        self._measured = (norms, total)
+        self._measured = (norms, totals.add(found, norms.total, *norms.norms))
+        self.part_norms = self._measured[1][1:]
         return totals
 
     def _norms(self) -> _Norms:
         parts = [[p for p in part if p.grad is not None] for part in self.parts]
-        held = [part for part in parts if part]
-        norms = [self.norm_of(part) for part in held]
-        if len(self.parts) == 1 and norms:
-            return _Norms(held, norms, norms[0])
-        squares = [norm.to(norms[0].device) ** 2 for norm in norms] or [torch.zeros(())]
-        return _Norms(held, norms, torch.stack(squares).sum().sqrt())
+        norms = [self.norm_of(part) if part else 0.0 for part in parts]
+        found = [norm for norm in norms if isinstance(norm, Tensor)]
+        if len(parts) == 1 and found:
+            return _Norms(parts, norms, found[0])
+        squares = [norm.to(found[0].device) ** 2 for norm in found] or [torch.zeros(())]
+        return _Norms(parts, norms, torch.stack(squares).sum().sqrt())
 
     def apply(self, loss: float) -> float:
         """Clip the gradients and take the step; return ``grad_norm``.
@@ -134,13 +136,13 @@ class TrainStep:
         """
         if self._measured is None:
             norms = self._norms()
-            self._measured = (norms, float(norms.total))
-        (norms, self.grad_norm), self._measured = self._measured, None
+            self._measured = (norms, fetch([norms.total]))
+        (norms, (self.grad_norm, *_)), self._measured = self._measured, None
         if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
         for part, norm in zip(norms.parts, norms.norms, strict=True):
             clip_gradients(part, norm, self.max_grad_norm)
-        self.step(moves=bool(norms.parts))
+        self.step(moves=any(norms.parts))
         return self.grad_norm
 
     def step(self, moves: bool = True) -> None:

@@ -17,7 +17,7 @@ from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
 from rlinf.distributed.deadlines import go_on
-from rlinf.distributed.parallel import Parallel, Replicated, grad_norm
+from rlinf.distributed.parallel import Parallel, Replicated
 from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
 from rlinf.distributed.transfers import to_device
@@ -271,7 +271,7 @@ class TrainWorker:
     def _check_gradient(self, minibatch: _Described) -> None:
         """Refuse a gradient of exactly 0, although the minibatch has something to teach."""
         tensors = minibatch.tensors
-        norm = float(grad_norm([p for p in self.policy_masters if p.grad is not None]))
+        norm = self.train_step.part_norms[0]
         self._has_learnt = norm > 0
         advantages = tensors.get("advantages")
         teaches = any_rank(advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any()))

@@ -113,7 +113,9 @@ def test_a_step_asks_for_its_numbers_once():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: fetched.append(tensor.numel()) or plain(tensor))
         totals = step.accumulate([1.0, 2.0, 3.0], loss_of)
         norm = step.apply(totals["loss"])
-    assert fetched == [2 * 3 + 1] and len(asked) == 0
+    assert fetched == [2 * 3 + 1 + 1] and len(asked) == 0, (
+        "three losses, three largest, the norm of all and of the first part"
+    )
     weights = sum(float(parameter.sum()) for parameter in make(num=4)[0])
     assert totals["loss"] == pytest.approx(6 * weights, rel=1e-2) and norm > 0
     step.optimizer.masters[0].grad = torch.ones_like(step.optimizer.masters[0])

@@ -215,7 +215,7 @@ def mask_by_sequence(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | PackedRow | None:
-    """Return what ``attend_by_sequence`` needs for ``known_rows``; for others, the mask of ``sdpa``. The arguments are its own.
+    """Return the mask of ``known_rows`` for ``attend_by_sequence``; of other rows, the mask of ``sdpa_mask``, whose arguments these are.
 
     A right-padded row needs no mask, because no token sees the padding behind it; to find that out, ``sdpa_mask`` would wait for
     a GPU. Layers that see another part than all tokens before them, such as a window, get a mask.

@@ -276,7 +276,7 @@ def weights_checksum(model: nn.Module) -> list[float]:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return the sum in float64. Any sum in float64 copies what it adds, so it is made of parts."""
+    """Return the sum in float64, part by part: torch makes a float64 copy of all that it sums at once."""
     if tensor.numel() <= SUMMED_AT_ONCE or isinstance(tensor, DTensor):
         return tensor.double().sum()
     return torch.stack([part.double().sum() for part in tensor.flatten().split(SUMMED_AT_ONCE)]).sum()

@@ -118,7 +118,7 @@ def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[
 
 
 def _own(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this rank holds of tensors: many small ones are then read and written by a few kernels."""
+    """Return this rank's parts of tensors, for operations on many tensors at once."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 

@@ -131,7 +131,7 @@ class TrainStep:
     def apply(self, loss: float) -> float:
         """Clip the gradients and take the step; return ``grad_norm``.
 
-        The gradients must be the ones of the last ``accumulate``, if there was any since the last step.
+        The gradients must still be as the last ``accumulate`` left them, if there was any since the last step.
         Raise NonFiniteError, before anything changes, if ``loss`` or a gradient is NaN or infinite.
         """
         if self._measured is None:

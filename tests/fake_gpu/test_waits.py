@@ -21,7 +21,7 @@ IN_BF16 = ["model.precision=bf16", "model.micro_batch_size=4", "model.val_micro_
 FAMILIES = {
     "openvla": ["experiment=quickstart", *IN_BF16, "model.is_lora=true"],
     "openvla_oft": ["experiment=tabletop_openvla_oft_tiny", *IN_BF16],
-    "pi0": ["model=pi0_tiny", *IN_BF16],
+    "pi0": ["model=pi0_tiny", "env.state=proprio", *IN_BF16],
     "mlp": ["model=mlp", "model.micro_batch_size=4"],
 }
 
@@ -39,7 +39,7 @@ def action(words, faulty=False):
 
 
 def add_one_by_one(self, shares, *others):
-    """What adds metrics up as they come."""
+    """Read each metric when it comes."""
     for metrics in shares:
         for name, value in metrics.items():
             self[name] = self.get(name, 0.0) + float(value)
@@ -54,6 +54,7 @@ def test_an_action_policy_waits_once(family):
         copies = 2 if phase == "score" else 1  # log-probabilities and values; metrics and norms
         assert counts["d2h"] == copies, (phase, counts["places"]["d2h"])
         kernels = {at: n for at, n in counts["places"]["launches"].items() if at.startswith(BOOKKEEPING)}
+        kernels = {at: n for at, n in kernels.items() if not at.endswith(" accumulate")}  # the backward pass
         assert sum(kernels.values()) <= 60, (phase, kernels)
     assert found["update"]["launches"] > 100, "control: kernels are counted"
 
@@ -107,7 +108,7 @@ def test_a_token_policy_waits_once(packed):
         assert "_scaled_dot_product_efficient_attention" not in counts["places"]["ops"], "no masks"
         assert counts["places"]["ops"]["_scaled_dot_product_flash_attention"] > 0
     control = call(f"{HERE}:token", packed=packed, windows=True)
-    assert control["NLL"]["syncs"] > 0 and "_scaled_dot_product_efficient_attention" in control["NLL"]["places"]["ops"]
+    assert "_scaled_dot_product_efficient_attention" in control["NLL"]["places"]["ops"], "masks"
 
 
 def pushed(num_tensors):
@@ -122,12 +123,13 @@ def pushed(num_tensors):
             "equal": lambda: different((name, each, each) for name, each in tensors.items()),
         }.items():
             with gpu.count() as counts:
-                assert not work()
-            found[name] = described(counts)
+                accused = work()
+            found[name] = described(counts) | {"accused": accused}
     return found
 
 
 def test_a_push_waits_once_for_each_check():
     found = call(f"{HERE}:pushed", num_tensors=1000)
+    assert not found["finite"]["accused"] and not found["equal"]["accused"]
     assert {name: counts["syncs"] + counts["d2h"] for name, counts in found.items()} == {"finite": 1, "equal": 1}
     assert found["finite"]["launches"] <= 3 and found["equal"]["launches"] > 1000

@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
+from rlinf.distributed.transfers import fetch
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -255,7 +256,7 @@ class MegatronPolicy(TokenPolicy):
         names = [name for name, _ in self.model.named_parameters()]
         is_first = self._groups.tensor.rank() == 0
         counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
-        total = sum(float(master.grad.square().sum()) for master in counted)
+        total = sum(fetch([master.grad.square().sum() for master in counted]))
         return torch.tensor(self._groups.sum([total], self._groups.model)[0], dtype=torch.float64).sqrt()
 
 

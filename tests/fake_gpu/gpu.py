@@ -325,25 +325,28 @@ class FakeGpu(TorchDispatchMode):
 
     def _nonzero(self, func: Any, tensor: Tensor) -> Tensor:
         """As if nothing were zero."""
-        self.wait(self.counts.syncs)
-        return torch.zeros(tensor.numel(), tensor.ndim, dtype=torch.int64, device="cuda")
+        return self._chosen((tensor.numel(), tensor.ndim), torch.int64)
 
     def _masked_select(self, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
-        self.wait(self.counts.syncs)
-        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-        return torch.zeros(shape.numel(), dtype=tensor.dtype, device="cuda")
+        """As if the mask were true."""
+        return self._chosen((torch.broadcast_shapes(tensor.shape, mask.shape).numel(),), tensor.dtype)
 
     def _as_indices(self, indices: Any) -> list[Tensor | None]:
         """Replace each mask among indices by numbers, as the GPU does."""
         found: list[Tensor | None] = []
         for index in indices:
-            if not _is_mask(index):
-                found.append(index)
-                continue
-            self.wait(self.counts.syncs)
-            with self.fake:
-                found += [torch.zeros(index.numel(), dtype=torch.int64, device="cuda") for _ in range(index.ndim)]
+            masked = [self._chosen((index.numel(),), torch.int64)] * index.ndim if _is_mask(index) else [index]
+            found += masked
         return found
+
+    def _chosen(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose size only the GPU knows: the CPU waits for it."""
+        self.launch("nonzero")
+        self.wait(self.counts.syncs)
+        with self.fake:
+            tensor = torch.empty(shape, dtype=dtype, device="cuda")
+        self._allocate(tensor)
+        return tensor
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {

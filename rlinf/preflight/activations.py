@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlinf.models.blocks import repeated_blocks
+from rlinf.models.blocks import repeated_blocks, set_training_options
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
 GRAIN = 512
 """Bytes to which torch's allocator on a GPU rounds up."""
-FEW, MORE = 2, 4
-"""Rows of the passes that are counted. With one row, some views need no copy that they need with more."""
+FEW, MORE = 8, 16
+"""Rows of the passes that are counted. With few, gradients of single weights are larger than all activations."""
 LINEAR = {
     functional.linear, functional.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm,
 }  # fmt: skip
 """Operations that autocast runs in 16 bits."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Bytes of a pass: ``fixed``, and ``row`` for each row."""
 
     fixed: float
@@ -50,7 +49,7 @@ class Line:
 
     def at(self, rows: int) -> int:
         """Return the bytes of so many rows."""
-        return int(self.fixed + rows * self.row)
+        return max(0, int(self.fixed + rows * self.row))
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,26 @@ class Passes:
         acts: A call of a rollout.
         scores: A pass without gradients that scores samples.
         updates: A forward and a backward pass that keep all activations.
+        recomputes: The same with all blocks recomputed.
         saved: Bytes of a row that recomputing each block saves, in the order of ``repeated_blocks``.
-        largest: Bytes of a row that a recomputed block needs while its turn is.
     """
 
     acts: Line
     scores: Line
     updates: Line
+    recomputes: Line
     saved: tuple[float, ...] = ()
-    largest: float = 0.0
 
     def update(self, recomputed: int) -> Line:
-        """Return the bytes of a forward and a backward pass that recompute the first blocks."""
-        saved = sum(self.saved[:recomputed])
-        return Line(self.updates.fixed, self.updates.row - max(0.0, saved - (self.largest if recomputed else 0.0)))
+        """Return the bytes of a forward and a backward pass that recompute the first blocks.
+
+        Between none and all blocks, the peak falls as they save, or sooner, when it is elsewhere.
+        """
+        share = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
+        return Line(*(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True)))
 
 
-NOTHING = Passes(*[Line(0.0, 0.0)] * 3)
+NOTHING = Passes(*[Line(0.0, 0.0)] * 4)
 """Of a policy without weights here."""
 
 
@@ -92,28 +94,29 @@ def measure_passes(
         phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``head`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
-    lines = {name: Line.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores")}
-    # Of the two kinds of updates, the one that needs more.
+    acts, scores = (Line.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
+    # Of two kinds of updates, the one that needs more.
     kind = max(more.updates, key=more.updates.get, default=None)
     if kind is None:
-        return Passes(**lines, updates=Line(0.0, 0.0))
-    blocks = more.blocks[kind]
-    saved = tuple(max(0.0, (kept - output) / MORE) for kept, output in blocks)
-    return Passes(
-        **lines,
-        updates=Line.through(few.updates[kind], more.updates[kind]),
-        saved=saved,
-        largest=max((kept / MORE for kept, _ in blocks), default=0.0),
-    )
+        return Passes(acts, scores, *[Line(0.0, 0.0)] * 2)
+    updates = Line.through(few.updates[kind], more.updates[kind])
+    if not (blocks := repeated_blocks(model)):
+        return Passes(acts, scores, updates, updates)
+    set_training_options(model, recomputed=True, compiled=False)
+    less = _measure(model, observe(MORE), MORE, precision, [kind]).updates[kind]
+    for block in blocks:
+        del block.forward  # of the instance; the one of the class is back
+    recomputes = Line(updates.fixed, (less - updates.fixed) / MORE)
+    return Passes(acts, scores, updates, recomputes, tuple(max(0.0, size / MORE) for size in more.saved[kind]))
 
 
 class _Peaks:
-    """Peaks of one number of rows; ``blocks``: of each kind of update, bytes that each block keeps, and those of its output."""
+    """Peaks of one number of rows; ``saved``: for each kind of update, what recomputing each block saves."""
 
     def __init__(self) -> None:
         self.peaks = {"acts": 0, "scores": 0}
         self.updates: dict[str, int] = {}
-        self.blocks: dict[str, list[tuple[int, int]]] = {}
+        self.saved: dict[str, list[int]] = {}
 
 
 def _measure(model: ActionModel, observation: Observation, rows: int, precision: str, phases: Iterable[str]) -> _Peaks:
@@ -138,7 +141,7 @@ def _measure(model: ActionModel, observation: Observation, rows: int, precision:
                     model.evaluate_actions(inputs, sequences)
                     found.peaks["scores"] = memory.peak
             if any(p.requires_grad for p in model.parameters()):
-                found.updates[phase], found.blocks[phase] = _update(
+                found.updates[phase], found.saved[phase] = _update(
                     model, memory, partial(_outputs, model, inputs, sequences, rows)
                 )
     return found
@@ -149,40 +152,40 @@ def _outputs(model: ActionModel, inputs: Mapping[str, Tensor], sequences: Tensor
     if sequences is not None:
         return [tensor for tensor in model.evaluate_actions(inputs, sequences) if tensor.requires_grad]
     uniforms = torch.full((rows, model.num_sft_uniforms), 0.5) if model.num_sft_uniforms else None
-    actions = torch.zeros(rows, model.sft_chunk_len, model.action_dim)
-    device = next(model.parameters()).device
-    drawn = () if uniforms is None else (uniforms.to(device),)
-    return [model.sft_loss(inputs, actions.to(device), *drawn)]
+    actions = torch.zeros(rows, model.sft_chunk_len, model.action_dim)  # on the CPU, where tokenisers read them
+    return [model.sft_loss(inputs, actions, *(() if uniforms is None else (uniforms.to("meta"),)))]
 
 
-def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the peak of a forward and a backward pass, and ``(kept, output)`` of each block."""
+def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]) -> tuple[int, list[int]]:
+    """Return the peak of a forward and a backward pass, and what recomputing each block would save."""
     blocks, memory.peak = repeated_blocks(model), memory.now
-    sizes: dict[int, tuple[int, int]] = {}
-    with _watched(blocks, memory, sizes), _no_gradients_kept(model):
+    saved: dict[int, int] = {}
+    with _watched(blocks, memory, saved), _no_gradients_kept(model):
         outputs = run()
         total = torch.stack([output.float().sum() for output in outputs]).sum()
         del outputs
-        torch.autograd.backward(total)  # a method of a tensor would leave the kernels of a GPU
-    return memory.peak, [sizes.get(id(block), (0, 0)) for block in blocks]
+        # ``backward`` would leave ``AsOnGpu``, which recomputed blocks need.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    return memory.peak, [saved.get(id(block), 0) for block in blocks]
 
 
 @contextmanager
-def _watched(blocks: list[nn.Module], memory: MetaBytes, sizes: dict[int, tuple[int, int]]) -> Iterator[None]:
-    """Record the bytes that each block keeps for the backward pass, and those of its output. A block may run several times."""
+def _watched(blocks: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) -> Iterator[None]:
+    """Record the bytes that each block keeps for the backward pass beyond its output. A block may run several times."""
     begun: dict[int, int] = {}
 
     def before(block: nn.Module, *_: Any) -> None:
         begun[id(block)] = memory.now
 
     def after(block: nn.Module, _: Any, output: Any) -> None:
-        own = {
+        storages = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
             for t in tree_leaves(output)
             if isinstance(t, Tensor)
         }
-        kept, out = sizes.get(id(block), (0, 0))
-        sizes[id(block)] = kept + memory.now - begun[id(block)], out + sum(own.values())
+        saved[id(block)] = saved.get(id(block), 0) + memory.now - begun[id(block)] - sum(storages.values())
 
     hooks = [block.register_forward_pre_hook(before) for block in blocks]
     hooks += [block.register_forward_hook(after) for block in blocks]

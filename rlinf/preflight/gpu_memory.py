@@ -57,6 +57,7 @@ class GpuMemory:
 
     Attributes:
         state: What is there all the time: weights, what steps them, copies that act.
+        half_gradients: Gradients in 16 bits, which come in the backward pass as activations go.
         gathered: Layers that a sharded model gathers.
         simulators: Graphics contexts of simulator processes.
         engine: A vLLM engine beside the policy.
@@ -69,6 +70,7 @@ class GpuMemory:
     """
 
     state: int
+    half_gradients: int
     gathered: int
     simulators: int
     engine: int
@@ -127,7 +129,7 @@ class GpuMemory:
 
     def updating(self, micro_batch: int, recomputed: int) -> int:
         """Return the bytes at the peak of an update that recomputes the first blocks."""
-        return self.resident + self.passes.update(recomputed).at(micro_batch)
+        return self.resident + max(self.half_gradients, self.passes.update(recomputed).at(micro_batch))
 
     def blocks_to_recompute(self, micro_batch: int, limit: float) -> int | None:
         """Return the fewest blocks with which an update fits into ``limit`` bytes; None: none do."""
@@ -142,7 +144,8 @@ class GpuMemory:
 
 def measure(config: RunConfig) -> tuple[Any, Passes, str]:
     """Return the policy on the meta device, the bytes of its passes, and why they are unknown (empty: they are not)."""
-    model = policy_on_meta_device(config)
+    plain = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False)
+    model = policy_on_meta_device(replace(config, model=plain))
     for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
         width = env_spec(config).state_dim or 1
         statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
@@ -182,10 +185,12 @@ def estimate_gpu(
     model, passes, unknown = measure(config) if measured is None else measured
     estimate = estimate_memory(config, gpu_bytes, model)
     players = Placement.of(config).num_players
-    state = 0 if config.trainer.cpu_offload else estimate.trainer
+    offloads = config.trainer.cpu_offload
+    half = 0 if offloads or estimate.is_sharded else max(0, estimate.gradients - 4 * estimate.num_trainable)
     lanes, rows = _calls(config)
     return estimate, GpuMemory(
-        state=state + (0 if players else estimate.rollout_weights),
+        state=(0 if offloads else estimate.trainer - half) + (0 if players else estimate.rollout_weights),
+        half_gradients=half,
         gathered=_gathered(model) if estimate.is_sharded else 0,
         simulators=SIMULATOR_BYTES * simulators_on_gpu(config, gpu_bytes),
         engine=0 if players else _engine_beside(config, estimate, gpu_bytes),
@@ -283,15 +288,16 @@ def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: tuple[Any, Passes, s
 
 
 def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory, gpu_bytes: int) -> None:
-    if memory.resident <= gpu_bytes:
+    needed = memory.resident + memory.half_gradients
+    if needed <= gpu_bytes:
         return
     fixes = [] if config.model.is_lora else ["model.is_lora=true"]
     fixes += [] if config.trainer.cpu_offload else ["trainer.cpu_offload=true"]
-    if memory.simulators and memory.resident - memory.simulators <= gpu_bytes:
+    if memory.simulators and needed - memory.simulators <= gpu_bytes:
         fixes = ["env.num_processes=1"]
     refuse(
         f"Training {estimate.num_trainable / 1e9:.3g} of {estimate.num_parameters / 1e9:.3g} billion weights takes "
-        f"{memory.resident / GB:.1f} GB on each GPU before any pass (weights, gradients, optimiser, simulators, libraries)",
+        f"{needed / GB:.1f} GB on each GPU before any pass (weights, gradients, optimiser, simulators, libraries)",
         f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
         ", or ".join(fixes) or "cluster.num_processes to more ranks, which share the weights",
     )

@@ -180,8 +180,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
 
 def policy_on_meta_device(config: RunConfig) -> Any:
     """Build the policy on torch's meta device: all shapes and number formats, but no memory."""
-    plain = {"lora_path": None, "gradient_checkpointing": False, "compile": False, "cuda_graph": False}
-    model_config, overrides = replace(config.model, **plain), {}
+    model_config, overrides = replace(config.model, lora_path=None), {}
     if model_config.model_path is not None:
         name, sizes = _architecture(model_config)
         overrides, known = model_config.override_config, sizes.get("norm_stats") or {}

@@ -102,7 +102,8 @@ def test_bytes_of_a_rank():
     exact = model_of(0, GIB // 16, torch.float32)
     assert StateBytes.of(exact, None).total == GIB
     assert not choose_sharding("auto", exact, 2, BIG).sharded
-    assert choose_sharding("auto", model_of(0, GIB // 16 + 1, torch.float32), 2, BIG).sharded  # control: a byte more
+    assert not choose_sharding("auto", exact, 2, GIB).sharded, "small, whatever the memory"
+    assert choose_sharding("auto", model_of(0, GIB // 16 + 1, torch.float32), 2, GIB).sharded  # control: a byte more
 
 
 def test_a_replica_moves_as_a_whole():

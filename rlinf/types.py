@@ -306,6 +306,10 @@ class RolloutBatch:
         """Merge ``T`` and ``B`` into one row axis ``N``."""
         return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
+    def to(self, device: Any) -> RolloutBatch:
+        """Return the batch with its tensors on a device; it must come from main memory, and the host does not wait for the copies."""
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=True), self.observation)
+
     def select(self, index: Tensor, observation: bool = True) -> RolloutBatch:
         """Return the rows ``index`` of a flattened batch; ``observation=False`` keeps the whole batch's observation."""
         seen = self.observation.select(index.cpu().numpy()) if observation else self.observation

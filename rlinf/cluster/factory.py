@@ -22,7 +22,9 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
     """Return the number of worker threads for the envs of a rank."""
     if env.on_gpu:  # it steps all rows at once: two of half the size would take as long each, one after the other
         return 1
-    return config.rollout.num_lanes or default_num_worker_threads(config.env, config.rollout.num_envs // num_ranks)
+    num_envs = config.rollout.num_envs // num_ranks
+    on_gpu = resolve_device(config.cluster.device, 1) == "cuda" and config.rollout.backend == "torch"
+    return config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs, on_gpu)
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
@@ -52,6 +54,7 @@ def collector_factory(
         temperature=rollout.temperature,
         num_worker_threads=num_worker_threads,
         offload_envs=rollout.offload_envs,
+        device=resolve_device(config.cluster.device, 1),
     )
 
 

@@ -158,7 +158,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     set_num_threads(config.cluster.num_threads, local_world_size())
-    seed_everything(config.seed)
+    seed_everything(config.seed, config.trainer.deterministic)
     resumed_from, state = _where_to_begin(config)
     has_players = reservation is not None and reservation.group is not None
     if reservation is not None and (has_players or config.cluster.env_nodes):

@@ -71,8 +71,17 @@ class ProcessEnvConfig(EnvConfig):
     )
 
 
-def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:
-    """Return how many threads play ``num_envs`` envs best: two, or one if a step costs less than handing it over."""
+ROWS_OF_GPU_LANE = 32
+"""Rows below which a policy call on a GPU takes as long with half of them: its time is the launch of its kernels."""
+
+
+def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: bool = False) -> int:
+    """Return how many threads play ``num_envs`` envs best: two, or one if two cost more.
+
+    They do where a step costs less than handing it over, and on a GPU where each would have fewer than ``ROWS_OF_GPU_LANE`` rows.
+    """
+    if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_LANE:
+        return 1
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
     return 1 if num_envs == 1 or (in_process and not config.cameras) else 2
 

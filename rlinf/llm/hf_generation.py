@@ -175,10 +175,11 @@ def generate_tokens(
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
-    columns, banned = None, media_tokens(model.config)
+    device = next(model.parameters()).device  # to which all that a step needs goes once, and not at each token
+    columns, banned = None, torch.tensor(media_tokens(model.config), dtype=torch.int64, device=device)
     if config.allowed_token_ids is not None:
-        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
-        banned = []
+        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=device)
+        banned = banned[:0]
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
@@ -186,7 +187,8 @@ def generate_tokens(
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
-        sampler = _Sampler(config, None if uniforms is None else uniforms[rows], columns, banned)
+        drawn = None if uniforms is None else uniforms[rows].to(device)
+        sampler = _Sampler(config, drawn, columns, banned)
         inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
         settings = {"max_new_tokens": allowed, "pad_token_id": pad, "eos_token_id": ends or None}
         completions = _continue(model, prompts, inputs, sampler, settings)
@@ -257,10 +259,10 @@ class _Sampler(LogitsProcessor):
 
     prompt_mask: Tensor
 
-    def __init__(
-        self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: list[int]
-    ) -> None:
-        self.config, self.uniforms, self.columns, self.banned = config, uniforms, columns, banned
+    def __init__(self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: Tensor) -> None:
+        self.config, self.columns, self.banned = config, columns, banned
+        # A uniform number that rounds to 1 would draw the last token even at probability 0.
+        self.uniforms = None if uniforms is None else uniforms.clamp(max=1 - 1e-6)
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
         if config.top_k is not None:
@@ -270,13 +272,13 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = self._allowed(self._penalize(input_ids, scores.float())) / self.config.temperature
-        logits[:, self.banned] = -torch.inf
+        if len(self.banned):
+            logits.index_fill_(1, self.banned, -torch.inf)
         if self.uniforms is None:
             tokens = logits.argmax(-1)
         else:
-            uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
-            # A uniform number that rounds to 1 would draw the last token even at probability 0.
-            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
+            uniforms = self.uniforms[:, len(self.logprobs)]
+            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms)
         self.logprobs.append(token_logprobs(self._allowed(scores), tokens, self.config.temperature)[0])
         tokens = tokens if self.columns is None else self.columns[tokens]
         return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)

@@ -87,7 +87,8 @@ class ModelConfig:
     )
     cuda_graph: bool = option(
         False,
-        "Launch the decoding of action tokens as one CUDA graph: autoregressive OpenVLA on a GPU. See performance.md.",
+        "Act by CUDA graphs on a GPU: the decoding or read-out of OpenVLA and OpenVLA-OFT, the denoising of pi0 and pi0.5. See "
+        "performance.md.",
     )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")

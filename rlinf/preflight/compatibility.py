@@ -107,7 +107,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
 
 
 def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that there is a GPU for ``model.cuda_graph``, and a policy that decodes token by token."""
+    """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
     device = resolve_device(config.cluster.device, 1)
     if device != "cuda":
         refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")

@@ -49,7 +49,7 @@ class VllmPolicy:
         self.engine = VllmEngine(
             EngineSpec(
                 model_class=self.adapter.model_class,
-                config=model.config,
+                config=self.adapter.engine_config(model),
                 engine_args=engine_arguments(model, options, num_envs),
                 num_threads=num_threads,
                 settings_key="rollout.vllm",
@@ -113,7 +113,7 @@ class VllmPolicy:
             "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
         }  # fmt: skip
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
-        prompts = self.adapter.prompts(self.model.config, inputs)
+        prompts = self.adapter.prompts(self.model, inputs)
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:

@@ -15,8 +15,8 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
-from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.folder_policy import open_safetensors
@@ -83,7 +83,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         learned = config.action_decoding == "parallel" and config.learned_placeholders
         self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, width)) if learned else None
         self.value_head = ValueHead(width) if value_head else None
-        self._graphs: CudaGraphs | None = None
         self._add_readout_token(features, width)
         self._add_modules()
         self.post_init()
@@ -99,18 +98,12 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     @classmethod
     def check_cuda_graph(cls, config: OpenVLAConfig, attn_implementation: str) -> None:
-        """Accept autoregressive decoding, by kernels that need no lengths of rows."""
-        if config.action_decoding != "autoregressive":
-            super().check_cuda_graph(config, attn_implementation)
+        """Accept kernels that need no lengths of rows."""
         if attn_implementation == "flash_attention_2":
             raise ConfigError(
                 "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded "
                 "rows on the CPU; required: another kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
             )
-
-    def use_cuda_graph(self) -> None:
-        """Decode by a CUDA graph from now on."""
-        self._graphs = CudaGraphs()
 
     def _add_modules(self) -> None:
         """Add a subclass's own modules, before random weights are drawn."""
@@ -181,21 +174,22 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
+        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised.
+
+        Without padding there is no ``attention_mask``: on a GPU, asking the mask later would mean waiting.
+        """
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         device = self.device
         input_ids, attention_mask = processor.encode_instructions(observation.instruction)
         pixels = []
         for image in self._camera_images(observation, wanted):
-            frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
+            frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
             resize = processor.image_processor.preprocess_tensors
             pixels.append(resize(frames, observation.is_resized, observation.is_cropped))
-        return {
-            "input_ids": input_ids.to(device),
-            "attention_mask": attention_mask.to(device),
-            "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
-        }
+        mask = {} if bool(attention_mask.all()) else {"attention_mask": to_device(attention_mask, device)}
+        pixel_values = pixels[0] if wanted == 1 else torch.cat(pixels, dim=1)
+        return {"input_ids": to_device(input_ids, device), **mask, "pixel_values": pixel_values}
 
     def resize_images(self, observation: Observation) -> Observation:
         """Resize the images that the policy reads, JPEG round trip and crop included, where no image grows."""
@@ -221,8 +215,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
         key_mask = None if attention_mask is None else attention_mask.bool()
-        if key_mask is not None and bool(key_mask.all()):
-            key_mask = None
+        if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
+            key_mask = None  # without a mask, kernels do less; on a GPU it would take a wait to find out
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
         self.check_length(text.shape[1] + tokens.shape[1])
@@ -279,6 +273,21 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         """Return the hidden states from which parallel decoding reads the action tokens, ``[B, A, H]``."""
         return self._run_behind(embeddings, key_mask, self._placeholder_embeddings(embeddings), **options)
 
+    def _states_to_act(self, embeddings: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return ``_read_out`` for a call without gradients."""
+        if self._graphs is None:
+            return self._read_out(embeddings, key_mask)
+
+        def read_out(*tensors: Tensor | None) -> tuple[Tensor]:
+            return (self._read_out(*tensors),)
+
+        return self._graphs.run(read_out, (embeddings, key_mask), weights=self._weights_to_act)[0]
+
+    def _weights_to_act(self) -> list[Tensor]:
+        """Return the weights that a recorded function reads."""
+        own = [] if self.placeholders is None else [self.placeholders]
+        return [*self.language_model.parameters(), *own]
+
     def _run_behind(self, embeddings: Tensor, key_mask: Tensor | None, extra: Tensor, **options: Any) -> Tensor:
         """Run the language model over prompt and ``extra [B, S, H]``; return its last ``A`` positions, ``[B, A, H]``."""
         if key_mask is not None:
@@ -301,7 +310,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
         if self.config.action_decoding == "parallel":
-            logits, value_state = self._score(inputs, None)
+            states = self._states_to_act(*self._embed_prompt(**inputs))
+            logits, value_state = self._bin_logits(states), states[:, self._value_position]
             bins = sample_tokens(logits, do_sample, temperature, uniforms)
         else:
             bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
@@ -317,8 +327,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         if do_sample and uniforms is None:
             uniforms = draw_uniforms(len(embeddings), self.num_logprobs, device=embeddings.device)
         tensors = (embeddings, key_mask, uniforms if do_sample else None)
-        weights = self.language_model.parameters
-        return self._graphs.run(self._decode_tokens, tensors, do_sample, temperature, weights=weights)
+        return self._graphs.run(self._decode_tokens, tensors, do_sample, temperature, weights=self._weights_to_act)
 
     def _decode_tokens(
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float

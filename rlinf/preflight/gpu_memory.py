@@ -218,12 +218,9 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     """Return the worker threads of a rank, and the rows of a policy call of each."""
     if config.trainer.max_steps == 0:
         return 1, 1
-    envs = derive(config).envs_per_rank
-    lanes = (
-        1
-        if ENVS.get(config.env.name).on_gpu
-        else config.rollout.num_lanes or default_num_worker_threads(config.env, envs)
-    )
+    envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
+    lanes = config.rollout.num_lanes or default_num_worker_threads(config.env, envs, on_gpu)
+    lanes = 1 if ENVS.get(config.env.name).on_gpu else lanes
     return lanes, math.ceil(envs / lanes)
 
 

@@ -38,10 +38,12 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 
 SMALL_STATE = GIB
 """Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
-SMALL_SHARE = 0.1
-"""Share of trained parameters below which gradients and optimiser, the larger part of what sharding divides, are small."""
 FITS = 0.6
 """Share of a rank's memory that its replica may take; activations and rollouts need the rest."""
+BYTES_OF_STEPS = 16
+"""Of a trained parameter: its float32 master, gradient and two moments of AdamW. Each replica has them once more."""
+STEPS_FIT = 0.25
+"""Share of a rank's memory that these may take; with more, sharding them frees more than it costs."""
 LOCAL_SUMS = GIB // 2
 """Bytes of whole float32 gradients up to which a rank sums micro-batches before the ranks sum theirs."""
 
@@ -364,9 +366,10 @@ def choose_sharding(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / max(1, sum(p.numel() for p in model.parameters()))
     text = f"{share:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
+    steps_fit = BYTES_OF_STEPS * trained <= STEPS_FIT * memory_bytes
     if needed <= SMALL_STATE:
         return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}{unused}")
-    if share < SMALL_SHARE and needed <= FITS * memory_bytes:
+    if steps_fit and needed <= FITS * memory_bytes:
         return Choice(False, text + unused)
     check_can_shard(model)
     return Choice(True, text)

@@ -75,9 +75,11 @@ class ModelConfig:
         choices=("hidden", "pooled", "token"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    gradient_checkpointing: bool = option(
-        False,
-        "Keep the inputs of each repeated block only, and recompute the rest in the backward pass: less memory, about a third more time.",
+    gradient_checkpointing: bool | str = option(
+        "auto",
+        "true: keep the inputs of each repeated block only, and recompute the rest in the backward pass: less memory, about a third more "
+        "time. auto: of as many blocks as the GPU's memory asks for, and of none on CPUs. false: of none.",
+        choices=("auto", True, False),
     )
     compile: bool = option(
         False,

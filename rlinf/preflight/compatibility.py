@@ -94,7 +94,7 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
 def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that activations can be recomputed, and that there is a compiler, where the model section asks for them."""
     model = config.model
-    if model.gradient_checkpointing and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
+    if model.gradient_checkpointing is True and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
         found = (
             f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
         )

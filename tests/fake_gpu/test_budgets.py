@@ -59,18 +59,19 @@ def test_a_fault_of_an_update_is_noticed(fault, columns):
 
 # -- what the design promises --------------------------------------------------------------------------------------------
 
-OF_TRANSFORMERS = ("hf_vla",)
-"""A VLM of transformers compares the number of its image tokens with the number of images in each pass, which is a wait."""
+MAY_WAIT = {"hf_vla": 2, "qwen2": 6, "head": 2}
+"""Numbers that are read. A VLM of transformers compares its image tokens with the images in each pass, and its ``generate`` asks after
+each token whether a row goes on. The losses of critics and head are looked at before their steps."""
 
 
 def test_policy_calls_and_updates_wait_for_their_results_only():
     for (case, phase), budget in BUDGETS.items():
-        if phase != "generate" and not case.startswith(OF_TRANSFORMERS):
+        may_wait = next((number for name, number in MAY_WAIT.items() if name in case), 0)
+        if not case.startswith("qwen2") or phase == "generate":
+            assert budget["syncs"] <= may_wait, (case, phase)
+        else:
             assert budget["syncs"] == 0, (case, phase)
-        if phase == "policy_call":
-            assert budget["d2h"] == 1, (case, phase)
-        if phase in ("update", "sft_step", "push") and "head" not in case:
-            assert budget["d2h"] <= 1, (case, phase)
+        assert budget["d2h"] <= 2 if phase in ("score", "generate") else budget["d2h"] <= 1, (case, phase)
 
 
 def test_the_optimiser_launches_few_kernels():

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from rlinf.models.embodiment.openvla_oft.policy import OpenVLAOFTForRLActionPrediction as Policy
+from rlinf.models.embodiment.pi0.policy import Pi0ForRLActionPrediction as Policy
 from rlinf.optim.master_adamw import MasterAdamW
 from tests.fake_gpu.runs import count
 
@@ -69,10 +69,10 @@ FAULTS = {
 }
 
 
-def count_with(fault: str, case: str) -> dict[str, dict[str, Any]]:
-    """Return ``count(case)`` with a fault."""
+def count_with(fault: str) -> dict[str, Any]:
+    """Return the counts of an update of pi0 with a fault."""
     with FAULTS[fault]():
         try:
-            return count(case)
+            return count("pi0, action expert", ("policy_call", "update"))["update"]
         finally:
             kept.clear()

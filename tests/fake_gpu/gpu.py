@@ -19,7 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 ROOT = Path(__file__).parents[2]
@@ -146,15 +146,17 @@ class Counts:
         return totals | {"bookkeeping": sum(kept), "peak_bytes": self.peak_bytes}
 
 
-def _place() -> str:
-    """Return file, line and function of the innermost frame inside the package."""
-    frame = sys._getframe(1)
+def _place(with_library: bool = False) -> str:
+    """Return file, line and function of the innermost frame inside the package, and of a library that it has called."""
+    frame, library = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE):
-            return f"{name.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}"
+            return f"{name.removeprefix(PACKAGE)}:{frame.f_lineno} {frame.f_code.co_name}{library}"
+        if with_library and not library and "/site-packages/" in name and "/torch/" not in name:
+            library = f" ({name.partition('/site-packages/')[2]}:{frame.f_lineno})"
         frame = frame.f_back
-    return "elsewhere"
+    return f"elsewhere{library}"
 
 
 # -- the GPU -----------------------------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class FakeGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = list(_flat((*args, *kwargs.values())))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         named = any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves)
         if not named and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -254,10 +256,15 @@ class FakeGpu(TorchDispatchMode):
             args = (args[0], self._as_indices(args[1]), *args[2:])
         out = self._run(func, *args, **kwargs)
         self._record(func, name, tensors, out)
-        return tree_map_only(FakeTensor, lambda t: _answer(t.shape, t.dtype) if t.is_cpu else t, out)
+        if all(isinstance(leaf, FakeTensor) and leaf.is_cpu for leaf in _flat((out,))):
+            return tree_map_only(FakeTensor, lambda tensor: _answer(tensor.shape, tensor.dtype), out)
+        return out
 
     def _run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+        if any(
+            isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in _flat((*args, *kwargs.values()))
+        ):
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         with self.fake:
             return func(*args, **kwargs)
 
@@ -269,8 +276,8 @@ class FakeGpu(TorchDispatchMode):
             self.counts.h2d[_place()] += 1
         elif not (func.is_view or func.namespace == "prim" or name in VIEWS or name in ALLOCATIONS):
             self.launch(name)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+        for tensor in _flat((out,)):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 self._allocate(tensor)
 
     def launch(self, name: str) -> None:
@@ -283,7 +290,7 @@ class FakeGpu(TorchDispatchMode):
         """Count something that the CPU waits for; refuse it while a CUDA graph is being recorded, as CUDA does."""
         if self._is_capturing:
             raise RuntimeError(f"{_place()} waits for the GPU while a CUDA graph is being recorded")
-        kind[_place()] += 1
+        kind[_place(with_library=True)] += 1
 
     def _allocate(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -318,41 +325,54 @@ class FakeGpu(TorchDispatchMode):
         self.wait(self.counts.syncs)
         return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
-    def _equal(self, func: Any, first: Tensor, second: Tensor) -> bool:
+    def _equal(self, func: Any, *args: Any, **options: Any) -> bool:
         self.launch("equal")
         self.wait(self.counts.syncs)
         return True
 
     def _nonzero(self, func: Any, tensor: Tensor) -> Tensor:
         """As if nothing were zero."""
-        self.wait(self.counts.syncs)
-        return torch.zeros(tensor.numel(), tensor.ndim, dtype=torch.int64, device="cuda")
+        return self._chosen((tensor.numel(), tensor.ndim), torch.int64)
 
     def _masked_select(self, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
-        self.wait(self.counts.syncs)
-        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-        return torch.zeros(shape.numel(), dtype=tensor.dtype, device="cuda")
+        """As if the mask were true."""
+        return self._chosen((torch.broadcast_shapes(tensor.shape, mask.shape).numel(),), tensor.dtype)
 
     def _as_indices(self, indices: Any) -> list[Tensor | None]:
         """Replace each mask among indices by numbers, as the GPU does."""
         found: list[Tensor | None] = []
         for index in indices:
-            if not _is_mask(index):
-                found.append(index)
-                continue
-            self.wait(self.counts.syncs)
-            with self.fake:
-                found += [torch.zeros(index.numel(), dtype=torch.int64, device="cuda") for _ in range(index.ndim)]
+            masked = [self._chosen((index.numel(),), torch.int64)] * index.ndim if _is_mask(index) else [index]
+            found += masked
         return found
+
+    def _chosen(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor whose size only the GPU knows: the CPU waits for it."""
+        self.launch("nonzero")
+        self.wait(self.counts.syncs)
+        with self.fake:
+            tensor = torch.empty(shape, dtype=dtype, device="cuda")
+        self._allocate(tensor)
+        return tensor
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": FakeGpu._item,
+    "allclose": FakeGpu._equal,
     "equal": FakeGpu._equal,
     "nonzero": FakeGpu._nonzero,
     "masked_select": FakeGpu._masked_select,
 }
 """Operations whose result depends on numbers."""
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield arguments or results of an operation; the elements of a list in its place."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def _is_cpu(device: torch.device | str | None) -> bool:
@@ -445,6 +465,8 @@ def stand_ins(gpu: FakeGpu) -> Iterator[tuple[Any, str, Any]]:
         "get_device_properties": lambda device=None: SimpleNamespace(
             total_memory=gpu.memory, major=9, minor=0, uuid="fake"
         ),
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
         "mem_get_info": lambda device=None: (gpu.memory - gpu.live_bytes, gpu.memory),
         "memory_allocated": lambda device=None: gpu.live_bytes,
         "max_memory_allocated": lambda device=None: gpu.counts.peak_bytes,
@@ -462,6 +484,13 @@ def stand_ins(gpu: FakeGpu) -> Iterator[tuple[Any, str, Any]]:
     for name, value in replaced.items():
         yield torch.cuda, name, value
     yield torch.accelerator, "empty_cache", lambda: None
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return memo[id(tensor)]
 
 
 def _attend(

@@ -19,7 +19,7 @@ from rlinf.models.hf_model import model_shapes
 from rlinf.models.precision import torch_dtype_of
 from rlinf.offpolicy.replay import Batch
 from tests.fake_gpu.gpu import Counts, FakeGpu
-from tests.fake_gpu.runs import ActionRun
+from tests.fake_gpu.runs import ActionRun, make_state
 
 QWEN = {
     "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 4, "num_attention_heads": 12,
@@ -45,11 +45,14 @@ class TokenRun:
         def load(name: str, config: Any, deferred: bool = False) -> Any:
             return gpu.place(model_shapes(name, dtype=torch_dtype_of(config.torch_dtype)).model).eval()
 
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(hf_policy, "load_causal_lm", load):
+        # Whether packed rows see each other is read off numbers.
+        known = mock.patch.multiple(hf_policy, load_causal_lm=load, keeps_sequences_apart=lambda model: True)
+        with tempfile.TemporaryDirectory() as folder, known:
             AutoConfig.for_model("qwen2", **QWEN).save_pretrained(folder)
             self.policy = HuggingFacePolicy(
                 folder, max_new_tokens=NEW_TOKENS, eos_token_id=[], pad_token_id=0, **settings
             )
+        self.policy.model.ignores_left_padding = True  # this, too
         lengths = torch.linspace(length // 2, length, rows).long()
         mask = torch.arange(length) < lengths.unsqueeze(1)
         self.data = BatchedDataDict(
@@ -76,9 +79,10 @@ class TokenRun:
 
     def sft_step(self) -> Counts:
         """Count a step of fine-tuning; not the first, which makes the optimiser's state."""
-        for _ in range(2):
-            with self.gpu.count() as counts:
-                self.policy.train(self.data, NLLLossFn())
+        make_state(self.policy.optimizer)
+        self.policy._train_step.num_steps = 1  # the first step adds up the weights
+        with self.gpu.count() as counts:
+            self.policy.train(self.data, NLLLossFn())
         return counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from rlinf.envs.base import VectorEnv
 from rlinf.envs.spaces import uniform_statistics
 from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
+from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.derived import learns_head
 from rlinf.preflight.memory import policy_on_meta_device
@@ -157,23 +159,27 @@ class ActionRun:
         """Count an optimiser step on the whole rollout; not the first, which makes the optimiser's state."""
         if self.batch.old_logprobs is None:
             self.score()
+        self._warm_up()
         self.algorithm.compute_advantages(self.batch)
         flat = self.batch.flatten()
         plan = MinibatchPlan(self.batch.loss_mask, self.collector.blocks, len(flat.loss_mask), seed=0)
-        for _ in range(2):
-            with self.gpu.count() as counts:
-                for minibatch in plan.epoch(0):
-                    self.worker.update(flat, minibatch, self.algorithm, STEP)
+        with self.gpu.count() as counts:
+            for minibatch in plan.epoch(0):
+                self.worker.update(flat, minibatch, self.algorithm, STEP)
         return counts
 
     def sft_step(self) -> Counts:
         """Count a step of behaviour cloning on the observations of the rollout; not the first."""
+        self._warm_up()
         observation = self.batch.observation
         actions = torch.zeros(len(observation), self.model.sft_chunk_len, self.model.action_dim)
-        for _ in range(2):
-            with self.gpu.count() as counts:
-                self.worker.sft_update(observation, actions, len(observation), 0)
+        with self.gpu.count() as counts:
+            self.worker.sft_update(observation, actions, len(observation), 0)
         return counts
+
+    def _warm_up(self) -> None:
+        make_state(self.worker.optimizer)
+        self.worker._has_learnt = True  # the check of the first gradient
 
     def push(self) -> Counts:
         """Count a push of weights to the policy that plays, which is the trained one; not the first."""
@@ -184,15 +190,24 @@ class ActionRun:
         return counts
 
 
-def count(case: str) -> dict[str, dict[str, Any]]:
-    """Return the counts of each phase of ``CASES[case]``: totals, and the commonest places, as JSON."""
+def make_state(optimizer: MasterAdamW) -> None:
+    """Take a step with gradients of 0, if it is the first one."""
+    if not optimizer.state:
+        for master in optimizer.masters:
+            master.grad = torch.zeros_like(master)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def count(case: str, phases: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return the counts of each phase of ``CASES[case]``, or of some: totals, and the commonest places, as JSON."""
     from tests.fake_gpu import more_runs
 
     chosen = CASES[case]
     kinds = {"ActionRun": ActionRun, "TokenRun": more_runs.TokenRun, "HeadRun": more_runs.HeadRun}
     with FakeGpu() as gpu:
         run = kinds[chosen.run](gpu, chosen.settings, chosen.rows)
-        return {phase: described(getattr(run, phase)()) for phase in chosen.phases}
+        return {phase: described(getattr(run, phase)()) for phase in phases or chosen.phases}
 
 
 def described(counts: Counts) -> dict[str, Any]:

@@ -53,9 +53,8 @@ def test_work_stays_within_its_budget(case, phase):
     ],
 )
 def test_a_fault_of_an_update_is_noticed(fault, columns):
-    case, phase = "openvla_oft, LoRA", "update"
-    counts = call("tests.fake_gpu.faults:count_with", fault=fault, case=case)[phase]
-    assert columns <= set(excess(counts, BUDGETS[case, phase]))
+    counts = call("tests.fake_gpu.faults:count_with", fault=fault)
+    assert columns <= set(excess(counts, BUDGETS["pi0, action expert", "update"]))
 
 
 # -- what the design promises --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the public one, as far as its sizes go.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
@@ -14,6 +15,8 @@ from transformers import AutoConfig
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.search import packaged_experiments
+from rlinf.envs import ENVS
+from rlinf.envs.spaces import uniform_statistics
 from rlinf.errors import ConfigError
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import model_shapes
@@ -34,9 +37,10 @@ def completed(words):
     config = build_config(compose_config(words))
     model = config.model
     if model.model_path is None and not model.init_config:
-        model = replace(
-            model, init_config={"norm_stats": {}, **model.override_config}, override_config={}, unnorm_key=None
-        )
+        widths = {"action": model.action_token_len, "proprio": ENVS.get(config.env.name).state_width(config.env)}
+        statistics = {name: uniform_statistics(-np.ones(n), np.ones(n)) for name, n in widths.items() if n}
+        sizes = {**model.override_config, "norm_stats": {"any": statistics}}
+        model = replace(model, init_config=sizes, override_config={}, unnorm_key=None)
     return replace(config, model=model)
 
 

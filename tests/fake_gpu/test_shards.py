@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from tests.fake_gpu.cases import CASES
 from tests.fake_gpu.child import call
 
 HERE = __name__
 RANKS = 8
 WORDS = ["experiment=libero_ppo_openvla_oft", "model.override_config={}", "model.unnorm_key=null", "cluster.device=cpu"]
 WHOLE = ["model.init_config={n_action_bins: 256}"]
+FOUR_LAYERS = CASES["openvla_oft, all weights"].settings[1:2]
 TOLERANCE = 0.01
 """``StateBytes`` divides exactly; a shard is padded to whole rows of its tensor."""
 
@@ -47,16 +49,23 @@ def sharded_bytes(words):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("is_lora", "gigabytes"), [("false", 15.1), ("true", 2.0)])
-def test_a_rank_holds_an_eighth_of_a_7b(is_lora, gigabytes):
-    result = call(f"{HERE}:sharded_bytes", words=[*WHOLE, f"model.is_lora={is_lora}"])
+@pytest.mark.parametrize(
+    ("words", "gigabytes"),
+    [([*WHOLE, "model.is_lora=false"], 15.1), ([*FOUR_LAYERS, "model.is_lora=true"], 0.4)],
+    ids=["whole 7B", "adapters on four layers"],
+)
+def test_a_rank_holds_an_eighth(words, gigabytes):
+    result = call(f"{HERE}:sharded_bytes", words=words)
     expected, found = result["expected"], result["found"]
     assert found == {name: pytest.approx(size, rel=TOLERANCE) for name, size in expected.items()}
     assert sum(found.values()) / 1e9 == pytest.approx(gigabytes, rel=0.05)
     assert result["formats"] == ["torch.float32"]  # trained 16-bit weights become float32 shards
 
 
-def test_other_shards_are_seen():
-    result = call(f"{HERE}:sharded_bytes", words=[*WHOLE, "model.is_lora=true", "model.lora.rank=64"])
-    smaller = call(f"{HERE}:sharded_bytes", words=[*WHOLE, "model.is_lora=true"])
-    assert result["found"]["moments"] > 1.5 * smaller["expected"]["moments"]
+def test_other_bytes_are_seen():
+    results = [
+        call(f"{HERE}:sharded_bytes", words=[*FOUR_LAYERS, "model.is_lora=true", f"model.lora.rank={rank}"])
+        for rank in (32, 64)
+    ]
+    moments = [result["found"]["moments"] for result in results]
+    assert moments[1] > (1 + 10 * TOLERANCE) * moments[0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.fake_gpu.cases import CASES
-from tests.fake_gpu.run import HEADROOM
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.preflight.gpu_memory import GB, estimate_gpu, measure
+from tests.fake_gpu.cases import CASES
+from tests.fake_gpu.run import HEADROOM
 
 LINES = (Path(__file__).parents[1] / "fake_gpu" / "budgets.txt").read_text(encoding="utf-8").splitlines()
 PEAKS = {

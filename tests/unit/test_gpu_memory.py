@@ -113,7 +113,7 @@ def test_a_policy_that_cannot_be_trained_there_is_refused_before_weights_are_rea
             fit_to_gpu(
                 config_of(*words),
                 size * GB,
-                (policy_on_meta_device(config_of(*words)), gpu_memory.NOTHING, "not counted"),
+                gpu_memory.Measured(policy_on_meta_device(config_of(*words)), gpu_memory.NOTHING, "not counted"),
             )
         assert str(error.value).endswith("Set model.is_lora=true, or trainer.cpu_offload=true")
 

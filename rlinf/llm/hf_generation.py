@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig as HFGenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -193,7 +194,7 @@ def generate_tokens(
         settings = {"max_new_tokens": allowed, "pad_token_id": pad, "eos_token_id": ends or None}
         completions = _continue(model, prompts, inputs, sampler, settings)
         for row, (tokens, scores) in zip(rows, completions, strict=True):
-            responses[row], logprobs[row] = tokens.to(ids.device), scores.to(ids.device)
+            responses[row], logprobs[row] = tokens, scores
     prompts = [row[:length].long() for row, length in zip(ids, prompt_lengths, strict=True)]
     extra = {key: value for key, value in data.items() if key not in _CONSUMED}
     return BatchedDataDict({**extra, **generation_output(prompts, responses, logprobs, pad)})
@@ -219,15 +220,16 @@ def _continue(
     model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the response tokens and their log-probabilities of each prompt; ``settings`` go to ``generate``."""
-    device = next(model.parameters()).device
+    home, device = prompts[0].device, next(model.parameters()).device
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=device)
+    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=home)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt.to(device)
+        ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
         for key in TOKEN_TYPE_KEYS & inputs.keys():
             inputs[key][row] = inputs[key][row].roll(width - len(prompt))
+    ids, mask = to_device(ids, device), to_device(mask, device)  # whole, and not row by row
     sampler.prompt_mask = mask.bool()
     own, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
@@ -243,8 +245,8 @@ def _continue(
             )
     finally:
         model.generation_config = own
-    tokens, logprobs = sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
-    ends = torch.tensor(settings["eos_token_id"] or [], device=device, dtype=tokens.dtype)
+    tokens, logprobs = sequences[:, width:].to(home), torch.stack(sampler.logprobs, dim=1).to(home)
+    ends = torch.tensor(settings["eos_token_id"] or [], device=home, dtype=tokens.dtype)
     ended = torch.isin(tokens, ends)
     counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
     return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]

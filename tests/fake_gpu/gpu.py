@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -215,15 +216,15 @@ class FakeGpu(TorchDispatchMode):
 
         Tensors that are neither parameters nor buffers stay on the CPU, filled with zeros where they were on the meta device.
         """
-        memo: dict[int, Tensor] = {}
+        memo: dict[Tensor, Tensor] = {}
 
         def there(tensor: Tensor) -> Tensor:
-            if id(tensor) not in memo:
+            if tensor not in memo:
                 moved: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
                 if isinstance(tensor, nn.Parameter):
                     moved = nn.Parameter(moved, tensor.requires_grad)
-                memo[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else moved
-            return memo[id(tensor)]
+                memo[tensor] = tensor if isinstance(tensor, FakeTensor) else moved
+            return memo[tensor]
 
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
@@ -250,6 +251,9 @@ class FakeGpu(TorchDispatchMode):
             return _ANSWERS[name](self, func, *args, **kwargs)
         if name == "copy_":
             return self._copy(func, *args, **kwargs)
+        if func.namespace == "c10d":  # a collective call of a fake process group
+            self.launch(name)
+            return args[0], FakeWork().boxed()
         if name == "_to_copy" and isinstance(args[0], FakeTensor) and not named and _is_cpu(kwargs.get("device")):
             return self._to_cpu(args[0], kwargs.get("dtype"))
         if name in ("index", "index_put_") and any(_is_mask(each) for each in args[1]):
@@ -406,11 +410,8 @@ def stand_ins(gpu: FakeGpu) -> Iterator[tuple[Any, str, Any]]:
     yield F, "scaled_dot_product_attention", scaled_dot_product_attention
     yield nn.Module, "to", to
     yield FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist() if tensor.is_cuda else tolist(tensor)
-    yield (
-        FakeTensor,
-        "data_ptr",
-        lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize,
-    )
+    yield FakeTensor, "__deepcopy__", _deepcopy
+    yield FakeTensor, "data_ptr", lambda each: each.untyped_storage()._cdata + each.storage_offset() * each.itemsize
     yield fake_tensor, "init_gpu_context", lambda device: None
     yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False
 

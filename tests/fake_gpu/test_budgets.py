@@ -59,21 +59,26 @@ def test_a_fault_of_an_update_is_noticed(fault, columns):
 
 # -- what the design promises --------------------------------------------------------------------------------------------
 
+OF_TRANSFORMERS = ("hf_vla",)
+"""A VLM of transformers compares the number of its image tokens with the number of images in each pass, which is a wait."""
 
-def test_the_policy_waits_for_nothing_but_its_results():
-    """One copy to the CPU in a policy call, and no number read; losses that are logged are read in updates."""
+
+def test_policy_calls_and_updates_wait_for_their_results_only():
     for (case, phase), budget in BUDGETS.items():
-        if phase in ("policy_call", "score", "update") and case != "mlp":
+        if phase != "generate" and not case.startswith(OF_TRANSFORMERS):
             assert budget["syncs"] == 0, (case, phase)
         if phase == "policy_call":
             assert budget["d2h"] == 1, (case, phase)
+        if phase in ("update", "sft_step", "push") and "head" not in case:
+            assert budget["d2h"] <= 1, (case, phase)
 
 
 def test_the_optimiser_launches_few_kernels():
-    assert all(
-        budget["bookkeeping"] <= 60 for (case, phase), budget in BUDGETS.items() if phase in ("update", "sft_step")
-    )
+    for (case, phase), budget in BUDGETS.items():
+        largest = 80 if case == "openvla_oft, all weights" else 60  # 5 GB of gradients are summed in parts
+        assert budget["bookkeeping"] <= largest, (case, phase)
 
 
 def test_oft_with_adapters_fits_a_card_of_24_gb():
-    assert BUDGETS["openvla_oft, 7.5 billion, LoRA", "update"]["peak_mb"] <= 18_500
+    """19.0 GB: weights 15.3, masters 0.5, moments 0.9, sums of gradients and gradients 0.7, activations 1.6."""
+    assert BUDGETS["openvla_oft, 7.5 billion, LoRA", "update"]["peak_mb"] <= 19_200

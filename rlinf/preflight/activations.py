@@ -103,11 +103,10 @@ def measure_passes(
     if not (blocks := repeated_blocks(model)):
         return Passes(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
-    less = _measure(model, observe(MORE), MORE, precision, [kind]).updates[kind]
+    less = [_measure(model, observe(rows), rows, precision, [kind]).updates[kind] for rows in (FEW, MORE)]
     for block in blocks:
         del block.forward  # of the instance; the one of the class is back
-    recomputes = Line(updates.fixed, (less - updates.fixed) / MORE)
-    return Passes(acts, scores, updates, recomputes, tuple(max(0.0, size / MORE) for size in more.saved[kind]))
+    return Passes(acts, scores, updates, Line.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind]))
 
 
 class _Peaks:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -142,8 +143,16 @@ class GpuMemory:
         return max(0, math.floor((limit - self.resident - line.fixed) / line.row)) if line.row > 0 else 0
 
 
-def measure(config: RunConfig) -> tuple[Any, Passes, str]:
-    """Return the policy on the meta device, the bytes of its passes, and why they are unknown (empty: they are not)."""
+class Measured(NamedTuple):
+    """A policy on the meta device, the bytes of its passes, and why they could not be counted (empty: they are)."""
+
+    model: Any
+    passes: Passes
+    unknown: str
+
+
+def measure(config: RunConfig) -> Measured:
+    """Count the bytes of the passes of a policy."""
     plain = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False)
     model = policy_on_meta_device(replace(config, model=plain))
     for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
@@ -151,14 +160,11 @@ def measure(config: RunConfig) -> tuple[Any, Passes, str]:
         statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
     try:
         model.processor = get_model_config_and_processor(config)[1]
-        return (
-            model,
-            measure_passes(model, lambda rows: _observation(config, rows), config.model.precision, phases_of(config)),
-            "",
-        )
-    except (RLinfError, NotImplementedError, RuntimeError, OSError) as error:
+        observe, precision = partial(_observation, config), config.model.precision
+        return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
+    except (RLinfError, RuntimeError, TypeError, ValueError, OSError) as error:
         # A plug-in may read numbers in its pass, or its tokenizer may not be on this machine.
-        return model, NOTHING, str(error).partition("\n")[0]
+        return Measured(model, NOTHING, str(error).partition("\n")[0])
 
 
 def phases_of(config: RunConfig) -> list[str]:
@@ -179,7 +185,7 @@ def _observation(config: RunConfig, rows: int) -> Observation:
 
 
 def estimate_gpu(
-    config: RunConfig, gpu_bytes: int, measured: tuple[Any, Passes, str] | None = None
+    config: RunConfig, gpu_bytes: int, measured: Measured | None = None
 ) -> tuple[MemoryEstimate, GpuMemory]:
     """Estimate what a rank takes of a GPU, which need not be there. ``measured`` is the result of ``measure``; None: it is called."""
     model, passes, unknown = measure(config) if measured is None else measured
@@ -245,7 +251,7 @@ def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
     return count
 
 
-def card_rows(config: RunConfig, measured: tuple[Any, Passes, str]) -> list[tuple[str, ...]]:
+def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
     """Return, for GPUs of several sizes, the peak of a rank and the micro-batches that fit, in the columns of ``CARD_HEAD``."""
     micro, rows = config.model.micro_batch_size, []
     for size in CARDS:
@@ -262,14 +268,14 @@ def card_rows(config: RunConfig, measured: tuple[Any, Passes, str]) -> list[tupl
     return rows
 
 
-def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: tuple[Any, Passes, str] | None = None) -> int:
+def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> int:
     """Return how many blocks ``model.gradient_checkpointing`` recomputes on a GPU. Raise ConfigError if the run does not fit there.
 
     Where passes cannot be counted, ``auto`` recomputes all blocks.
     """
     measured = measure(config) if measured is None else measured
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
-    num_blocks, chosen = len(repeated_blocks(measured[0])), config.model.gradient_checkpointing
+    num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
     _check_state(config, estimate, memory, gpu_bytes)
     if memory.engine:
         engine_options(config, estimate, gpu_bytes)

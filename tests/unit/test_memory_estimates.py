@@ -25,10 +25,7 @@ FAMILIES = [name for name, case in CASES.items() if case.run == "ActionRun" and 
 def test_the_estimate_is_within_a_tenth_of_a_run_on_a_fake_gpu(name):
     case = CASES[name]
     config = build_config(compose_config([*case.settings, "cluster.device=cpu"]))
-    widths = (config.model.action_token_len, 4)
-    statistics = unit_range_stats(*widths)["unit_range"]
-    for part in statistics.values():
-        part |= {"mean": [0.0] * len(part["q01"]), "std": [1.0] * len(part["q01"])}
+    statistics = unit_range_stats(config.model.action_token_len)["unit_range"]
     config.model.init_config["norm_stats"] = {"still": statistics}
     estimate, memory = estimate_gpu(config, 80 * GB, measured := measure(config))
     assert not memory.unknown

@@ -184,7 +184,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised.
 
-        Without padding there is no ``attention_mask``: on a GPU, asking the mask later would mean waiting.
+        Without padding, the result has no ``attention_mask``: to look at one on a GPU later would mean to wait.
         """
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input

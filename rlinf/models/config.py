@@ -87,7 +87,7 @@ class ModelConfig:
     )
     cuda_graph: bool = option(
         False,
-        "Act by CUDA graphs on a GPU: the decoding or read-out of OpenVLA and OpenVLA-OFT, the denoising of pi0 and pi0.5. See "
+        "Act by CUDA graphs, from pixels to tokens or to the denoised chain: OpenVLA, OpenVLA-OFT, pi0 and pi0.5 on a GPU. See "
         "performance.md.",
     )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")

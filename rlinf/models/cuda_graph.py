@@ -112,7 +112,7 @@ class CudaGraphs:
 
 
 def _filled_up(tensor: Tensor, rows: int) -> Tensor:
-    """Return a copy with ``rows`` rows: those of ``tensor``, then its last one again."""
+    """Return a copy with ``rows`` rows: all of ``tensor``, then its last one again."""
     return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
 
 

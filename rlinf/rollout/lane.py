@@ -23,10 +23,10 @@ class Lane:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run what follows on the stream of this lane.
+        """Run a block on the stream of this lane.
 
-        Trained weights are pushed and updated on the default stream. The lane waits for what lies there when it begins, and
-        the default stream waits for the lane when it ends, so neither sees weights that the other still uses.
+        Trained weights are pushed and updated on the default stream. The lane waits for its work when the block begins, and
+        the default stream waits for the lane when the block ends, so neither sees weights that the other still uses.
         """
         # Autocast keeps casts of weights, made on the stream of the first thread, for all threads: these must share a stream.
         if not self._on_gpu or torch.is_autocast_enabled("cuda"):

@@ -253,7 +253,7 @@ class RLTrainer(ActionTrainer):
         values = batch.rollout_values
         if values is None and self.algorithm.needs_values:
             raise ConfigError(
-                "algorithm.old_logprobs=rollout, and the rollout has no values; required: those of a policy that predicts them. "
+                "algorithm.old_logprobs=rollout, and the rollout has no values; required: a policy that predicts them. "
                 "Set algorithm.old_logprobs=trainer"
             )
         values = torch.zeros(batch.loss_mask.shape) if values is None else values

@@ -33,6 +33,7 @@ def rollout(words, calls=1, one_by_one=False):
 def test_a_policy_call_waits_once(family):
     for calls in (1, 3):
         counts = call(f"{HERE}:rollout", words=FAMILIES[family], calls=calls)
+        assert counts["syncs"] == 0, counts["places"]["syncs"]
         assert counts["d2h"] == counts["waits"] == calls, (counts["places"]["d2h"], counts["places"]["waits"])
         assert all(place.startswith("rollout/lane.py") for place in counts["places"]["d2h"])
         sent = counts["places"]["h2d"]

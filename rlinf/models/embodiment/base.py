@@ -145,7 +145,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
         """Refuse ``model.cuda_graph``, as the default does: a class that accepts it computes by ``_graphs`` if there are any."""
         raise ConfigError(
-            f"model.cuda_graph=true records the kernels of OpenVLA's language model, or of pi0; {cls.__name__} has no part that is "
+            f"model.cuda_graph=true records the policy call of OpenVLA, OpenVLA-OFT or pi0; {cls.__name__} has no part that is "
             "recorded. Set model.cuda_graph=false"
         )
 

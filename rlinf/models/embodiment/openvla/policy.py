@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,7 +176,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised.
 
-        Without padding there is no ``attention_mask``: on a GPU, asking the mask later would mean waiting.
+        Without padding, the result has no ``attention_mask``: to look at one on a GPU later would mean to wait.
         """
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
@@ -214,9 +214,12 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
-        key_mask = None if attention_mask is None else attention_mask.bool()
-        if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
-            key_mask = None  # without a mask, kernels do less; on a GPU it would take a wait to find out
+        return self._embed_masked(input_ids, _key_mask(attention_mask), **observed)
+
+    def _embed_masked(
+        self, input_ids: Tensor, key_mask: Tensor | None, **observed: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``_embed_prompt`` for a bool mask; no number decides which kernels run."""
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
         self.check_length(text.shape[1] + tokens.shape[1])
@@ -273,20 +276,27 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         """Return the hidden states from which parallel decoding reads the action tokens, ``[B, A, H]``."""
         return self._run_behind(embeddings, key_mask, self._placeholder_embeddings(embeddings), **options)
 
-    def _states_to_act(self, embeddings: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Return ``_read_out`` for a call without gradients."""
+    def _behind_prompt(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Inputs, *more: Any, settings: tuple[Any, ...] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return ``function(embeddings, key_mask, *more, *settings)`` of a prompt, without gradients: by a CUDA graph if there are any.
+
+        ``more`` are further tensors. No number decides which kernels run.
+        """
+        observed = dict(inputs)
+        prompt = (observed.pop("input_ids"), _key_mask(observed.pop("attention_mask", None)))
+
+        def run(ids: Tensor, key_mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+            seen = dict(zip(observed, rest, strict=False))
+            return function(*self._embed_masked(ids, key_mask, **seen), *rest[len(seen) :])
+
         if self._graphs is None:
-            return self._read_out(embeddings, key_mask)
+            return run(*prompt, *observed.values(), *more, *settings)
+        return self._graphs.run(run, (*prompt, *observed.values(), *more), *settings, weights=self.parameters)
 
-        def read_out(*tensors: Tensor | None) -> tuple[Tensor]:
-            return (self._read_out(*tensors),)
-
-        return self._graphs.run(read_out, (embeddings, key_mask), weights=self._weights_to_act)[0]
-
-    def _weights_to_act(self) -> list[Tensor]:
-        """Return the weights that a recorded function reads."""
-        own = [] if self.placeholders is None else [self.placeholders]
-        return [*self.language_model.parameters(), *own]
+    def _states_to_act(self, inputs: Inputs) -> Tensor:
+        """Return ``_read_out`` of a prompt, without gradients."""
+        return self._behind_prompt(lambda *prompt: (self._read_out(*prompt),), inputs)[0]
 
     def _run_behind(self, embeddings: Tensor, key_mask: Tensor | None, extra: Tensor, **options: Any) -> Tensor:
         """Run the language model over prompt and ``extra [B, S, H]``; return its last ``A`` positions, ``[B, A, H]``."""
@@ -310,7 +320,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
         if self.config.action_decoding == "parallel":
-            states = self._states_to_act(*self._embed_prompt(**inputs))
+            states = self._states_to_act(inputs)
             logits, value_state = self._bin_logits(states), states[:, self._value_position]
             bins = sample_tokens(logits, do_sample, temperature, uniforms)
         else:
@@ -321,13 +331,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _decode(
         self, inputs: Inputs, do_sample: bool, temperature: float, uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        embeddings, key_mask = self._embed_prompt(**inputs)
-        if self._graphs is None:
-            return self._decode_tokens(embeddings, key_mask, uniforms, do_sample, temperature)
-        if do_sample and uniforms is None:
-            uniforms = draw_uniforms(len(embeddings), self.num_logprobs, device=embeddings.device)
-        tensors = (embeddings, key_mask, uniforms if do_sample else None)
-        return self._graphs.run(self._decode_tokens, tensors, do_sample, temperature, weights=self._weights_to_act)
+        if self._graphs is not None and do_sample and uniforms is None:
+            uniforms = draw_uniforms(len(inputs["input_ids"]), self.num_logprobs, device=self.device)
+        drawn = uniforms if do_sample else None
+        return self._behind_prompt(self._decode_tokens, inputs, drawn, settings=(do_sample, temperature))
 
     def _decode_tokens(
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
@@ -453,6 +460,14 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
 
 OpenVLAPolicy = OpenVLAForRLActionPrediction
+
+
+def _key_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Return a mask as bool; None when nothing is padding."""
+    key_mask = None if attention_mask is None else attention_mask.bool()
+    if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
+        return None  # without a mask, kernels do less; on a GPU it would take a wait to find out
+    return key_mask
 
 
 def _action_units(

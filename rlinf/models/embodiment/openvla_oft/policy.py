@@ -151,7 +151,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         **inputs: Tensor | None,
     ) -> ActionPrediction:
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
-        hidden_states = self._states_to_act(*self._embed_prompt(input_ids, **inputs))
+        hidden_states = self._states_to_act({"input_ids": input_ids, **inputs})
         values = self._values(hidden_states[:, 0])
         if self.action_head is not None:
             normalized = self.action_head(hidden_states).flatten(1)

@@ -94,7 +94,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.gather_gradients()
         super().step()
         if self._pairs:
-            torch._foreach_copy_(*(_own(list(side)) for side in zip(*self._pairs, strict=True)))
+            torch._foreach_copy_(*(_own(side) for side in zip(*self._pairs, strict=True)))
         for _, master in self._pairs:
             master.grad = None
 
@@ -112,11 +112,9 @@ def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[
         yield part
 
 
-def _own(tensors: list[Tensor]) -> list[Tensor]:
+def _own(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's parts of tensors, for operations on many tensors at once."""
-    if not isinstance(tensors[0], DTensor):  # all are shards, or none
-        return tensors
-    return [tensor.to_local() for tensor in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

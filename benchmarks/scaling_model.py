@@ -8,12 +8,14 @@ iteration, ``peer`` the largest that is accepted.
 
     python benchmarks/scaling_model.py
     python benchmarks/scaling_model.py --example
+    python benchmarks/scaling_model.py --oft
     python benchmarks/scaling_model.py --runs outputs/half outputs/whole [--gpus-per-node 8 --gpu-link 400e9 --node-link 400e9]
 
 ``--runs`` takes folders of runs. Those of one process that trains and plays, which differ in ``rollout.num_envs``, give the model. All
 others (more ranks, processes or players) are compared with what it predicts for them, so a small cluster can check the model before a
 large one is rented. Then it prints a table for 1 to 1024 GPUs with as many envs on each GPU as the largest run of one process had.
-``--example`` prints the table of a 7B policy whose numbers are estimates.
+``--example`` prints that of a 7B policy whose numbers are estimates. ``--oft`` prints where they come from, with every assumption: samples
+per second of OpenVLA-OFT 7B with LoRA on 8 H100, from FLOPs and launches, with and without three changes.
 
 Every function of the model is arithmetic on numbers that a short run has measured. A phase is a line: seconds that do not depend on the
 rows of a GPU, and seconds for each row. Links are bandwidths: collectives of ``n`` members move ``(n - 1) / n`` of their bytes into each
@@ -32,7 +34,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,70 @@ EXAMPLE = Workload(
 EXAMPLE_SPLIT = replace(EXAMPLE, pushed_bytes=0.45e9)
 
 
+@dataclass(frozen=True)
+class Roofline:
+    """OpenVLA-OFT 7B with LoRA on one H100, from the size of the model; nothing of it is measured."""
+
+    parameters: float = 7.5e9
+    """Weights that a token meets."""
+    tokens: float = 350.0
+    """Of one sample: 256 of an image, a prompt of about 35, 56 of 8 actions, and padding."""
+    flops_per_s: float = 450e12
+    """Of matrix multiplications in bfloat16 that a GPU reaches in practice, of 990e12 on paper."""
+    scoring_loss: float = 1.2
+    """Time of a pass of 8 rows without gradients, over its ideal: kernels between the multiplications."""
+    update_loss: float = 1.14
+    """The same of a pass with gradients."""
+    rollout_loss: float = 1.2
+    """The same of a call of a rollout with 64 rows."""
+    launch_s: float = 6e-6
+    """Of one kernel, by the processor."""
+    launches: float = 4955.0
+    """Of a policy call: a count of a run on a GPU that is not there."""
+    rows: float = 64.0
+    """Of a policy call: 128 envs of a GPU in two threads."""
+    copies_wait: float = 3.0
+    """Copies to the host by which a thread waits for the other one's kernels, beyond the one that it needs."""
+    reduce_s: float = 3e-3
+    """Of adding up 0.45 GB of float32 gradients over 8 GPUs, for each optimiser step."""
+    step_rows: float = 56.0
+    """Rows of an optimiser step on a GPU."""
+    checked: float = 1 / 64
+    """Share of the samples that the trainer scores for the parity gate, where rollouts give the old log-probabilities."""
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of a forward pass of one sample, at best."""
+        return 2 * self.parameters * self.tokens / self.flops_per_s
+
+    def phases(self, *, recomputes: bool, scores_all: bool, waits: bool) -> dict[str, float]:
+        """Return seconds of a sample by phase. With LoRA, a backward pass costs a forward pass: frozen weights have no gradient."""
+        launched = self.launches * self.launch_s / self.rows
+        return {
+            "rollout": self.forward_s * self.rollout_loss + launched * (1 + self.copies_wait * waits),
+            "score": self.forward_s * self.scoring_loss * (1.0 if scores_all else self.checked),
+            "update": self.forward_s * self.update_loss * (3 if recomputes else 2) + self.reduce_s / self.step_rows,
+        }
+
+
+def oft(gpus: int = 8) -> float:
+    """Print assumptions and samples per second before and after the changes, each of them alone and all; return the factor of all."""
+    model, seconds = Roofline(), {}
+    for name, value in asdict(model).items():
+        print(f"{name:>14} {value:.6g}")
+    print(f"{'forward_s':>14} {model.forward_s:.4g}\n")
+    before = {"recomputes": True, "scores_all": True, "waits": True}
+    cases = {"commit 50d27ae": before} | {f"without {name}": before | {name: False} for name in before}
+    cases["with none of them"] = dict.fromkeys(before, False)
+    print(f"{'design':>20} {'rollout':>8} {'score':>8} {'update':>8} {'ms a sample':>12} {'samples/s':>10}")
+    for name, switches in cases.items():
+        phases = model.phases(**switches)
+        seconds[name] = sum(phases.values())
+        parts = " ".join(f"{1e3 * part:8.1f}" for part in phases.values())
+        print(f"{name:>20} {parts} {1e3 * seconds[name]:12.1f} {gpus / seconds[name]:10.0f}")
+    return seconds["commit 50d27ae"] / seconds["with none of them"]
+
+
 def phases_of(workers: int, ranks: int, envs: int, sleep_s: float, iterations: int) -> dict[str, float]:
     """Return the median seconds of the phases of a short run, and of its iterations."""
     with tempfile.TemporaryDirectory() as folder:
@@ -370,6 +436,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs, some of one process")
     parser.add_argument("--example", action="store_true", help="a 7B policy, estimated")
+    parser.add_argument("--oft", action="store_true", help="the estimate of a 7B policy, with its assumptions")
     parser.add_argument("--gradient-bytes", type=float, default=0.0, help="of --runs: 4 for each trained parameter")
     parser.add_argument(
         "--pushed-bytes",
@@ -385,7 +452,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2)
     args = parser.parse_args()
     machine = Machine(args.gpus_per_node, args.gpu_link, args.node_link, args.memory)
-    if args.example:
+    if args.oft:
+        print(f"\n{oft():.2f} times as many samples")
+    elif args.example:
         table(EXAMPLE, machine, EXAMPLE_SPLIT.pushed_bytes)
     elif args.runs:
         runs = [Recorded(folder) for folder in args.runs]

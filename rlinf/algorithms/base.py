@@ -14,6 +14,7 @@ from rlinf.algorithms.advantages import action_advantages
 from rlinf.algorithms.config import AlgorithmConfig, AnyAlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.distributed.sums import sum_counts
+from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 from rlinf.number_formats import format_count
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
@@ -120,6 +121,34 @@ class Algorithm(AnyAlgorithm, ABC):
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
         import_string("rlinf.preflight.validation:check_policy_gradient")(config, policy)
+        cls.check_old_logprobs(config, policy)
+
+    @classmethod
+    def check_old_logprobs(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
+        """Refuse ``old_logprobs=rollout`` where the numbers of the rollout cannot stand for the trainer's."""
+        algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
+        if algorithm.old_logprobs == "trainer":
+            return
+        found, required, cure = "", "", ""
+        if ahead:
+            found, cure = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+            required = "log-probabilities of the present weights, because older ones have played"
+        elif algorithm.tis_cap is not None:
+            found, cure = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+            required = "the trainer's own log-probabilities, because a weight trainer / rollout would always be 1"
+        elif algorithm.kl_coef > 0:
+            found, cure = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+            required = (
+                "the trainer's own log-probabilities, which are compared with the reference's, scored in the same way"
+            )
+        elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
+            who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
+            found, cure = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+            required = "values of the rollout that equal the trainer's"
+        if found:
+            raise ConfigError(
+                f"algorithm.old_logprobs=rollout with {found}; required: {required}. Set algorithm.old_logprobs=trainer, or {cure}"
+            )
 
     @classmethod
     def updates(cls, config: Any) -> Updates:

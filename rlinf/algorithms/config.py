@@ -42,6 +42,12 @@ class AlgorithmConfig(AnyAlgorithmConfig):
         "null: off.",
         minimum=1,
     )
+    old_logprobs: str = option(
+        "trainer",
+        "Log-probabilities before the update, and PPO's values. trainer: of each sample, scored again, so that the parity gate sees "
+        "all of them. rollout: of the rollout, which saves that pass, while the gate accepts one policy call of each env and iteration.",
+        choices=("trainer", "rollout"),
+    )
     entropy_level: str = option(
         "token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS
     )

@@ -250,22 +250,32 @@ def check_choice(words: list[str]) -> list[Finding]:
 
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
     """Print the derived numbers of an experiment and the memory that it needs, and check that this is available."""
+    from rlinf.distributed.parallel import rank_memory_bytes
+    from rlinf.distributed.process_group import resolve_device
     from rlinf.preflight.derived import format_derived
-    from rlinf.preflight.memory import NOT_COUNTED, available_memory, estimate_memory
+    from rlinf.preflight.gpu_memory import ASSUMED, CARD_HEAD, card_rows, estimate_gpu, fit_to_gpu, measure
+    from rlinf.preflight.memory import available_memory
 
     config.output_dir = None
     print(f"\n{label}\n{format_derived(config)}\n")
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         print(f"memory: unknown until the weights of {config.model.model_path} are on this machine")
         return []
+    ranks, on_gpu = config.cluster.num_processes, resolve_device(config.cluster.device, 1) == "cuda"
     try:
-        estimate = estimate_memory(config)
+        measured = measure(config)
+        memory_bytes = rank_memory_bytes("cuda" if on_gpu else "cpu", ranks)
+        estimate, memory = estimate_gpu(config, memory_bytes, measured)
+        print(format_table(("role", "memory", "size"), [*estimate.rows(), *memory.rows(config.model.micro_batch_size)]))
+        print(format_table(CARD_HEAD, card_rows(config, measured)))
+        print(ASSUMED)
+        if on_gpu:
+            fit_to_gpu(config, memory_bytes, measured)
     except RLinfError as error:
         return [Finding(label, NO, _reason(error))]
-    print(format_table(("role", "memory", "size"), estimate.rows()))
-    print(NOT_COUNTED)
-    needed, free = estimate.total * config.cluster.num_processes, available_memory(config.cluster.num_processes)
+    needed, free = (estimate.total + memory.passing(config.model.micro_batch_size)) * ranks, available_memory(ranks)
     if free is not None and needed > free:
-        detail = f"needs {format_bytes(needed)} without activations, {format_bytes(free)} are free"
-        return [Finding(label, NO, f"{detail}; try model.is_lora=true")]
+        return [
+            Finding(label, NO, f"needs {format_bytes(needed)}, {format_bytes(free)} are free; try model.is_lora=true")
+        ]
     return []

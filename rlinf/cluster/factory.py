@@ -8,9 +8,11 @@ from functools import partial
 
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.parallel import rank_memory_bytes
+from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
+from rlinf.envs.config import default_num_worker_threads, most_simulators, with_share_of_cores
 from rlinf.envs.remote.env import EnvNodes, RemoteVectorEnv
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
@@ -20,7 +22,9 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
     """Return the number of worker threads for the envs of a rank."""
     if env.on_gpu:  # it steps all rows at once: two of half the size would take as long each, one after the other
         return 1
-    return config.rollout.num_lanes or default_num_worker_threads(config.env, config.rollout.num_envs // num_ranks)
+    num_envs = config.rollout.num_envs // num_ranks
+    on_gpu = resolve_device(config.cluster.device, 1) == "cuda" and config.rollout.backend == "torch"
+    return config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs, on_gpu)
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
@@ -50,6 +54,7 @@ def collector_factory(
         temperature=rollout.temperature,
         num_worker_threads=num_worker_threads,
         offload_envs=rollout.offload_envs,
+        device=resolve_device(config.cluster.device, 1),
     )
 
 
@@ -60,7 +65,9 @@ def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Call
     """
     cluster = config.cluster
     if not cluster.env_nodes:
-        return partial(make_env, with_share_of_cores(config.env, num_sharers))
+        gpu_bytes = rank_memory_bytes("cuda", 1) if resolve_device(cluster.device, 1) == "cuda" else None
+        most = most_simulators(config.env, gpu_bytes, num_threads)
+        return partial(make_env, with_share_of_cores(config.env, num_sharers, most))
     nodes = EnvNodes(
         cluster.env_nodes,
         num_envs_at_once=num_threads * (cluster.num_players or cluster.num_processes),

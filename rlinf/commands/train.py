@@ -50,8 +50,10 @@ from rlinf.files import locked_folder
 from rlinf.models import build_policy
 from rlinf.models.base_weights import trained_names
 from rlinf.models.weights_in_files import check_read, how_read
+from rlinf.number_formats import format_count
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.derived import learns_head, sharding_choice
+from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.weight_push import WeightPush
@@ -148,8 +150,10 @@ class Run:
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build the parts of one rank. The configuration is validated and has its ``output_dir``."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
+    memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
+    recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     set_num_threads(config.cluster.num_threads, local_world_size())
-    seed_everything(config.seed)
+    seed_everything(config.seed, config.trainer.deterministic)
     resumed_from, state = _where_to_begin(config)
     has_players = reservation is not None and reservation.group is not None
     if reservation is not None and (has_players or config.cluster.env_nodes):
@@ -161,7 +165,11 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint)
-    parallel, sync = _on_ranks(config, model, device, reservation if has_players else None)
+    if recomputed:
+        from rlinf.models.blocks import set_training_options  # imports torch's compiler
+
+        set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
+    parallel, sync = _on_ranks(config, model, device, memory, reservation if has_players else None)
     players = sync.generator if isinstance(sync.generator, Players) else None
     worker = _worker(config, parallel, state)
     if resumed_from is not None:
@@ -188,6 +196,16 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
     cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
     return Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
+
+
+def _fit_to_gpu(config: RunConfig, memory: int) -> int:
+    """Return how many blocks are recomputed on a GPU of ``memory`` bytes. Raise ConfigError if the run does not fit there."""
+    from rlinf.preflight.gpu_memory import fit_to_gpu  # imports torch's compiler
+
+    recomputed = fit_to_gpu(config, memory)
+    if rank() == 0 and recomputed:
+        print(f"activations: the first {format_count(recomputed, 'block')} are recomputed", flush=True)
+    return recomputed
 
 
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
@@ -257,11 +275,13 @@ def _policy(
 
 
 def _on_ranks(
-    config: RunConfig, model: torch.nn.Module, device: str, reservation: Reservation | None
+    config: RunConfig, model: torch.nn.Module, device: str, memory: int, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make the player: the policy itself, or copies that the first push fills."""
+    """Replicate or shard the policy, and make the player: the policy itself, or copies that the first push fills.
+
+    ``memory`` are the bytes of a rank.
+    """
     trainer, rollout = config.trainer, config.rollout
-    memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     choice = sharding_choice(config, model, world_size(), memory)
     if rank() == 0:
         print(f"{choice}; {how_read(model)}" if choice.sharded else choice, flush=True)
@@ -285,7 +305,12 @@ def _on_ranks(
         from rlinf.rollout.vllm_policy import VllmPolicy  # imports transformers
 
         envs_per_rank = rollout.num_envs // world_size()
-        generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)
+        options = rollout.vllm
+        if device == "cuda":
+            from rlinf.preflight.gpu_memory import engine_options
+
+            options = engine_options(config, estimate_memory(config, memory), memory)
+        generator = VllmPolicy(rollout_model, options, envs_per_rank, torch.get_num_threads(), trained)
     return parallel, WeightPush(model, rollout_model, generator)
 
 

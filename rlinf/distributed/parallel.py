@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rlinf.distributed.deferred import FileTensor, Weight, deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.process_group import gather_objects, world_size
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.number_formats import GIB, format_bytes
@@ -37,10 +38,12 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 
 SMALL_STATE = GIB
 """Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
-SMALL_SHARE = 0.1
-"""Share of trained parameters below which gradients and optimiser, the larger part of what sharding divides, are small."""
 FITS = 0.6
 """Share of a rank's memory that its replica may take; activations and rollouts need the rest."""
+BYTES_OF_STEPS = 16
+"""Of a trained parameter: its float32 master, gradient and two moments of AdamW. Each replica has them once more."""
+STEPS_FIT = 0.25
+"""Share of a rank's memory that these may take; with more, sharding them frees more than it costs."""
 LOCAL_SUMS = GIB // 2
 """Bytes of whole float32 gradients up to which a rank sums micro-batches before the ranks sum theirs."""
 
@@ -90,11 +93,12 @@ class Replicated(Parallel):
         if world_size() == 1 or not stepped:
             return
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stepped]
-        present = torch.tensor([float(p.grad is not None) for p in stepped], device=parts[0].device)
-        flat = torch.cat([part.flatten() for part in (*parts, present)])
+        has = [float(p.grad is not None) for p in stepped]
+        flat = torch.cat([part.flatten() for part in (*parts, to_device(torch.tensor(has), parts[0].device))])
         dist.all_reduce(flat)
         *sums, present = flat.split([*(p.numel() for p in stepped), len(stepped)])
-        for parameter, gradient, ranks in zip(stepped, sums, present.tolist(), strict=True):
+        held = has if all(has) else present.tolist()  # the answer is known without waiting for a GPU
+        for parameter, gradient, ranks in zip(stepped, sums, held, strict=True):
             parameter.grad = gradient.view_as(parameter) if ranks else None
 
 
@@ -362,9 +366,10 @@ def choose_sharding(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / max(1, sum(p.numel() for p in model.parameters()))
     text = f"{share:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
+    steps_fit = BYTES_OF_STEPS * trained <= STEPS_FIT * memory_bytes
     if needed <= SMALL_STATE:
         return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}{unused}")
-    if share < SMALL_SHARE and needed <= FITS * memory_bytes:
+    if steps_fit and needed <= FITS * memory_bytes:
         return Choice(False, text + unused)
     check_can_shard(model)
     return Choice(True, text)
@@ -401,13 +406,12 @@ def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the global 2-norm of the gradients, a float32 scalar on the CPU; a collective call if they are sharded."""
+    """Return the global 2-norm of the gradients, a float32 scalar on their device; a collective call if they are sharded."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    return full_tensor(norm).float().cpu()
+    return full_tensor(norm).float()
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
     """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
     if max_norm > 0 and parameters:
-        device = parameters[0].device
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(device), foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, to_device(norm, parameters[0].device), foreach=True)

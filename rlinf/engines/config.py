@@ -24,8 +24,11 @@ class VllmOptions:
         "Bytes of the key-value cache; null: enough for all envs, on a GPU what gpu_memory_utilization leaves.",
         minimum=1,
     )
-    gpu_memory_utilization: float = option(
-        0.3, "Share of the GPU's memory that the engine may take, weights included.", minimum=0, maximum=1
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the GPU's memory that the engine may take, weights included; null: 0.8, or on a GPU with the policy what that leaves.",
+        minimum=0,
+        maximum=1,
     )
     tensor_parallel_size: int = option(1, "GPUs over which the engine splits the model.", minimum=1)
     enforce_eager: bool = option(True, "Do not compile the model or capture CUDA graphs.")

@@ -265,6 +265,7 @@ class VllmEngine:
     def _rouse(self) -> None:
         if self._is_asleep:
             self._is_asleep = False
+            torch.cuda.empty_cache()  # the engine cannot take memory that this process only keeps for later
             self._call("wake", None)
 
     def _push(self, source: WeightSource) -> None:

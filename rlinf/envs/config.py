@@ -10,6 +10,13 @@ from rlinf.errors import ConfigError, closest, did_you_mean
 from rlinf.memory import num_cores
 from rlinf.options import option, override_text
 
+SMALL_GPU = 40 * 10**9
+"""Bytes of a GPU below which simulators that draw on it leave too little to the policy."""
+FEW_SIMULATORS = 8
+"""Simulator processes that may draw on such a GPU, over all worker threads of a rollout."""
+SIMULATOR_BYTES = 250 * 10**6
+"""Bytes of a GPU that a process with a graphics context takes: an assumption."""
+
 
 @dataclass
 class EnvConfig:
@@ -53,8 +60,8 @@ class ProcessEnvConfig(EnvConfig):
     num_processes: int | None = option(
         None,
         "Worker processes of the simulators, for each worker thread of a rollout and for the evaluation; null: one per core, "
-        "shared by threads and ranks, and at most one per env; 0: none, the simulators run in the calling process, without "
-        "deadlines and restarts.",
+        "shared by threads and ranks, at most one per env, and 8 over all threads where they draw on a GPU of less than 40 GB; "
+        "0: none, the simulators run in the calling process, without deadlines and restarts.",
         minimum=0,
     )
     step_timeout_s: float = option(60, "Seconds that one env step or one picture may take.", minimum=0.1)
@@ -64,17 +71,37 @@ class ProcessEnvConfig(EnvConfig):
     )
 
 
-def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:
-    """Return how many threads play ``num_envs`` envs best: two, or one if a step costs less than handing it over."""
+ROWS_OF_GPU_LANE = 32
+"""Rows below which a policy call on a GPU takes as long with half of them: its time is the launch of its kernels."""
+
+
+def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: bool = False) -> int:
+    """Return how many threads play ``num_envs`` envs best: two, or one if two cost more.
+
+    They do where a step costs less than handing it over, and on a GPU where each would have fewer than ``ROWS_OF_GPU_LANE`` rows.
+    """
+    if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_LANE:
+        return 1
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
     return 1 if num_envs == 1 or (in_process and not config.cameras) else 2
 
 
-def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
-    """Return the settings of one of ``num_sharers`` envs that step at the same time: its share of processes, unless set."""
+def with_share_of_cores(config: EnvConfig, num_sharers: int, most: int | None = None) -> EnvConfig:
+    """Return the settings of one of ``num_sharers`` envs that step at the same time: its share of processes, unless set.
+
+    It has at most ``most`` of them, if given.
+    """
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config
-    return replace(config, num_processes=max(1, num_cores() // num_sharers))
+    share = max(1, num_cores() // num_sharers)
+    return replace(config, num_processes=share if most is None else min(share, most))
+
+
+def most_simulators(config: EnvConfig, gpu_bytes: int | None, num_threads: int) -> int | None:
+    """Return how many processes each of ``num_threads`` envs of a rank may have on a GPU of ``gpu_bytes``; None: any number."""
+    if gpu_bytes is None or gpu_bytes >= SMALL_GPU or not config.cameras:
+        return None
+    return max(1, FEW_SIMULATORS // num_threads)
 
 
 def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:

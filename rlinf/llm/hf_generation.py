@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig as HFGenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -175,10 +176,11 @@ def generate_tokens(
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     uniforms = _uniforms(data, config.max_new_tokens, random) if config.do_sample and not greedy else None
-    columns, banned = None, media_tokens(model.config)
+    device = next(model.parameters()).device  # to which all that a step needs goes once, and not at each token
+    columns, banned = None, torch.tensor(media_tokens(model.config), dtype=torch.int64, device=device)
     if config.allowed_token_ids is not None:
-        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
-        banned = []
+        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=device)
+        banned = banned[:0]
     responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
@@ -186,12 +188,13 @@ def generate_tokens(
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
-        sampler = _Sampler(config, None if uniforms is None else uniforms[rows], columns, banned)
+        drawn = None if uniforms is None else uniforms[rows].to(device)
+        sampler = _Sampler(config, drawn, columns, banned)
         inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
         settings = {"max_new_tokens": allowed, "pad_token_id": pad, "eos_token_id": ends or None}
         completions = _continue(model, prompts, inputs, sampler, settings)
         for row, (tokens, scores) in zip(rows, completions, strict=True):
-            responses[row], logprobs[row] = tokens.to(ids.device), scores.to(ids.device)
+            responses[row], logprobs[row] = tokens, scores
     prompts = [row[:length].long() for row, length in zip(ids, prompt_lengths, strict=True)]
     extra = {key: value for key, value in data.items() if key not in _CONSUMED}
     return BatchedDataDict({**extra, **generation_output(prompts, responses, logprobs, pad)})
@@ -217,15 +220,16 @@ def _continue(
     model: Any, prompts: list[Tensor], inputs: dict[str, Tensor], sampler: _Sampler, settings: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the response tokens and their log-probabilities of each prompt; ``settings`` go to ``generate``."""
-    device = next(model.parameters()).device
+    home, device = prompts[0].device, next(model.parameters()).device
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=device)
+    ids = torch.full((len(prompts), width), settings["pad_token_id"], dtype=torch.long, device=home)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt.to(device)
+        ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
         for key in TOKEN_TYPE_KEYS & inputs.keys():
             inputs[key][row] = inputs[key][row].roll(width - len(prompt))
+    ids, mask = to_device(ids, device), to_device(mask, device)  # whole, and not row by row
     sampler.prompt_mask = mask.bool()
     own, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
@@ -241,8 +245,8 @@ def _continue(
             )
     finally:
         model.generation_config = own
-    tokens, logprobs = sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
-    ends = torch.tensor(settings["eos_token_id"] or [], device=device, dtype=tokens.dtype)
+    tokens, logprobs = sequences[:, width:].to(home), torch.stack(sampler.logprobs, dim=1).to(home)
+    ends = torch.tensor(settings["eos_token_id"] or [], device=home, dtype=tokens.dtype)
     ended = torch.isin(tokens, ends)
     counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
     return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]
@@ -257,10 +261,10 @@ class _Sampler(LogitsProcessor):
 
     prompt_mask: Tensor
 
-    def __init__(
-        self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: list[int]
-    ) -> None:
-        self.config, self.uniforms, self.columns, self.banned = config, uniforms, columns, banned
+    def __init__(self, config: SamplingConfig, uniforms: Tensor | None, columns: Tensor | None, banned: Tensor) -> None:
+        self.config, self.columns, self.banned = config, columns, banned
+        # A uniform number that rounds to 1 would draw the last token even at probability 0.
+        self.uniforms = None if uniforms is None else uniforms.clamp(max=1 - 1e-6)
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
         if config.top_k is not None:
@@ -270,13 +274,13 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = self._allowed(self._penalize(input_ids, scores.float())) / self.config.temperature
-        logits[:, self.banned] = -torch.inf
+        if len(self.banned):
+            logits.index_fill_(1, self.banned, -torch.inf)
         if self.uniforms is None:
             tokens = logits.argmax(-1)
         else:
-            uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
-            # A uniform number that rounds to 1 would draw the last token even at probability 0.
-            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
+            uniforms = self.uniforms[:, len(self.logprobs)]
+            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms)
         self.logprobs.append(token_logprobs(self._allowed(scores), tokens, self.config.temperature)[0])
         tokens = tokens if self.columns is None else self.columns[tokens]
         return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)

@@ -33,14 +33,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) -> None:
+def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: bool) -> None:
     """Set how the blocks of a model (without blocks, its direct submodules) run where gradients are needed, in place.
 
     The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it.
 
     Args:
         model: Model; ``recomputed`` needs repeated blocks.
-        recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016).
+        recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016). A number: of so
+            many blocks, the first ones of ``repeated_blocks``.
         compiled: Run each block through ``torch.compile``.
     """
     if not (recomputed or compiled):
@@ -51,8 +52,9 @@ def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) 
             f"{type(model).__name__} has no repeated blocks (fsdp_wrap_modules), whose activations could be recomputed.",
             gradient_checkpointing=False,
         )
-    for block in blocks or model.children():
-        block.forward = partial(_forward, block, recomputed, compiled)
+    number = len(blocks) if recomputed is True else recomputed
+    for place, block in enumerate(blocks or model.children()):
+        block.forward = partial(_forward, block, place < number, compiled)
 
 
 def _forward(block: nn.Module, recomputed: bool, compiled: bool, *args: Any, **kwargs: Any) -> Any:

@@ -160,10 +160,10 @@ def _load(
     if entry.acts and cfg.cuda_graph:
         model.check_cuda_graph(config, cfg.attn_implementation)
         model.use_cuda_graph()
-    if cfg.gradient_checkpointing or cfg.compile:
+    if cfg.gradient_checkpointing is True or cfg.compile:
         from rlinf.models.blocks import set_training_options  # imports transformers
 
-        set_training_options(model, recomputed=cfg.gradient_checkpointing, compiled=cfg.compile)
+        set_training_options(model, recomputed=cfg.gradient_checkpointing is True, compiled=cfg.compile)
     if cfg.is_lora:
         from rlinf.models.lora import apply_lora  # imports peft
 

@@ -75,9 +75,11 @@ class ModelConfig:
         choices=("hidden", "pooled", "token"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    gradient_checkpointing: bool = option(
-        False,
-        "Keep the inputs of each repeated block only, and recompute the rest in the backward pass: less memory, about a third more time.",
+    gradient_checkpointing: bool | str = option(
+        "auto",
+        "true: keep the inputs of each repeated block only, and recompute the rest in the backward pass: less memory, about a third more "
+        "time. auto: of as many blocks as the GPU's memory asks for, and of none on CPUs. false: of none.",
+        choices=("auto", True, False),
     )
     compile: bool = option(
         False,
@@ -85,7 +87,8 @@ class ModelConfig:
     )
     cuda_graph: bool = option(
         False,
-        "Launch the decoding of action tokens as one CUDA graph: autoregressive OpenVLA on a GPU. See performance.md.",
+        "Act by CUDA graphs, from pixels to tokens or to the denoised chain: OpenVLA, OpenVLA-OFT, pi0 and pi0.5 on a GPU. See "
+        "performance.md.",
     )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")

@@ -13,6 +13,15 @@ from rlinf.errors import ConfigError
 
 MAX_GRAPHS = 16
 """Recordings kept; the one that was used least recently goes first."""
+FEWEST_ROWS, MOST_DOUBLED = 8, 64
+"""Bounds between which the number of rows of a recording is a power of two; above them it is a multiple of the second one."""
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of the recording that serves ``rows`` rows: a rollout that shrinks from 64 rows to 1 has four recordings."""
+    if rows > MOST_DOUBLED:
+        return -(-rows // MOST_DOUBLED) * MOST_DOUBLED
+    return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
 
 class _Recording(NamedTuple):
@@ -26,18 +35,21 @@ class _Recording(NamedTuple):
 
 
 class CudaGraphs:
-    """The recordings of one function, one for each set of shapes. Threads take turns.
+    """The recordings of one function, one for each set of shapes. Threads take turns, and so do their streams.
 
-    A copy has no recordings: they belong to the weights that they were made with.
+    The first axis of all tensors is rows, which do not depend on each other. A recording has a padded number of them
+    (``padded_rows``), the surplus with the numbers of an earlier call, so that a rollout whose rows end one after the other
+    needs few recordings. A copy has no recordings: they belong to the weights that they were made with.
     """
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, _Recording] = {}
         self._lock = threading.Lock()
         self._pool: Any = None
+        self._wait_for_last: Callable[[], None] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CudaGraphs:
-        return CudaGraphs()
+    def __reduce__(self) -> tuple[type[CudaGraphs], tuple[()]]:
+        return CudaGraphs, ()
 
     def run(
         self,
@@ -51,24 +63,30 @@ class CudaGraphs:
         Args:
             function: Its kernels depend on the shapes of its tensors only: it reads no value of a tensor in Python, and moves
                 none between devices.
-            tensors: Inputs, which are copied into the memory that the graph reads.
+            tensors: Inputs ``[B, ...]``, at least one not None, which are copied into the memory that the graph reads.
             *settings: Further arguments.
             weights: Returns the weights that the function reads. The graph reads them in place, so an update in place needs
                 no new recording; weights that have moved do.
         """
-        key = (tuple(None if t is None else (t.shape, t.dtype) for t in tensors), settings, _autocast_dtype())
+        rows = next(len(tensor) for tensor in tensors if tensor is not None)
+        shapes = tuple(None if t is None else (t.shape[1:], t.dtype) for t in tensors)
+        key = (padded_rows(rows), shapes, settings, _autocast_dtype())
         with self._lock:
+            if self._wait_for_last is not None:
+                self._wait_for_last()  # another thread's stream may still read or write the memory of the graph
             recording = self._recordings.pop(key, None)
             if recording is None or [weight.data_ptr() for weight in recording.weights] != recording.places:
-                recording = self._record(function, tensors, settings, list(weights()))
+                recording = self._record(function, tensors, settings, list(weights()), padded_rows(rows))
             self._recordings[key] = recording
             if len(self._recordings) > MAX_GRAPHS:
                 del self._recordings[next(iter(self._recordings))]
             for place, given in zip(recording.inputs, tensors, strict=True):
                 if place is not None:
-                    place.copy_(given)
+                    place[:rows].copy_(given)
             recording.launch()
-            return tuple(output.clone() for output in recording.outputs)
+            results = tuple(output[:rows].clone() for output in recording.outputs)
+            self._wait_for_last = _wait_for_present()
+            return results
 
     def _record(
         self,
@@ -76,9 +94,10 @@ class CudaGraphs:
         tensors: Sequence[Tensor | None],
         settings: tuple[Hashable, ...],
         weights: list[Tensor],
+        rows: int,
     ) -> _Recording:
         device = weights[0].device
-        inputs = [None if given is None else torch.empty_like(given, device=device).copy_(given) for given in tensors]
+        inputs = [None if given is None else _filled_up(given.to(device), rows) for given in tensors]
 
         def run() -> tuple[Tensor, ...]:
             # Autocast would cache casts of the present weights, and free them before the next launch.
@@ -90,6 +109,18 @@ class CudaGraphs:
             self._pool = _new_pool(device)
         launch, outputs = _capture(run, self._pool)
         return _Recording(inputs, outputs, launch, weights, [weight.data_ptr() for weight in weights])
+
+
+def _filled_up(tensor: Tensor, rows: int) -> Tensor:
+    """Return a copy with ``rows`` rows: all of ``tensor``, then its last one again."""
+    return torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+def _wait_for_present() -> Callable[[], None]:
+    """Return a function that lets the stream of its caller wait for all work that is on the present stream now."""
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: torch.cuda.current_stream().wait_event(event)
 
 
 def _autocast_dtype() -> torch.dtype | None:

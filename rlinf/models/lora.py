@@ -62,11 +62,22 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     except ValueError as error:
         found = f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}"
         raise ConfigError(f"{found}: {error}") from error
+    _match_formats_on_meta(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
     if lora_path is not None:
         _load_adapter(model, Path(lora_path))
     return model
+
+
+def _match_formats_on_meta(model: nn.Module) -> None:
+    """Give adapters on the meta device the number format of their base weights; PEFT does so on all other devices."""
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            dtype = layer.get_base_layer().weight.dtype
+            for name, parameter in layer.named_parameters():
+                if parameter.is_meta and "lora_" in name and dtype.is_floating_point:
+                    parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

@@ -42,7 +42,12 @@ def autocast(model: nn.Module, precision: str) -> AbstractContextManager:
     """Return the context in which a model computes: bf16 autocast for ``bf16-mixed``. Rollout and training use the same."""
     if precision != "bf16-mixed":
         return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
+    return torch.autocast(autocast_type(next(model.parameters())), torch.bfloat16)
+
+
+def autocast_type(tensor: torch.Tensor) -> str:
+    """Return the device type whose autocast a tensor obeys; the meta device has none, and takes the name of the CPU's."""
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def heads_in_float32(model: Any) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
+
+COPIES_AT_ONCE = {"cuda": 2**28, "cpu": 2**18}
+"""By device, bytes of float32 copies of 16-bit gradients that are made before they are added; a CPU keeps so many in its cache."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -42,6 +46,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.masters = [known[p] if p in known else _master(p) for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
+        self._pairs = [pair for pair in self._master_of.items() if pair[0] is not pair[1]]
         stepped = [group | {"params": [self._master_of[p] for p in group["params"]]} for group in groups]
         super().__init__(stepped, fused=True, **settings)
         for group in self.param_groups:
@@ -66,23 +71,50 @@ class MasterAdamW(torch.optim.AdamW):
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
+    @torch.no_grad()
     def gather_gradients(self) -> None:
         """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        for part in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
+            gradients = [torch.empty_like(master) for _, master in part]
+            torch._foreach_copy_(_own(gradients), _own([parameter.grad for parameter, _ in part]))
+            earlier, later = [], []
+            for (parameter, master), gradient in zip(part, gradients, strict=True):
                 parameter.grad = None
+                if master.grad is None:
+                    master.grad = gradient
+                else:
+                    earlier.append(master.grad)
+                    later.append(gradient)
+            if earlier:
+                torch._foreach_add_(_own(earlier), _own(later))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step the masters by the gathered gradients, and round them to the parameters."""
         self.gather_gradients()
         super().step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        if self._pairs:
+            torch._foreach_copy_(*(_own(side) for side in zip(*self._pairs, strict=True)))
+        for _, master in self._pairs:
+            master.grad = None
+
+
+def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Split parameters and masters, so that float32 copies of the gradients of a part take about ``COPIES_AT_ONCE``."""
+    part, size = [], 0
+    for pair in pairs:
+        part.append(pair)
+        size += pair[1].numel() * torch.float32.itemsize
+        if size >= COPIES_AT_ONCE[pair[1].device.type]:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _own(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of tensors, for operations on many tensors at once."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

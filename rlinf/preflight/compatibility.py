@@ -94,7 +94,7 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
 def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that activations can be recomputed, and that there is a compiler, where the model section asks for them."""
     model = config.model
-    if model.gradient_checkpointing and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
+    if model.gradient_checkpointing is True and policy is not None and not getattr(policy[0], "fsdp_wrap_modules", ()):
         found = (
             f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
         )
@@ -107,7 +107,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
 
 
 def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that there is a GPU for ``model.cuda_graph``, and a policy that decodes token by token."""
+    """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
     device = resolve_device(config.cluster.device, 1)
     if device != "cuda":
         refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")

@@ -21,15 +21,10 @@ from rlinf.number_formats import format_bytes
 from rlinf.preflight.derived import learns_head, sharding_choice
 from rlinf.preflight.placement import Placement
 
-NOT_COUNTED = (
-    "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
-    "gathered layer\nof a sharded model, 16-bit copies of trained weights (model.precision=bf16-mixed), simulators and libraries"
-)
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank. ``NOT_COUNTED`` lists what it leaves out.
+    """Bytes on one rank, without those of passes (``rlinf.preflight.gpu_memory``).
 
     Attributes:
         num_parameters: Parameters of the policy.
@@ -44,6 +39,7 @@ class MemoryEstimate:
         rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of a head on a frozen policy, the
             replay buffer and demonstrations.
         num_players: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
+        is_sharded: The weights are gathered layer by layer.
     """
 
     num_parameters: int
@@ -57,12 +53,17 @@ class MemoryEstimate:
     engine: int
     rollout_buffer: int
     num_players: int = 0
+    is_sharded: bool = False
+
+    @property
+    def trainer(self) -> int:
+        """Bytes of what trains."""
+        return self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
 
     @property
     def total(self) -> int:
         """Bytes of one rank and of its players; without players, its two roles share a process."""
-        trainer = self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
-        return trainer + max(1, self.num_players) * (self.rollout_weights + self.engine) + self.rollout_buffer
+        return self.trainer + max(1, self.num_players) * (self.rollout_weights + self.engine) + self.rollout_buffer
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return ``(role, part, size)`` for a table; parts of size 0 are left out."""
@@ -82,12 +83,17 @@ class MemoryEstimate:
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
 
-def estimate_memory(config: RunConfig) -> MemoryEstimate:
-    """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder."""
-    model = policy_on_meta_device(config)
+def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any = None) -> MemoryEstimate:
+    """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder.
+
+    Args:
+        gpu_bytes: Memory of each rank's GPU, which need not be there; None: this machine is asked.
+        model: Result of ``policy_on_meta_device``; None: it is built.
+    """
+    model = policy_on_meta_device(config) if model is None else model
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     trainer, ranks = config.trainer, config.cluster.num_processes
-    memory = rank_memory_bytes(resolve_device(config.cluster.device, 1), ranks)
+    memory = gpu_bytes or rank_memory_bytes(resolve_device(config.cluster.device, 1), ranks)
     choice = sharding_choice(config, model, ranks, memory)
     state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
@@ -114,16 +120,18 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         optimizer=state.moments,
         rollout_weights=all_bytes if choice.sharded or players else 0,
         reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
-        engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
+        engine=engine_bytes(config, model, all_bytes, gpu_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=buffer,
         num_players=players // ranks,
+        is_sharded=choice.sharded,
     )
 
 
-def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
+def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
     """Return the bytes of the vLLM engine of a rank or player and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
 
-    On a GPU without a configured cache size, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
+    On a GPU (of ``gpu_bytes``; None: the one that is there) without a configured cache size, the engine takes the share
+    ``rollout.vllm.gpu_memory_utilization``.
     """
     if config.rollout.backend != "vllm":
         return 0
@@ -131,9 +139,12 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
 
     options, ranks = config.rollout.vllm, config.cluster.num_processes
     num_envs = config.rollout.num_envs // (Placement.of(config).num_players or ranks)
-    cache = engine_arguments(model, options, num_envs)["kv_cache_memory_bytes"]
-    if cache is None:
-        return 2 * BUCKET_BYTES["cuda"] + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
+    arguments = engine_arguments(model, options, num_envs)
+    cache = arguments["kv_cache_memory_bytes"]
+    if gpu_bytes is None and cache is None:
+        gpu_bytes = torch.cuda.mem_get_info()[1]
+    if gpu_bytes is not None and options.kv_cache_memory_bytes is None:
+        return 2 * BUCKET_BYTES["cuda"] + int(arguments["gpu_memory_utilization"] * gpu_bytes)
     return weights + min(weights, 2 * BUCKET_BYTES["cpu"]) + cache
 
 

@@ -27,7 +27,7 @@ from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import Packer, PromptPacker
-from rlinf.recipes.plan import why_no_engine
+from rlinf.recipes.plan import make_plan, share_of_engine, why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
@@ -348,6 +348,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
         who = "The trained model generates" if places is None else "Players generate in torch"
         logger.warning("rollout.backend=%s is not used: %s. %s", rollout.backend, reason, who)
         return None
+    plan = make_plan(config, world_size()) if places is None else None
     return {
         "model_name": policy.model_name,
         "max_new_tokens": rollout.max_response_length,
@@ -355,7 +356,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
         "seed": config.train.seed or 0,
         "vllm_cfg": {
             "tensor_parallel_size": rollout.parallelism.tp_size,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "gpu_memory_utilization": share_of_engine(config, plan),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "max_model_len": policy.config.max_model_len,
             "dtype": config.train.param_dtype,

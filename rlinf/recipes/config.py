@@ -233,7 +233,12 @@ class RolloutConfig:
     n_generation: int = option(16, "Answers to each prompt: a group.", minimum=1)
     batch_size: int = option(1, "Prompts whose answers are generated together.", minimum=1)
     max_response_length: int = option(2048, "Most tokens of an answer.", minimum=1)
-    gpu_memory_utilization: float = option(0.8, "Share of a GPU's memory that the engine takes.", minimum=0, maximum=1)
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a GPU's memory that the engine takes; null: 0.8, or on a GPU with the policy what that leaves.",
+        minimum=0,
+        maximum=1,
+    )
     enable_chunked_prefill: bool = option(False, "Let the engine read long prompts in parts.")
 
 

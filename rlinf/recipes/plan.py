@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from rlinf.distributed.parallel import StateBytes
+from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
+from rlinf.engines.share import ALONE, engine_share
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
@@ -236,30 +237,71 @@ def describe_players(plan: Plan) -> str:
     return f"{plan.players}, in processes that Ray starts; {whose}"
 
 
-def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
-    """Return what the weights take on a GPU of each role, from the model's shapes alone."""
-    name = config.policy.model_name_or_path
-    if not is_local(name):
-        return [("memory", f"unknown: the config.json of {name} is not on this machine")]
-    try:
-        model = model_shapes(name, dtype=torch_dtype_of(config.train.param_dtype))
-    except RLinfError as error:
-        return [("memory", f"unknown: {error}")]
+class Sizes(NamedTuple):
+    """Bytes of the trained model: what a rank trains it with, and its weights alone."""
+
+    count: int
+    weights: int
+    state: StateBytes
+
+
+def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
+    """Count a model by its shapes alone; its configuration must be on this machine."""
+    model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count = sum(p.numel() for p in model.parameters())
     lora = config.policy.lora
     if lora is not None:
         apply_lora(model, LoraConfig(**lora.settings()))
-    state = StateBytes.of(model, plan.shards if plan.shards > 1 else None)
+    return Sizes(count, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
+
+
+def share_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
+    """Return the share of its GPU that an engine takes. Raise ConfigError if it does not fit beside the policy there.
+
+    ``plan`` is None in a run with players, whose engines have GPUs of their own.
+    """
+    given = config.rollout.gpu_memory_utilization
+    if plan is None or plan.players or config.policy.device == "cpu" or not torch.cuda.is_available():
+        return ALONE if given is None else given
+    sizes = sizes_of(config, plan)
+    whole = sizes.weights if plan.shards > 1 else 0  # shards are gathered while the engine generates
+    return engine_share(
+        given,
+        rank_memory_bytes("cuda", 1),
+        sizes.state.total + whole,
+        sizes.weights,
+        key="rollout.gpu_memory_utilization",
+        apart="mode=disaggregated" if config.policy.lora is not None else "mode=disaggregated, or policy.lora.r=8",
+    )
+
+
+def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
+    """Return what the weights take on a GPU of each role, from the model's shapes alone.
+
+    Raise ConfigError if an engine does not fit beside the policy on the same GPU.
+    """
+    name = config.policy.model_name_or_path
+    if not is_local(name):
+        return [("memory", f"unknown: the config.json of {name} is not on this machine")]
+    try:
+        sizes = sizes_of(config, plan)
+    except RLinfError as error:
+        return [("memory", f"unknown: {error}")]
+    state = sizes.state
     parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
     lines = [
-        ("memory", f"{count:,} weights; {NOT_COUNTED}"),
+        ("memory", f"{sizes.count:,} weights; {NOT_COUNTED}"),
         ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":
-        has_engine = plan.players and plan.tp_size
-        takes = f"; the engine takes {config.rollout.gpu_memory_utilization:.0%} of the GPU" if has_engine else ""
-        lines.append(("  rollout", f"weights {format_bytes(weights // (plan.tp_size if has_engine else 1))}{takes}"))
+        takes = ""
+        if plan.tp_size:
+            takes = f"; the engine takes {share_of_engine(config, plan):.0%} of the GPU"
+        has_gpus = plan.players and plan.tp_size
+        lines.append(
+            ("  rollout", f"weights {format_bytes(sizes.weights // (plan.tp_size if has_gpus else 1))}{takes}")
+        )
     return lines
 
 

@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.lane import Lane
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
@@ -62,6 +63,7 @@ class _WorkerThread:
 
     env: VectorEnv
     executor: ThreadPoolExecutor
+    lane: Lane
 
 
 class _Recorder:
@@ -111,6 +113,7 @@ class RolloutCollector:
         num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
+        device: Of the policy, ``cpu`` or ``cuda``.
     """
 
     make_env: Callable[[int], VectorEnv]
@@ -124,12 +127,15 @@ class RolloutCollector:
     num_ranks: int = 1
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     offload_envs: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self._stop = Event()
         self.blocks = own_blocks(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         self.worker_threads = [
-            _WorkerThread(self.make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
+            _WorkerThread(
+                self.make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"), Lane(self.device)
+            )
             for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
         ]
 
@@ -185,7 +191,7 @@ class RolloutCollector:
             if not len(ids):
                 continue
             rollout = _Rollout(
-                self, thread.env, model, recorder, env_ids=ids, columns=columns,
+                self, thread.env, thread.lane, model, recorder, env_ids=ids, columns=columns,
                 uniforms=self._uniforms(ids, model.num_uniforms, step, attempt), step=step, attempt=attempt,
                 policy_version=policy_version,
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
@@ -232,6 +238,7 @@ class _Rollout:
 
     collector: RolloutCollector
     env: VectorEnv
+    lane: Lane
     model: ActionModel
     recorder: _Recorder
     _: KW_ONLY
@@ -275,7 +282,7 @@ class _Rollout:
         alive = np.ones(count, dtype=bool)
         chunks: list[ChunkStep] = []
         tokens, logprobs, values, alives, episode_ids, episodes = [], [], [], [], [], []
-        with self.collector.autocast():
+        with self.collector.autocast(), self.lane.running():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():
                     raise CancelledError
@@ -284,13 +291,16 @@ class _Rollout:
                     seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
                     seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
                     self.recorder.write(t, self.columns.start + live, seen)
-                    inputs = {"uniforms": self.uniforms[t, live], **model.preprocess(seen)}
+                    inputs = {"uniforms": self.lane.send(self.uniforms[t, live]), **model.preprocess(seen)}
                     with record_function("policy call"):
                         prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
-                    tokens.append(_spread(prediction.sequences[:, -model.num_sampled :].cpu(), live, count))
-                    logprobs.append(_spread(model.rollout_logprobs(prediction, temperature).cpu(), live, count))
-                    values.append(_spread(prediction.values.cpu(), live, count))
-                    actions = _spread(prediction.actions.cpu(), live, self.env.num_envs).numpy()
+                        sampled = prediction.sequences[:, -model.num_sampled :]
+                        scored = model.rollout_logprobs(prediction, temperature)
+                        results = (sampled, scored, prediction.values, prediction.actions)
+                        *kept, acted = self.lane.fetch(results)
+                    for parts, part in zip((tokens, logprobs, values), kept, strict=True):
+                        parts.append(_spread(part, live, count))
+                    actions = _spread(acted, live, self.env.num_envs).numpy()
                 else:
                     for parts in (tokens, logprobs, values):
                         parts.append(torch.zeros_like(parts[-1]))
@@ -375,7 +385,7 @@ class _Rollout:
         for start in range(0, len(where), block):
             places = where[start : start + block]
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
-            values = self.model.predict_values(**inputs).cpu()
+            (values,) = self.lane.fetch((self.model.predict_values(**inputs),))
             batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values
 
 

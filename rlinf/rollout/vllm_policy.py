@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
+from rlinf.engines.share import ALONE
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
@@ -48,7 +49,7 @@ class VllmPolicy:
         self.engine = VllmEngine(
             EngineSpec(
                 model_class=self.adapter.model_class,
-                config=model.config,
+                config=self.adapter.engine_config(model),
                 engine_args=engine_arguments(model, options, num_envs),
                 num_threads=num_threads,
                 settings_key="rollout.vllm",
@@ -112,7 +113,7 @@ class VllmPolicy:
             "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
         }  # fmt: skip
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
-        prompts = self.adapter.prompts(self.model.config, inputs)
+        prompts = self.adapter.prompts(self.model, inputs)
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
@@ -163,7 +164,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
         "max_model_len": max_model_len,
         "max_num_seqs": num_envs,
         "kv_cache_memory_bytes": memory,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "gpu_memory_utilization": ALONE if options.gpu_memory_utilization is None else options.gpu_memory_utilization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,
         "enable_sleep_mode": torch.cuda.is_available() and options.sleep,

@@ -47,6 +47,9 @@ METRICS: dict[str, Metric] = {
         "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where "
         "all are smaller).", "1"),
     "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run went on (16 bits), else 0.", "1"),
+    "rollout/scored_fraction": Metric(
+        "Share of the policy calls of a rollout that the trainer scored, under `algorithm.old_logprobs=rollout`: the sample of the "
+        "parity gate; 1 where that exceeded the limit. Gaps and ratios above are over these calls.", "1"),
     "rollout/reward_mean": Metric(
         "Mean reward of the answers of a recipe, weighted sum of its parts; `rollout/reward_mean/<part>`: of a "
         "part, unweighted.", "reward"),

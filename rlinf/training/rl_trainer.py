@@ -27,7 +27,7 @@ from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
-from rlinf.rollout.parity import importance_ratios
+from rlinf.rollout.parity import EXCEEDED, importance_ratios
 from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Clock, Parts
@@ -236,11 +236,47 @@ class RLTrainer(ActionTrainer):
         replace_envs(batch, columns, more, ~self.algorithm.uninformative_envs(more))
 
     def _score(self, batch: RolloutBatch) -> None:
-        """Fill in the trainer's own numbers; with a KL penalty also the log-probabilities of the reference."""
+        """Fill in log-probabilities and values before the update; with a KL penalty also the log-probabilities of the reference.
+
+        Under ``algorithm.old_logprobs=rollout`` they are the rollout's, which ``_check`` compares with a sample of the trainer's.
+        """
+        if self.algorithm.config.old_logprobs == "rollout":
+            batch.old_logprobs, batch.values = self._rollout_numbers(batch)
+            return
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:
             with self.reference.in_place():
                 batch.ref_logprobs, _ = self.worker.evaluate(batch)
+
+    def _rollout_numbers(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Return the rollout's log-probabilities and values as ``TrainWorker.evaluate`` returns the trainer's."""
+        values = batch.rollout_values
+        if values is None and self.algorithm.needs_values:
+            raise ConfigError(
+                "algorithm.old_logprobs=rollout, and the rollout has no values; required: a policy that predicts them. "
+                "Set algorithm.old_logprobs=trainer"
+            )
+        values = torch.zeros(batch.loss_mask.shape) if values is None else values
+        valid = batch.loss_mask
+        return torch.where(valid.unsqueeze(-1), batch.rollout_logprobs, 0.0), torch.where(valid, values, 0.0)
+
+    def _scored_sample(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """Return a rollout of one policy call of each env, other ones at each step, with the trainer's numbers of them."""
+        blocks = self.collector.blocks
+        first_env = blocks.start * (batch.loss_mask.shape[1] // len(blocks))
+        sampled = one_call_of_each_env(batch, step + first_env)
+        sampled.old_logprobs, sampled.values = self.worker.evaluate(sampled)
+        return sampled
+
+    def _check_sample(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """Compare rollout and trainer in one policy call of each env. If they differ and the run goes on, score the whole rollout."""
+        sampled = self._scored_sample(batch, step)
+        metrics = self.gate.check(sampled, step)
+        num_scored, num_valid = sum_counts(int(sampled.loss_mask.sum()), int(batch.loss_mask.sum()))
+        if metrics[EXCEEDED]:
+            batch.old_logprobs, batch.values = self.worker.evaluate(batch)
+            num_scored = num_valid
+        return metrics | {"rollout/scored_fraction": num_scored / max(1, num_valid)}
 
     def _check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Compare rollout and trainer at the weights that have played, and say how old these are.
@@ -251,14 +287,13 @@ class RLTrainer(ActionTrainer):
         played = issued.ahead.policy_version
         if issued.ahead.updated:
             self.gate.policy_was_updated()
-        if issued.weights is None or played == version:
+        if self.algorithm.config.old_logprobs == "rollout":
+            metrics = self._check_sample(batch, step)
+        elif issued.weights is None or played == version:
             metrics = self.gate.check(batch, step)
         else:
-            blocks = self.collector.blocks
-            first_env = blocks.start * (batch.loss_mask.shape[1] // len(blocks))
-            sampled = one_call_of_each_env(batch, step + first_env)
             with issued.weights.in_place():
-                sampled.old_logprobs, sampled.values = self.worker.evaluate(sampled)
+                sampled = self._scored_sample(batch, step)
             metrics = self.gate.check(sampled, step) | importance_ratios(batch)
         metrics["rollout/staleness_iterations"] = issued.ahead.lag
         return metrics | {"rollout/staleness_updates": version - played}

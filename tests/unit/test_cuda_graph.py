@@ -1,4 +1,4 @@
-"""The decoding of OpenVLA as a CUDA graph, as far as a machine without a GPU can show it.
+"""The kernels of OpenVLA, OpenVLA-OFT and pi0 as CUDA graphs, as far as a machine without a GPU can show it.
 
 ``Tape`` does on the CPU what a CUDA graph does: it keeps the operations that a function ran and the tensors that they read and
 wrote, and runs these again without any Python of the function. On the device "meta", which holds no numbers, an operation that
@@ -22,7 +22,10 @@ from rlinf.models import build_policy, cuda_graph, get_model
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules import float32
 from rlinf.preflight.validation import validate
-from tests.unit.test_openvla_model import build, observe
+from tests.unit import test_openvla_oft as oft
+from tests.unit import test_pi0_model as pi0
+from tests.unit.test_openvla_model import build
+from tests.unit.test_openvla_model import observe as four_rows
 
 READS_A_NUMBER = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
@@ -54,6 +57,11 @@ def tensors_of(made):
     return [each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, torch.Tensor)]
 
 
+def observe(kind):
+    """Eight rows: a recording has as many, so that its matrix products have the shapes of the policy's own."""
+    return four_rows(kind).select([0, 1, 2, 3, 3, 2, 1, 0])
+
+
 @pytest.fixture
 def tapes(monkeypatch):
     """Use tapes for graphs; returns the list of those recorded."""
@@ -68,6 +76,7 @@ def tapes(monkeypatch):
 
     monkeypatch.setattr(cuda_graph, "_capture", capture)
     monkeypatch.setattr(cuda_graph, "_new_pool", lambda device: "pool")
+    monkeypatch.setattr(cuda_graph, "_wait_for_present", lambda: lambda: None)
     return recorded
 
 
@@ -76,9 +85,9 @@ def act(model, observation, seed=0, **settings):
     return model.predict_action_batch(**model.preprocess(observation), uniforms=uniforms, **settings)
 
 
-def assert_equal(found, expected):
+def assert_equal(found, expected, atol=0.0):
     for name, ours, theirs in zip(found._fields, found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, msg=name)
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["autoregressive", "fused_towers"])
@@ -93,18 +102,103 @@ def test_a_graph_acts_as_the_policy_does(tapes, kind, attention):
     assert_equal(act(model, observation), first)
     assert len(tapes) == 1
     for seed in (1, 2):  # another draw, then other images and instructions of the same shapes
-        rows = observation.select([3, 1, 0, 2] if seed == 2 else [0, 1, 2, 3])
+        rows = observation.select([3, 1, 0, 2, 0, 0, 1, 2] if seed == 2 else list(range(8)))
         found = act(model, rows, seed)
         assert_equal(found, act(plain, rows, seed))
         assert not torch.equal(found.sequences, first.sequences), "control: it is another draw"
     assert len(tapes) == 1, "nothing is recorded again"
     assert_equal(act(model, observation, do_sample=False), act(plain, observation, do_sample=False))
     assert_equal(act(model, observation, temperature=0.5), act(plain, observation, temperature=0.5))
-    few = observation.select([1, 2])
-    assert_equal(act(model, few), act(plain, few))
-    assert len(tapes) == 4, "greedy, another temperature and another number of rows each have a graph of their own"
+    assert len(tapes) == 3, "greedy and another temperature each have a graph of their own"
+    few = observation.select([1, 2, 3])
+    assert_equal(act(model, few), act(plain, few), atol=1e-5)
     assert_equal(act(model, observation), first)
-    assert len(tapes) == 4, "the first one still serves"
+    assert len(tapes) == 3, "the first one still serves, fewer rows too"
+
+
+@pytest.mark.parametrize("rows, padded", [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 128), (129, 192)])
+def test_rows_of_a_recording(rows, padded):
+    assert cuda_graph.padded_rows(rows) == padded
+
+
+@pytest.mark.parametrize("padded, num_recordings", [(None, 4), (lambda rows: rows, 64)])
+def test_a_rollout_that_shrinks_from_64_rows_to_1_has_four_recordings(tapes, monkeypatch, padded, num_recordings):
+    """With a recording for each number of rows (the control) it has 64."""
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 64)
+    if padded is not None:
+        monkeypatch.setattr(cuda_graph, "padded_rows", padded)
+    graphs, weight = CudaGraphs(), torch.full((3,), 2.0)
+
+    def scaled(x, ids):
+        return x * weight, ids + 1
+
+    for rows in range(64, 0, -1):
+        x, ids = torch.rand(rows, 3), torch.arange(rows)
+        found = graphs.run(scaled, [x, ids], weights=lambda: [weight])
+        for ours, theirs in zip(found, scaled(x, ids), strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(tapes) == num_recordings
+
+
+def test_a_launch_waits_for_the_one_before_it_on_any_stream(tapes, monkeypatch):
+    """Streams of different threads share the memory of a recording."""
+    events, numbers = [], iter(range(3))
+
+    def mark():
+        number = next(numbers)
+        events.append(f"end of {number}")
+        return lambda: events.append(f"wait for {number}")
+
+    monkeypatch.setattr(cuda_graph, "_wait_for_present", mark)
+    graphs, weight = CudaGraphs(), torch.ones(1)
+    for _ in range(3):
+        graphs.run(lambda x: (x * weight,), [torch.ones(8)], weights=lambda: [weight])
+    assert events == ["end of 0", "wait for 0", "end of 1", "wait for 1", "end of 2"]
+
+
+@pytest.mark.parametrize("kind", ["parallel", "oft", "oft l1", "pi0", "pi0.5", "pi0.5 joint"])
+def test_policies_that_do_not_decode_token_by_token_act_by_a_graph_too(tapes, kind):
+    if kind == "parallel":
+        plain, model, rows = build(kind), build(kind, cuda_graph=True), observe(kind)
+    elif kind.startswith("oft"):
+        head = "l1" if "l1" in kind else "everything"
+        plain, model = oft.build(head), oft.build(head, cuda_graph=True)
+        rows = oft.observe([0, 1, 2, 3, 3, 2, 1, 0])
+    else:
+        settings = {"pi05": "0.5" in kind, "joint_logprob": "joint" in kind}
+        plain, model, rows = pi0.make(**settings), pi0.make(**settings), pi0.observe(8)
+        model.check_cuda_graph(model.config, "sdpa")
+        model.use_cuda_graph()
+    atol = 1e-5 if kind.startswith("pi0") else 0.0  # whose prompts are filled up
+    first = act(plain, rows)
+    assert_equal(act(model, rows), first, atol)
+    assert_equal(act(model, rows, 1), act(plain, rows, 1), atol)
+    assert len(tapes) == 1
+    if kind != "oft l1":
+        assert (act(model, rows, 1).actions - first.actions).abs().max() > 0.01, "control: it is another draw"
+    few = rows.select([5, 2, 1])
+    assert_equal(act(model, few), act(plain, few), atol=1e-5)
+    assert_equal(act(model, few, do_sample=False), act(plain, few, do_sample=False), atol=1e-5)
+    before = len(tapes)
+    with torch.no_grad():
+        for parameter in (*plain.parameters(), *model.parameters()):
+            parameter.mul_(1.25)
+    after = act(model, rows)
+    assert_equal(after, act(plain, rows), 100 * atol)
+    assert len(tapes) == before, "it reads the new weights in place"
+    assert (after.logits - first.logits).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("block, num_recordings", [(64, 1), (1, 2)])
+def test_prompts_of_several_lengths_share_a_recording_of_pi0(tapes, monkeypatch, block, num_recordings):
+    """Unless each length has its own (the control)."""
+    monkeypatch.setattr("rlinf.models.embodiment.pi0.policy.PROMPT_BLOCK", block)
+    plain, model, rows = pi0.make(True), pi0.make(True), pi0.observe(8)
+    model.use_cuda_graph()
+    for sentence in ("push it", "push it to the red block"):
+        rows.instruction = [sentence] * 8
+        assert_equal(act(model, rows), act(plain, rows), atol=1e-5)
+    assert len(tapes) == num_recordings
 
 
 def test_an_update_in_place_needs_no_new_graph_and_moved_weights_do(tapes):
@@ -159,10 +253,10 @@ def test_the_graphs_least_recently_used_go_first(tapes, monkeypatch):
     graphs, weight = CudaGraphs(), torch.ones(1)
 
     def doubled(length):
-        return graphs.run(lambda x: (2 * x,), [torch.arange(length)], weights=lambda: [weight])[0].tolist()
+        return graphs.run(lambda x: (2 * x,), [torch.arange(length)[None]], weights=lambda: [weight])[0].tolist()
 
     for length in (1, 2, 1, 3):
-        assert doubled(length) == [2 * n for n in range(length)]
+        assert doubled(length) == [[2 * n for n in range(length)]]
     assert len(tapes) == 3
     doubled(1)
     assert len(tapes) == 3, "1 was used after 2"
@@ -211,6 +305,22 @@ class OneDevice(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("pi05", [False, True])
+@pytest.mark.parametrize("joint", [False, True])
+def test_denoising_reads_no_number_and_stays_on_its_device(monkeypatch, pi05, joint):
+    for module in ("pi0.network", "modules.value_head"):  # autocast knows no device "meta"
+        monkeypatch.setattr(f"rlinf.models.embodiment.{module}.without_autocast", lambda _: nullcontext())
+    model = pi0.make(pi05, joint_logprob=joint)
+    inputs = model.preprocess(pi0.observe())
+    names, inputs = tuple(inputs), [tensor.to("meta") for tensor in inputs.values()]
+    model.to("meta")
+    noise = torch.empty(4, 1 + (4 if joint else 1), 3, 5, device="meta")
+    step = torch.empty(4, dtype=torch.int64, device="meta")
+    with torch.no_grad(), OneDevice():
+        chain, moments, values = model._run_chain(noise[:, 0], noise[:, 1:], step, *inputs, names, joint, 1.0)
+    assert chain.shape == (4, 5 * 3 * 5) and moments.shape == (4, 4, 3, 5, 2) and values.shape == (4,)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 def test_decoding_reads_no_number_and_stays_on_its_device(monkeypatch, padded, lora):
@@ -241,13 +351,11 @@ def test_without_a_gpu_the_option_is_refused_by_name():
 @pytest.mark.parametrize(
     "model, message",
     [
-        ("model=openvla_oft_tiny", "OpenVLAOFTForRLActionPrediction as configured does not do"),
-        ("model=openvla_tiny", "OpenVLAForRLActionPrediction as configured does not do"),  # parallel
-        ("model=mlp", "MLPForRLActionPrediction as configured does not do"),
-        ("model=pi0_tiny", "Pi0ForRLActionPrediction as configured does not do"),
+        ("model=mlp", "MLPForRLActionPrediction has no part that is recorded"),
+        ("model=cnn", "CNNForRLActionPrediction has no part that is recorded"),
     ],
 )
-def test_policies_that_do_not_decode_token_by_token_are_refused(monkeypatch, model, message):
+def test_policies_without_a_part_that_is_recorded_are_refused(monkeypatch, model, message):
     monkeypatch.setattr("rlinf.preflight.compatibility.resolve_device", lambda *_: "cuda")
     state = "env.state=full" if model == "model=mlp" else "env.state=proprio"
     config = build_config(compose_config([model, "env=tabletop", state, "model.cuda_graph=true"]))

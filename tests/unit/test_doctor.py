@@ -49,7 +49,7 @@ def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
     assert main(["doctor", EXPERIMENT]) == 0
     text = capsys.readouterr().out
     for word in ("python", "torch", "rendering", "env tabletop", "openvla", "ppo", "wandb", "vllm", "ray", "disk", "samples", "weights",
-                 "AdamW moments", "rollout buffer", "not counted: activations"):  # fmt: skip
+                 "AdamW moments", "rollout buffer", "activations of a micro-batch", "141 GB", "not counted: a simulation"):  # fmt: skip
         assert word in text
     assert "can run here" in text and "cannot" not in text
 

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import tokens_and_mask
+from rlinf.llm.hf_generation import SamplingConfig, _Sampler
 from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
 
@@ -372,3 +375,28 @@ def test_ids_of_32_bits_are_read(tiny_lm, prompts):
     short = engine.generate({key: value.int() for key, value in prompts.items()}, greedy=True)
     assert short["output_ids"].dtype == torch.int64
     assert short["output_ids"].equal(engine.generate(prompts, greedy=True)["output_ids"])
+
+
+class FromTheCpu(TorchDispatchMode):
+    """Counts the operations that read a tensor which is not on the device "meta"."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self.count += any(each.device.type != "meta" for each in given)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["meta", "cpu"])
+def test_a_step_reads_nothing_from_the_cpu(where):
+    """Numbers that stay on the CPU (the control) would be sent to the GPU at each of the three tokens."""
+    uniforms, banned = torch.full((2, 3), 0.5, device=where), torch.tensor([1, 5], device="meta")
+    sampler = _Sampler(SamplingConfig(temperature=0.7), uniforms, None, banned)
+    scores, ids = torch.empty(2, 16, device="meta"), torch.empty(2, 4, dtype=torch.int64, device="meta")
+    with FromTheCpu() as mode:
+        for _ in range(3):
+            assert sampler(ids, scores).device.type == "meta"
+    assert mode.count >= 3 if where == "cpu" else mode.count == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3Config, Qwen2_5_VLConfig
+from transformers import Gemma3Config, Qwen2_5_VLConfig, Qwen2Config
 
 from rlinf.cli import launch as launching
 from rlinf.cli import main
@@ -15,7 +15,16 @@ from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.preflight.placement import Node, StoreRoom
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe, packaged_recipes
-from rlinf.recipes.plan import SPLIT, check_engines, choose_device, describe, make_plan, num_steps, store_room
+from rlinf.recipes.plan import (
+    SPLIT,
+    check_engines,
+    choose_device,
+    describe,
+    make_plan,
+    num_steps,
+    share_of_engine,
+    store_room,
+)
 from rlinf.recipes.players import place_players
 
 GPUS = {
@@ -284,6 +293,38 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
     overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
     assert plan.players == 1, "three cannot be shared by four ranks"
+
+
+def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, monkeypatch):
+    """Of a 3B in full 20 bytes a weight, 61.7 GB: 141 GB leave 69 GB, 80 GB leave 8.3 GB, 24 GB nothing."""
+    sizes = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    Qwen2Config(**sizes).save_pretrained(tmp_path)
+    words = [f"policy.model_name_or_path={tmp_path}", "train.param_dtype=bfloat16", "mode=colocated"]
+    config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "rollout.gpu_memory_utilization=null")
+    assert plan.tp_size == 1 and not plan.players
+    assert "the engine takes 80% of the GPU" in describe(config, plan, 100), "this machine has no GPU to share"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = {}
+    for size in (24, 80, 141):
+        monkeypatch.setattr(planning, "rank_memory_bytes", lambda *_, size=size: size * 10**9)
+        try:
+            found[size] = describe(config, plan, 100)
+        except ConfigError as error:
+            found[size] = str(error)
+    assert "the engine takes 49% of the GPU" in found[141]
+    assert "the engine takes 10% of the GPU" in found[80]
+    assert "An engine needs 6.2 GB" in found[24] and found[24].endswith("Set mode=disaggregated, or policy.lora.r=8")
+    config.rollout.gpu_memory_utilization = 0.8
+    with pytest.raises(
+        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*Set rollout.gpu_memory_utilization=0.48"
+    ):
+        describe(config, plan, 100)
+    assert share_of_engine(config, None) == 0.8, "a player's engine has its own GPU"
+    config.policy.device = "cpu"
+    assert share_of_engine(config, plan) == 0.8  # control: on a CPU nothing is shared
 
 
 def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):

@@ -33,13 +33,29 @@ def model_of(frozen, trained, dtype=torch.bfloat16, layers=("Linear",)):
     (model_of(7_540_000_000, 110_000_000), 8, 24 * 10**9, True, "1.4% of the parameters.*22.35 GiB"),
     (model_of(0, 7_540_000_000), 8, BIG, True, "100.0% of the parameters.*140.44 GiB of a rank's 74.51 GiB"),
     (model_of(3_190_000_000, 310_000_000), 8, BIG, False, "8.9% of the parameters"),
-    (model_of(1_000_000_000, 1_000_000_000), 2, BIG, True, "50.0% of the parameters"),
+    (model_of(1_000_000_000, 1_250_000_000), 2, BIG, False, "55.6% of the parameters"),
+    (model_of(1_000_000_000, 1_250_000_001), 2, BIG, True, "55.6% of the parameters"),
 ])  # fmt: skip
 def test_auto_shards_what_is_large_and_trained(model, ranks, memory, sharded, reason):
     choice = choose_sharding("auto", model, ranks, memory)
     assert choice.sharded == sharded
     assert re.search(reason, choice.reason), choice.reason
     assert str(choice) == f"trainer.sharding={'fsdp2' if sharded else 'replicate'}: {choice.reason}"
+
+
+@pytest.mark.parametrize(("name", "frozen", "trained", "sharded"), [
+    ("OpenVLA, LoRA", 7_541_000_000, 113_000_000, (True, False, False, False)),  # 17.3 GB a replica, 1.8 of them for steps
+    ("OpenVLA in full", 0, 7_541_000_000, (True, True, True, True)),  # 150.8 and 120.7
+    ("OpenVLA-OFT, LoRA", 7_541_000_000, 111_000_000, (True, False, False, False)),  # 17.3 and 1.8
+    ("pi0, expert", 3_190_000_000, 315_000_000, (False, False, False, False)),  # 12.7 and 5.0
+    ("pi0.5, expert", 3_190_000_000, 430_000_000, (True, False, False, False)),  # 15.0 and 6.9
+    ("Qwen2.5-3B in full", 0, 3_086_000_000, (True, True, True, True)),  # 61.7 and 49.4
+    ("Qwen2.5-7B in full", 0, 7_616_000_000, (True, True, True, True)),  # 152.3 and 121.9
+])  # fmt: skip
+def test_models_on_gpus_as_counted_by_hand(name, frozen, trained, sharded):
+    """A replica has 2 bytes of a frozen and 20 of a trained parameter, of which 16 are for steps: at most 0.6 and 0.25 of a GPU."""
+    model = model_of(frozen, trained)
+    assert tuple(choose_sharding("auto", model, 8, size * 10**9).sharded for size in (24, 40, 80, 141)) == sharded
 
 
 def test_words_override_the_rule():
@@ -86,7 +102,8 @@ def test_bytes_of_a_rank():
     exact = model_of(0, GIB // 16, torch.float32)
     assert StateBytes.of(exact, None).total == GIB
     assert not choose_sharding("auto", exact, 2, BIG).sharded
-    assert choose_sharding("auto", model_of(0, GIB // 16 + 1, torch.float32), 2, BIG).sharded  # control: a byte more
+    assert not choose_sharding("auto", exact, 2, GIB).sharded, "small, whatever the memory"
+    assert choose_sharding("auto", model_of(0, GIB // 16 + 1, torch.float32), 2, GIB).sharded  # control: a byte more
 
 
 def test_a_replica_moves_as_a_whole():

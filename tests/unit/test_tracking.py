@@ -16,7 +16,7 @@ JSONL = TrackingConfig(tensorboard=False, wandb=False)
 
 PINNED = """
 rollout/success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
-rollout/parity_exceeded rollout/staleness_iterations rollout/staleness_updates rollout/value_gap_max
+rollout/parity_exceeded rollout/scored_fraction rollout/staleness_iterations rollout/staleness_updates rollout/value_gap_max
 rollout/logprob_gap_mean rollout/logprob_gap_max rollout/logprob_gap_exp_mean rollout/importance_ratio_mean rollout/importance_ratio_max rollout/num_episodes
 rollout/actions_clipped_fraction rollout/actions_max_abs eval/return_mean eval/return_low eval/return_high
 rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl

@@ -8,6 +8,7 @@ import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLConfig, Qwen3MoeConfig
@@ -25,7 +26,14 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import engine_arguments, sampling_arguments
 from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
-from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter, image_token, num_image_tokens
+from rlinf.models.embodiment.openvla.vllm import (
+    OpenVLAVllmAdapter,
+    image_token,
+    normalized,
+    num_image_tokens,
+    pixel_statistics,
+    to_bytes,
+)
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
 from rlinf.number_formats import format_bytes
@@ -34,6 +42,7 @@ from rlinf.preflight.validation import validate
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
+from tests.unit.test_openvla_model import build as build_openvla
 
 
 def checked(*overrides):
@@ -336,15 +345,35 @@ def test_prompts_hold_the_text_without_padding_and_their_own_image(model):
     images = torch.arange(2 * 64 * 64 * 3, dtype=torch.float32).reshape(2, 64, 64, 3).remainder(255).byte().numpy()
     texts = ["reach the red block", "push the very blue block into the zone"]
     inputs = model.preprocess(Observation({"front": images}, None, texts))
-    prompts = OpenVLAVllmAdapter.prompts(model.config, inputs)
+    prompts = OpenVLAVllmAdapter.prompts(model, inputs)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         alone = model.preprocess(Observation({"front": images[row : row + 1]}, None, [text]))
         ids = alone["input_ids"][0].tolist()
         assert prompt["prompt_token_ids"] == [ids[0], image_token(model.config), *ids[1:]]
         assert prompt["image"]["text_ids"].tolist() == [ids]
-        assert torch.equal(torch.from_numpy(prompt["image"]["pixel_values"]), inputs["pixel_values"][row : row + 1])
+        pixels = torch.from_numpy(prompt["image"]["pixel_values"])
+        assert pixels.dtype == torch.uint8
+        assert torch.equal(normalized(pixels, pixel_statistics(model)), inputs["pixel_values"][row : row + 1])
     assert num_image_tokens(model.config) == model.num_image_tokens
     assert image_token(model.config) not in inputs["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["two_cameras", "fused_towers"])
+def test_the_engine_normalises_images_to_the_bits_of_the_policy(kind):
+    """Every grey value in every channel, of both cameras and towers where there are two."""
+    policy = build_openvla(kind)
+    size = policy.config.image_sizes[0]
+    grey = np.resize(np.arange(256, dtype=np.uint8), (4, size, size, 3))
+    images = {"front": grey, "wrist": 255 - grey}
+    inputs = policy.preprocess(Observation(images, None, ["reach the red block"] * 4))
+    statistics = OpenVLAVllmAdapter.engine_config(policy).pixel_statistics
+    pixels = to_bytes(inputs["pixel_values"], statistics)
+    assert all(len(pixels[:, channel].unique()) == 256 for channel in range(pixels.shape[1]))
+    assert torch.equal(normalized(pixels, statistics), inputs["pixel_values"])
+    assert not torch.equal(normalized(pixels ^ 1, statistics), inputs["pixel_values"]), "control"
+    if kind == "fused_towers":  # control: the towers have other statistics
+        assert not torch.equal(normalized(pixels.roll(3, 1), statistics).roll(-3, 1), inputs["pixel_values"])
+    assert not hasattr(policy.config, "pixel_statistics"), "nothing is written into the policy's own configuration"
 
 
 def test_seeds_of_different_numbers_differ_and_equal_ones_agree():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
+from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
@@ -71,6 +72,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
+    _graphs: CudaGraphs | None = None
     readout_token: ReadoutToken | None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     config: Any
@@ -135,15 +137,21 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
     @classmethod
-    def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
-        """Refuse ``model.cuda_graph``. The default always does: a policy that does not act token by token gains little.
+    def values_in_rollouts(cls, config: Any) -> bool:
+        """Return ``predicts_values`` of a model with this configuration, before it is built."""
+        return bool(cls.predicts_values)
 
-        A class that accepts it has a method ``use_cuda_graph()``.
-        """
+    @classmethod
+    def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
+        """Refuse ``model.cuda_graph``, as the default does: a class that accepts it computes by ``_graphs`` if there are any."""
         raise ConfigError(
-            f"model.cuda_graph=true records the decoding of action tokens one after the other, which {cls.__name__} as configured does "
-            "not do. Set model.cuda_graph=false"
+            f"model.cuda_graph=true records the policy call of OpenVLA, OpenVLA-OFT or pi0; {cls.__name__} has no part that is "
+            "recorded. Set model.cuda_graph=false"
         )
+
+    def use_cuda_graph(self) -> None:
+        """Act by CUDA graphs from now on."""
+        self._graphs = CudaGraphs()
 
     # -- properties ---------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rlinf.models.precision import autocast_type
+
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
     """Return a context in which autocast is off on the device of ``tensor``."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    return torch.autocast(autocast_type(tensor), enabled=False)
 
 
 class LinearInFloat32(nn.Linear):

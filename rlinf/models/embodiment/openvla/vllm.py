@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.errors import ConfigError
@@ -31,17 +33,51 @@ class OpenVLAVllmAdapter:
             )
 
     @staticmethod
-    def prompts(config: OpenVLAConfig, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Turn the result of ``preprocess`` into prompts: BOS, the image's token, text; padding left out."""
-        token = image_token(config)
-        pixel_values = inputs["pixel_values"].float().cpu().numpy()
-        masks = inputs["attention_mask"].bool().cpu()
+    def engine_config(model: Any) -> OpenVLAConfig:
+        """Return the configuration of a model for the engine: its own, and ``pixel_statistics``."""
+        config = copy.deepcopy(model.config)
+        config.pixel_statistics = pixel_statistics(model)
+        return config
+
+    @staticmethod
+    def prompts(model: Any, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Turn the result of ``preprocess`` into prompts: BOS, the image's token, text; padding left out.
+
+        Images go as bytes, a quarter of the numbers that the engine makes of them again.
+        """
+        token = image_token(model.config)
+        pixels = to_bytes(inputs["pixel_values"], pixel_statistics(model)).cpu().numpy()
+        tokens, masks = inputs["input_ids"].cpu(), inputs.get("attention_mask")
+        masks = torch.ones_like(tokens).bool() if masks is None else masks.bool().cpu()
         prompts = []
-        for row, (ids, mask) in enumerate(zip(inputs["input_ids"].cpu(), masks, strict=True)):
+        for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
             text = ids[mask]
-            image = {"pixel_values": pixel_values[row : row + 1], "text_ids": text[None].numpy()}
+            image = {"pixel_values": pixels[row : row + 1], "text_ids": text[None].numpy()}
             prompts.append({"prompt_token_ids": [int(text[0]), token, *text[1:].tolist()], "image": image})
         return prompts
+
+
+def pixel_statistics(model: Any) -> list[list[float]]:
+    """Return mean and deviation of each channel of ``pixel_values``, of images in [0, 1]."""
+    towers = model.processor.image_processor.normalization
+    return [[x for tower in towers for x in tower[part]] * model.config.num_images_in_input for part in (0, 1)]
+
+
+def to_bytes(pixel_values: Tensor, statistics: list[list[float]]) -> Tensor:
+    """Return the uint8 images ``[B, channels, H, W]`` of which ``normalized`` makes ``pixel_values``."""
+    mean, std = _per_channel(pixel_values, statistics)
+    return ((pixel_values.float() * std + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
+
+
+def normalized(pixels: Tensor, statistics: list[list[float]]) -> Tensor:
+    """Return float32 ``pixel_values`` of uint8 images, with the arithmetic of the policy's processor."""
+    mean, std = _per_channel(pixels, statistics)
+    return pixels.float().div_(mean.new_tensor(255.0)).sub_(mean).div_(std)
+
+
+def _per_channel(pixels: Tensor, statistics: list[list[float]]) -> Tensor:
+    """Return ``statistics`` for ``pixels [B, channels, H, W]``: float32 ``[2, channels, 1, 1]``."""
+    return torch.tensor(statistics, dtype=torch.float32, device=pixels.device)[..., None, None]
 
 
 def image_token(config: OpenVLAConfig) -> int:

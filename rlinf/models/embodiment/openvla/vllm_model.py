@@ -6,7 +6,7 @@ Imported in the engine's process only; importing it needs vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,17 @@ from vllm.sequence import IntermediateTensors
 
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone
-from rlinf.models.embodiment.openvla.vllm import image_token, num_image_tokens
+from rlinf.models.embodiment.openvla.vllm import image_token, normalized, num_image_tokens
 
 FIELDS = ("pixel_values", "text_ids")
-"""Of one image: ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean embedding feeds FiLM."""
+"""Of one image: uint8 ``[1, channels, H, W]``, and the prompt ``[1, L]`` (BOS and text), whose mean embedding feeds FiLM."""
 
 
 class OpenVLAForVllmConfig(OpenVLAConfig):
-    """Under a name of its own, because vLLM has another class for ``openvla``."""
+    """Under a name of its own, because vLLM has another class for ``openvla``; with the statistics of the policy's processor."""
 
     model_type = "rlinf_openvla"
+    pixel_statistics: list[list[float]] | None = None
 
 
 AutoConfig.register(OpenVLAForVllmConfig.model_type, OpenVLAForVllmConfig, exist_ok=True)
@@ -79,7 +80,7 @@ class OpenVLADummyInputs(BaseDummyInputsBuilder[OpenVLAProcessingInfo]):
         channels, size = 3 * len(towers) * config.num_images_in_input, towers[0].image_size
         return {
             "image": {
-                "pixel_values": torch.zeros(1, channels, size, size),
+                "pixel_values": torch.zeros(1, channels, size, size, dtype=torch.uint8),
                 "text_ids": torch.zeros(1, 1, dtype=torch.int64),
             }
         }
@@ -113,7 +114,12 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
     """The autoregressive OpenVLA policy without its value head, under the same tensor names.
 
     Prompt: BOS, image token, text without padding. The trainer's positions skip padding, so they agree.
+
+    Attributes:
+        head_dtype: Number format of the logits, on every GPU of the engine: as in ``linear_in_float32`` of the trainer.
     """
+
+    head_dtype: ClassVar[str] = "float32"
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -127,6 +133,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         with self._mark_tower_model(vllm_config, "image"):
             self.vision_backbone = VisionBackbone(config)
             self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
+        config.text_config.head_dtype = self.head_dtype
         with self._mark_language_model(vllm_config):
             self.language_model = init_vllm_registered_model(
                 vllm_config=vllm_config, hf_config=config.text_config, prefix=maybe_prefix(prefix, "language_model"),
@@ -156,7 +163,8 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         """Return ``[P, H]`` for each image of the batch."""
         pixel_values, text_ids = kwargs["pixel_values"], kwargs["text_ids"]
         weight = next(self.projector.parameters())
-        pixels = torch.cat([image.reshape(1, *image.shape[-3:]) for image in pixel_values]).to(weight)
+        images = torch.cat([image.reshape(1, *image.shape[-3:]) for image in pixel_values]).to(weight.device)
+        pixels = normalized(images, self.config.pixel_statistics).to(weight.dtype)
         language = None
         if self.config.use_film:
             # The sum is in the embedding's own number format, as in the trainer.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
@@ -102,7 +103,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
                 f"The model reads a state of {self.state_dim} numbers (use_proprio), and the environment gives "
                 f"{given or 'none'}; required: the same. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
-        state = self.state_normalizer.normalize(torch.from_numpy(observation.state).to(self.device))
+        state = self.state_normalizer.normalize(to_device(torch.from_numpy(observation.state), self.device))
         return inputs | {"proprio": state.float()}
 
     def _stop_embeddings(self, num_rows: int) -> Tensor:
@@ -150,7 +151,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         **inputs: Tensor | None,
     ) -> ActionPrediction:
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
-        hidden_states = self._read_out(*self._embed_prompt(input_ids, **inputs))
+        hidden_states = self._states_to_act({"input_ids": input_ids, **inputs})
         values = self._values(hidden_states[:, 0])
         if self.action_head is not None:
             normalized = self.action_head(hidden_states).flatten(1)

@@ -6,9 +6,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
@@ -30,6 +32,8 @@ from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 GREEDY_NOISE_SEED = 0
+PROMPT_BLOCK = 64
+"""Tokens of which a prompt has a multiple where a CUDA graph reads it."""
 
 
 class Pi0ForRLActionPrediction(Pi0Network):
@@ -117,6 +121,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
             )
 
     @classmethod
+    def check_cuda_graph(cls, config: Pi0Config, attn_implementation: str) -> None:
+        """Accept all settings: none of the kernels reads a number on the CPU."""
+
+    @classmethod
     def check_rl(cls, config: Pi0Config) -> None:
         """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
         if config.noise_method == "flow_ode":
@@ -127,7 +135,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
     @property
     def predicts_values(self) -> bool:
         """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
-        return self.config.joint_logprob
+        return self.values_in_rollouts(self.config)
+
+    @classmethod
+    def values_in_rollouts(cls, config: Pi0Config) -> bool:
+        return config.joint_logprob
 
     @property
     def _chunk_size(self) -> int:
@@ -184,14 +196,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
         that is absent in all rows is left out: its keys would be masked, and positions count present tokens only.
         """
         processor = self._ready_processor()
-        images = [
-            resize_with_pad(
-                torch.from_numpy(observation.images[name]).permute(0, 3, 1, 2), self.config.vision["image_size"]
-            ).to(self.device, non_blocking=True)
-            for name in self._cameras(observation)
-        ]
+        images = [self._resized(observation.images[name]) for name in self._cameras(observation)]
         pixel_values = torch.stack(images, dim=1).float() / 255.0
-        mean, std = (pixel_values.new_tensor(x).view(3, 1, 1) for x in (self.config.image_mean, self.config.image_std))
+        statistics = (self.config.image_mean, self.config.image_std)
+        mean, std = (to_device(torch.tensor(x, dtype=torch.float32), self.device).view(3, 1, 1) for x in statistics)
         pixel_values = pixel_values.sub_(mean).div_(std)
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
@@ -202,13 +210,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
             raise ConfigError(f"image_mask has the shape {found}; required: {required} (rows, cameras)")
         inputs = {
             "pixel_values": pixel_values,
-            "image_mask": present.to(self.device),
-            "input_ids": input_ids.to(self.device),
-            "attention_mask": attention_mask.to(self.device),
+            "image_mask": to_device(present, self.device),
+            "input_ids": to_device(input_ids, self.device),
+            "attention_mask": to_device(attention_mask, self.device),
         }
         if not self.config.pi05:
             padding = self.config.action_dim - state.shape[1]
-            inputs["state"] = nn.functional.pad(state, (0, padding)).float().to(self.device)
+            inputs["state"] = to_device(nn.functional.pad(state, (0, padding)).float(), self.device)
         return inputs
 
     def resize_images(self, observation: Observation) -> Observation:
@@ -216,9 +224,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
         size, images = self.config.vision["image_size"], dict(observation.images)
         for name in self._cameras(observation):
             if images[name].shape[1] * images[name].shape[2] > size * size:
-                resized = resize_with_pad(torch.from_numpy(images[name]).permute(0, 3, 1, 2), size)
-                images[name] = resized.permute(0, 2, 3, 1).contiguous().numpy()
+                images[name] = self._resized(images[name]).permute(0, 2, 3, 1).contiguous().cpu().numpy()
         return replace(observation, images=images)
+
+    def _resized(self, image: np.ndarray) -> Tensor:
+        """Send pictures ``[B, H, W, 3]`` to the model's device and resize them there, ``[B, 3, size, size]``."""
+        frames = to_device(torch.from_numpy(image), self.device).permute(0, 3, 1, 2)
+        return resize_with_pad(frames, self.config.vision["image_size"])
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt, which may hold the state."""
@@ -286,7 +298,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
             return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
         if uniforms is None:
             uniforms = draw_uniforms(batch, self.num_uniforms)
-        uniforms = uniforms.to(self.device)
+        uniforms = to_device(uniforms, self.device)
         drawn = standard_normal(uniforms[:, :-1]).unflatten(1, (-1, *shape))
         step = (uniforms[:, -1] * config.num_steps).long().clamp_max(config.num_steps - 1)
         if config.joint_logprob:
@@ -297,7 +309,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         """Noise ``[num_rows, horizon, action_dim]`` of greedy actions: the same in every row."""
         shape = (self.config.action_horizon, self.config.action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
-        return noise.to(self.device).expand(num_rows, -1, -1)
+        return to_device(noise, self.device).expand(num_rows, -1, -1)
 
     def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -337,6 +349,31 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
         ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
         """
+        settings = (tuple(inputs), joint, temperature)
+        if self._graphs is None:
+            chain, moments, value = self._run_chain(noise, step_noise, step, *inputs.values(), *settings)
+        else:
+            tensors = (noise, step_noise, step, *self._with_longer_prompts(inputs).values())
+            chain, moments, value = self._graphs.run(self._run_chain, tensors, *settings, weights=self.parameters)
+        sequences = torch.cat([chain, step[:, None].float()], dim=1)
+        return ActionPrediction(self.decode_actions(sequences), sequences, moments, value)
+
+    def _with_longer_prompts(self, inputs: Inputs) -> Inputs:
+        """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""
+        length = inputs["input_ids"].shape[1]
+        room = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
+        names = ("input_ids", "attention_mask")
+        return inputs | {name: nn.functional.pad(inputs[name], (0, room)) for name in names}
+
+    def _run_chain(
+        self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the chain, flattened, its means and deviations, and the values. No number decides which kernels run.
+
+        ``observed`` are the tensors of ``inputs``, their names, ``joint`` and ``temperature``; see ``denoise``.
+        """
+        *tensors, names, joint, temperature = observed
+        inputs = dict(zip(names, tensors, strict=True))
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         num_steps, chain, moments, values = self.config.num_steps, [noise], [], []
         for i, eps in enumerate(step_noise.expand(-1, num_steps, -1, -1).unbind(1)):
@@ -345,9 +382,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
             chain.append(mean + std * eps)
             moments.append(torch.stack([mean, std], dim=-1))
             values.append(value)
-        sequences = torch.cat([torch.stack(chain, 1).flatten(1), step[:, None].float()], dim=1)
-        actions, value = self.decode_actions(sequences), torch.stack(values, 1).mean(1)
-        return ActionPrediction(actions, sequences, torch.stack(moments, 1), value)
+        return torch.stack(chain, 1).flatten(1), torch.stack(moments, 1), torch.stack(values, 1).mean(1)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
@@ -398,7 +433,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
         if uniforms is None:
             uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
-        uniforms = uniforms.to(self.device)
+        uniforms = to_device(uniforms, self.device)
         noise = standard_normal(uniforms[:, :-1]).view_as(actions)
         prefix = self.encode_prefix(**inputs)
         losses = self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))

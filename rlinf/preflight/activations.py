@@ -1,0 +1,306 @@
+"""The memory of passes, without running them: the policy is on torch's meta device, where tensors have no numbers.
+
+A pass there takes seconds for any model. Its bytes are those of a real one: of the tensors that autograd keeps, and of
+those that live for a moment. Attention is counted as on a GPU, where it keeps no matrix of scores.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rlinf.models.blocks import repeated_blocks, set_training_options
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.precision import autocast
+from rlinf.types import Observation
+
+GRAIN = 512
+"""Bytes to which torch's allocator on a GPU rounds up."""
+FEW, MORE = 8, 16
+"""Rows of the passes that are counted. With few, gradients of single weights are larger than all activations."""
+LINEAR = {
+    functional.linear, functional.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm,
+}  # fmt: skip
+"""Operations that autocast runs in 16 bits."""
+
+
+class Line(NamedTuple):
+    """Bytes of a pass: ``fixed``, and ``row`` for each row."""
+
+    fixed: float
+    row: float
+
+    @classmethod
+    def through(cls, few: float, more: float) -> Line:
+        """Return the line through the bytes of ``FEW`` and ``MORE`` rows."""
+        row = (more - few) / (MORE - FEW)
+        return cls(few - FEW * row, row)
+
+    def at(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return max(0, int(self.fixed + rows * self.row))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes of the passes of a policy, without its weights and their gradients.
+
+    Attributes:
+        acts: A call of a rollout.
+        scores: A pass without gradients that scores samples.
+        updates: A forward and a backward pass that keep all activations.
+        recomputes: The same with all blocks recomputed.
+        saved: Bytes of a row that recomputing each block saves, in the order of ``repeated_blocks``.
+    """
+
+    acts: Line
+    scores: Line
+    updates: Line
+    recomputes: Line
+    saved: tuple[float, ...] = ()
+
+    def update(self, recomputed: int) -> Line:
+        """Return the bytes of a forward and a backward pass that recompute the first blocks.
+
+        Between none and all blocks, the peak falls as they save, or sooner, when it is elsewhere.
+        """
+        share = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
+        return Line(*(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True)))
+
+
+NOTHING = Passes(*[Line(0.0, 0.0)] * 4)
+"""Of a policy without weights here."""
+
+
+def measure_passes(
+    model: ActionModel, observe: Callable[[int], Observation], precision: str, phases: Iterable[str]
+) -> Passes:
+    """Count the bytes of the passes of ``model``, which is on the meta device and has a processor.
+
+    Args:
+        observe: Returns an observation of so many rows.
+        precision: ``model.precision``.
+        phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``head`` (proposals of a frozen policy).
+    """
+    few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
+    acts, scores = (Line.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
+    # Of two kinds of updates, the one that needs more.
+    kind = max(more.updates, key=more.updates.get, default=None)
+    if kind is None:
+        return Passes(acts, scores, *[Line(0.0, 0.0)] * 2)
+    updates = Line.through(few.updates[kind], more.updates[kind])
+    if not (blocks := repeated_blocks(model)):
+        return Passes(acts, scores, updates, updates)
+    set_training_options(model, recomputed=True, compiled=False)
+    less = [_measure(model, observe(rows), rows, precision, [kind]).updates[kind] for rows in (FEW, MORE)]
+    for block in blocks:
+        del block.forward  # of the instance; the one of the class is back
+    return Passes(acts, scores, updates, Line.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind]))
+
+
+class _Peaks:
+    """Peaks of one number of rows; ``saved``: for each kind of update, what recomputing each block saves."""
+
+    def __init__(self) -> None:
+        self.peaks = {"acts": 0, "scores": 0}
+        self.updates: dict[str, int] = {}
+        self.saved: dict[str, list[int]] = {}
+
+
+def _measure(model: ActionModel, observation: Observation, rows: int, precision: str, phases: Iterable[str]) -> _Peaks:
+    found, phases = _Peaks(), list(phases)
+    for phase in phases:
+        with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
+            with torch.no_grad():
+                inputs = model.preprocess(observation)
+                if phase == "head":
+                    model.propose(inputs)
+                    found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
+                    continue
+                sequences = None
+                if phase == "rl":
+                    uniforms = torch.full((rows, model.num_uniforms), 0.5)
+                    prediction = model.predict_action_batch(uniforms=uniforms, **inputs)
+                    model.rollout_logprobs(prediction)
+                    sequences = prediction.sequences[:, -model.num_sampled :].clone()
+                    del prediction
+                    found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
+                    memory.peak = memory.now
+                    model.evaluate_actions(inputs, sequences)
+                    found.peaks["scores"] = memory.peak
+            if any(p.requires_grad for p in model.parameters()):
+                found.updates[phase], found.saved[phase] = _update(
+                    model, memory, partial(_outputs, model, inputs, sequences, rows)
+                )
+    return found
+
+
+def _outputs(model: ActionModel, inputs: Mapping[str, Tensor], sequences: Tensor | None, rows: int) -> list[Tensor]:
+    """Return the results of a pass with gradients: scores of sequences, or losses of cloning."""
+    if sequences is not None:
+        return [tensor for tensor in model.evaluate_actions(inputs, sequences) if tensor.requires_grad]
+    uniforms = torch.full((rows, model.num_sft_uniforms), 0.5) if model.num_sft_uniforms else None
+    actions = torch.zeros(rows, model.sft_chunk_len, model.action_dim)  # on the CPU, where tokenisers read them
+    return [model.sft_loss(inputs, actions, *(() if uniforms is None else (uniforms.to("meta"),)))]
+
+
+def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]) -> tuple[int, list[int]]:
+    """Return the peak of a forward and a backward pass, and what recomputing each block would save."""
+    blocks, memory.peak = repeated_blocks(model), memory.now
+    saved: dict[int, int] = {}
+    with _watched(blocks, memory, saved), _no_gradients_kept(model):
+        outputs = run()
+        total = torch.stack([output.float().sum() for output in outputs]).sum()
+        del outputs
+        # ``backward`` would leave ``AsOnGpu``, which recomputed blocks need.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    return memory.peak, [saved.get(id(block), 0) for block in blocks]
+
+
+@contextmanager
+def _watched(blocks: list[nn.Module], memory: MetaBytes, saved: dict[int, int]) -> Iterator[None]:
+    """Record the bytes that each block keeps for the backward pass beyond its output. A block may run several times."""
+    begun: dict[int, int] = {}
+
+    def before(block: nn.Module, *_: Any) -> None:
+        begun[id(block)] = memory.now
+
+    def after(block: nn.Module, _: Any, output: Any) -> None:
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in tree_leaves(output)
+            if isinstance(t, Tensor)
+        }
+        saved[id(block)] = saved.get(id(block), 0) + memory.now - begun[id(block)] - sum(storages.values())
+
+    hooks = [block.register_forward_pre_hook(before) for block in blocks]
+    hooks += [block.register_forward_hook(after) for block in blocks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _no_gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Drop each gradient when it is there: ``StateBytes`` counts them."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class MetaBytes(TorchDispatchMode):
+    """Count the bytes of the tensors on the meta device that are made inside, and the most that there are at a time.
+
+    Numbers that are read from there are 1 or true, and a copy to another device stays there. ``model``: its weights are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if name == "_local_scalar_dense":
+                return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            if name == "_to_copy":
+                kwargs.pop("device", None)
+            if name == "nonzero":  # as if nothing were zero
+                return self._counted(torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta"))
+            if name in ("index", "index_put_"):
+                args = (args[0], _without_masks(args[1]), *args[2:])
+        return tree_map_only(Tensor, self._counted, func(*args, **kwargs))
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta and storage._cdata not in self._known:
+            key, size = storage._cdata, -(-storage.nbytes() // GRAIN) * GRAIN
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, key, size).atexit = False
+        return tensor
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _without_masks(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Replace each mask among indices by numbers, one for each of its elements."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        else:
+            found += [torch.zeros(index.numel(), dtype=torch.int64, device="meta") for _ in range(index.ndim)]
+    return found
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Run attention by kernels of GPUs, and linear layers in 16 bits under autocast, which the meta device has not."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        attends = func is functional.scaled_dot_product_attention
+        if (attends or func in LINEAR) and torch.is_autocast_enabled("cpu"):
+            cast = partial(_in_format, dtype=torch.get_autocast_dtype("cpu"))
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return attend(*args, **kwargs) if attends else func(*args, **kwargs)
+
+
+def _in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend by the kernel that a GPU would choose: flash in 16 bits without a mask, else the memory-efficient one."""
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    if attn_mask is None and query.shape[-1] <= 256 and query.element_size() == 2:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    keeps_sums = torch.is_grad_enabled() and query.requires_grad
+    return efficient(query, key, value, attn_mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]

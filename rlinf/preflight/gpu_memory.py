@@ -1,0 +1,357 @@
+"""The memory of a GPU at the peak of each phase, and the settings that fit into it, before weights are read.
+
+Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rlinf.preflight.activations``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlinf.config.schema import RunConfig
+from rlinf.engines.config import VllmOptions
+from rlinf.engines.share import engine_share, share_beside
+from rlinf.engines.weight_handle import BUCKET_BYTES
+from rlinf.envs import ENVS
+from rlinf.envs.config import (
+    SIMULATOR_BYTES,
+    ProcessEnvConfig,
+    default_num_worker_threads,
+    most_simulators,
+    select_tasks,
+    with_share_of_cores,
+)
+from rlinf.errors import RLinfError
+from rlinf.models.blocks import repeated_blocks
+from rlinf.models.building import get_model_config_and_processor
+from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.number_formats import format_bytes, format_count
+from rlinf.preflight.activations import NOTHING, Passes, measure_passes
+from rlinf.preflight.compatibility import env_spec
+from rlinf.preflight.derived import derive, learns_head
+from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
+from rlinf.preflight.placement import Placement
+from rlinf.preflight.refuse import refuse
+from rlinf.types import Observation
+
+GB = 10**9
+CARDS = (24, 40, 80, 141)
+"""Sizes of GPUs in GB, for tables."""
+LIBRARIES = 3 * GB // 2
+"""Bytes of CUDA itself, workspaces of its libraries, and gaps between tensors: an assumption."""
+FILLED = 0.95
+"""Share of a GPU up to which ``model.gradient_checkpointing=auto`` fills it."""
+CARD_HEAD = ("GPU", "peak", "blocks recomputed", "largest model.micro_batch_size", "with all blocks recomputed")
+ASSUMED = (
+    f"assumed: {LIBRARIES / 1e9:g} GB for CUDA and gaps between tensors, {SIMULATOR_BYTES / 1e9:g} GB for each simulator process that draws on "
+    "the GPU;\nnot counted: a simulation on the GPU itself (ManiSkill)"
+)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of a rank on its GPU.
+
+    Attributes:
+        state: What is there all the time: weights, what steps them, copies that act.
+        half_gradients: Gradients in 16 bits, which come in the backward pass as activations go.
+        gathered: Layers that a sharded model gathers.
+        simulators: Graphics contexts of simulator processes.
+        engine: A vLLM engine beside the policy.
+        engine_sleeps: It releases its memory while the policy is scored and updated.
+        passes: Of the policy.
+        num_lanes: Worker threads whose calls may coincide.
+        acting_rows: Rows of a call.
+        scoring_rows: Rows of a pass that scores.
+        unknown: Why the passes could not be counted; empty: they are.
+    """
+
+    state: int
+    half_gradients: int
+    gathered: int
+    simulators: int
+    engine: int
+    engine_sleeps: bool
+    passes: Passes
+    num_lanes: int
+    acting_rows: int
+    scoring_rows: int
+    unknown: str = ""
+
+    @property
+    def resident(self) -> int:
+        """Bytes of all phases."""
+        return self.state + self.gathered + self.simulators + LIBRARIES + (0 if self.engine_sleeps else self.engine)
+
+    @property
+    def acting(self) -> int:
+        """Bytes of the rollout at its peak."""
+        awake = self.engine if self.engine_sleeps else 0
+        return self.resident + awake + self.num_lanes * self.passes.acts.at(self.acting_rows)
+
+    @property
+    def scoring(self) -> int:
+        """Bytes at the peak of scoring."""
+        return self.resident + self.passes.scores.at(self.scoring_rows)
+
+    def passing(self, micro_batch: int) -> int:
+        """Return the bytes of the passes alone at their peak, with nothing recomputed."""
+        passes = self.passes
+        acts = self.num_lanes * passes.acts.at(self.acting_rows)
+        return max(acts, passes.scores.at(self.scoring_rows), passes.updates.at(micro_batch))
+
+    def peak(self, micro_batch: int, recomputed: int) -> int:
+        """Return the bytes at the peak of all phases."""
+        return max(self.acting, self.scoring, self.updating(micro_batch, recomputed))
+
+    def rows(self, micro_batch: int) -> list[tuple[str, str, str]]:
+        """Return ``(role, part, size)`` of passes and simulators for a table; parts of size 0 are left out."""
+        if self.unknown:
+            return [("passes", f"unknown: {self.unknown}", "-")]
+        passes, blocks = self.passes, len(self.passes.saved)
+        calls = f"{format_count(self.num_lanes, 'call')} of {format_count(self.acting_rows, 'row')}"
+        batch = f"activations of a micro-batch of {format_count(micro_batch, 'row')}"
+        parts = [
+            ("rollout", calls, self.num_lanes * passes.acts.at(self.acting_rows)),
+            ("scoring", format_count(self.scoring_rows, "row"), passes.scores.at(self.scoring_rows)),
+            ("update", batch, passes.updates.at(micro_batch)),
+            (
+                "update",
+                f"the same, all {blocks} blocks recomputed",
+                passes.update(blocks).at(micro_batch) if blocks else 0,
+            ),
+            ("simulators", "graphics contexts", self.simulators),
+        ]
+        return [(role, part, format_bytes(size)) for role, part, size in parts if size]
+
+    def updating(self, micro_batch: int, recomputed: int) -> int:
+        """Return the bytes at the peak of an update that recomputes the first blocks."""
+        return self.resident + max(self.half_gradients, self.passes.update(recomputed).at(micro_batch))
+
+    def blocks_to_recompute(self, micro_batch: int, limit: float) -> int | None:
+        """Return the fewest blocks with which an update fits into ``limit`` bytes; None: none do."""
+        counts = range(len(self.passes.saved) + 1)
+        return next((n for n in counts if self.updating(micro_batch, n) <= limit), None)
+
+    def largest_micro_batch(self, limit: float, recomputed: int | None = None) -> int:
+        """Return the most rows of an update that fits into ``limit`` bytes, with all blocks recomputed (None) or the first ones."""
+        line = self.passes.update(len(self.passes.saved) if recomputed is None else recomputed)
+        return max(0, math.floor((limit - self.resident - line.fixed) / line.row)) if line.row > 0 else 0
+
+
+class Measured(NamedTuple):
+    """A policy on the meta device, the bytes of its passes, and why they could not be counted (empty: they are)."""
+
+    model: Any
+    passes: Passes
+    unknown: str
+
+
+def measure(config: RunConfig) -> Measured:
+    """Count the bytes of the passes of a policy."""
+    plain = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False)
+    model = policy_on_meta_device(replace(config, model=plain))
+    for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
+        width = env_spec(config).state_dim or 1
+        statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
+    try:
+        model.processor = get_model_config_and_processor(config)[1]
+        observe, precision = partial(_observation, config), config.model.precision
+        return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
+    except (RLinfError, RuntimeError, TypeError, ValueError, OSError) as error:
+        # A plug-in may read numbers in its pass, or its tokenizer may not be on this machine.
+        return Measured(model, NOTHING, str(error).partition("\n")[0])
+
+
+def phases_of(config: RunConfig) -> list[str]:
+    """Return the phases of a run, as ``measure_passes`` names them."""
+    found = ["sft"] if config.sft.max_steps > 0 else []
+    if config.trainer.max_steps > 0:
+        found.append("head" if learns_head(config) else "rl")
+    return found
+
+
+def _observation(config: RunConfig, rows: int) -> Observation:
+    """Return what an env shows, with the longest name of a task as instruction."""
+    spec, env = env_spec(config), config.env
+    names = select_tasks(ENVS.get(env.name).all_task_names(env), env.tasks)
+    images = {name: np.zeros((rows, spec.image_size, spec.image_size, 3), np.uint8) for name in env.cameras}
+    state = np.zeros((rows, spec.state_dim), np.float32) if spec.state_dim else None
+    return Observation(images, state, [max(names, key=len).replace("_", " ")] * rows)
+
+
+def estimate_gpu(
+    config: RunConfig, gpu_bytes: int, measured: Measured | None = None
+) -> tuple[MemoryEstimate, GpuMemory]:
+    """Estimate what a rank takes of a GPU, which need not be there. ``measured`` is the result of ``measure``; None: it is called."""
+    model, passes, unknown = measure(config) if measured is None else measured
+    estimate = estimate_memory(config, gpu_bytes, model)
+    players = Placement.of(config).num_players
+    offloads = config.trainer.cpu_offload
+    half = 0 if offloads or estimate.is_sharded else max(0, estimate.gradients - 4 * estimate.num_trainable)
+    lanes, rows = _calls(config)
+    return estimate, GpuMemory(
+        state=(0 if offloads else estimate.trainer - half) + (0 if players else estimate.rollout_weights),
+        half_gradients=half,
+        gathered=_gathered(model) if estimate.is_sharded else 0,
+        simulators=SIMULATOR_BYTES * simulators_on_gpu(config, gpu_bytes),
+        engine=0 if players else _engine_beside(config, estimate, gpu_bytes),
+        engine_sleeps=config.rollout.vllm.sleep,
+        passes=passes,
+        num_lanes=0 if players else lanes,
+        acting_rows=rows,
+        scoring_rows=config.model.val_micro_batch_size,
+        unknown=unknown,
+    )
+
+
+def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) -> int:
+    """Bytes of an engine on the policy's GPU, whose share, unless set, is what the policy leaves."""
+    options = config.rollout.vllm
+    if not estimate.engine or options.kv_cache_memory_bytes is not None:
+        return estimate.engine
+    share = options.gpu_memory_utilization
+    if share is None:
+        share = share_beside(gpu_bytes, estimate.trainer + estimate.rollout_weights)
+    return 2 * BUCKET_BYTES["cuda"] + int(share * gpu_bytes)
+
+
+def _calls(config: RunConfig) -> tuple[int, int]:
+    """Return the worker threads of a rank, and the rows of a policy call of each."""
+    if config.trainer.max_steps == 0:
+        return 1, 1
+    envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
+    lanes = config.rollout.num_lanes or default_num_worker_threads(config.env, envs, on_gpu)
+    lanes = 1 if ENVS.get(config.env.name).on_gpu else lanes
+    return lanes, math.ceil(envs / lanes)
+
+
+def _gathered(model: Any) -> int:
+    """Bytes of two layers, the present and the next one, and of all parameters outside of layers."""
+    blocks = repeated_blocks(model)
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
+    return 2 * max(sizes, default=0) + sum(p.numel() * p.element_size() for p in model.parameters()) - sum(sizes)
+
+
+def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
+    """Return the simulator processes of a rank that draw on its GPU: those of rollouts and of the evaluation."""
+    env = config.env
+    if not isinstance(env, ProcessEnvConfig) or not env.cameras or config.cluster.env_nodes:
+        return 0
+    ranks, count = config.cluster.num_processes, 0
+    lanes, rows = _calls(config)
+    evaluated = max(1, config.evaluation.num_envs // ranks)
+    for threads, envs in ([(lanes, rows)] if config.trainer.max_steps > 0 else []) + [(1, evaluated)]:
+        shared = with_share_of_cores(env, threads * ranks, most_simulators(env, gpu_bytes, threads))
+        count += threads * min(envs, shared.num_processes or 1)
+    return count
+
+
+def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
+    """Return, for GPUs of several sizes, the peak of a rank and the micro-batches that fit, in the columns of ``CARD_HEAD``."""
+    micro, rows = config.model.micro_batch_size, []
+    for size in CARDS:
+        _, memory = estimate_gpu(config, size * GB, measured)
+        num_blocks, found = len(memory.passes.saved), memory.blocks_to_recompute(micro, FILLED * size * GB)
+        peak = memory.peak(micro, num_blocks if found is None else found)
+        fits = found is not None and peak <= size * GB
+        blocks = f"{found} of {num_blocks}" if fits else "does not fit"
+        largest = [memory.largest_micro_batch(size * GB, number) for number in (0, None)]
+        learns = memory.passes.updates.row > 0
+        rows.append(
+            (f"{size} GB", f"{peak / GB:.1f} GB", blocks, *(f"{number:,}" if learns else "-" for number in largest))
+        )
+    return rows
+
+
+def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> int:
+    """Return how many blocks ``model.gradient_checkpointing`` recomputes on a GPU. Raise ConfigError if the run does not fit there.
+
+    Where passes cannot be counted, ``auto`` recomputes all blocks.
+    """
+    measured = measure(config) if measured is None else measured
+    estimate, memory = estimate_gpu(config, gpu_bytes, measured)
+    num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
+    _check_state(config, estimate, memory, gpu_bytes)
+    if memory.engine:
+        engine_options(config, estimate, gpu_bytes)
+    if memory.unknown:
+        return 0 if chosen is False else num_blocks
+    micro = config.model.micro_batch_size
+    most = 0 if chosen is False else num_blocks
+    _check_passes(config, memory, gpu_bytes, most)
+    if chosen != "auto":
+        return most
+    found = memory.blocks_to_recompute(micro, FILLED * gpu_bytes)
+    return num_blocks if found is None else found
+
+
+def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory, gpu_bytes: int) -> None:
+    needed = memory.resident + memory.half_gradients
+    if needed <= gpu_bytes:
+        return
+    fixes = [] if config.model.is_lora else ["model.is_lora=true"]
+    fixes += [] if config.trainer.cpu_offload else ["trainer.cpu_offload=true"]
+    if memory.simulators and needed - memory.simulators <= gpu_bytes:
+        fixes = ["env.num_processes=1"]
+    refuse(
+        f"Training {estimate.num_trainable / 1e9:.3g} of {estimate.num_parameters / 1e9:.3g} billion weights takes "
+        f"{needed / GB:.1f} GB on each GPU before any pass (weights, gradients, optimiser, simulators, libraries)",
+        f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
+        ", or ".join(fixes) or "cluster.num_processes to more ranks, which share the weights",
+    )
+
+
+def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomputed: int) -> None:
+    micro, card = config.model.micro_batch_size, f"at most the {gpu_bytes / GB:.1f} GB of the GPU"
+    needed = memory.updating(micro, recomputed)
+    if needed > gpu_bytes:
+        fits = memory.largest_micro_batch(gpu_bytes, recomputed)
+        fix = (
+            f"model.micro_batch_size={_divisor_up_to(micro, fits)}"
+            if fits
+            else "model.is_lora=true, or a smaller model"
+        )
+        if config.model.gradient_checkpointing is False and memory.passes.saved:
+            fix += ", or model.gradient_checkpointing=auto"
+        refuse(f"model.micro_batch_size={micro} takes {needed / GB:.1f} GB in an update", card, fix)
+    if memory.scoring > gpu_bytes:
+        line = memory.passes.scores
+        fits = max(1, math.floor((gpu_bytes - memory.resident - line.fixed) / max(line.row, 1.0)))
+        found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
+        refuse(found, card, f"model.val_micro_batch_size={fits}")
+    if config.trainer.max_steps > 0 and memory.num_lanes and memory.acting > gpu_bytes:
+        line, free = (
+            memory.passes.acts,
+            gpu_bytes - memory.acting + memory.num_lanes * memory.passes.acts.at(memory.acting_rows),
+        )
+        rows = max(1, math.floor((free / memory.num_lanes - line.fixed) / max(line.row, 1.0)))
+        envs = rows * memory.num_lanes * config.cluster.num_processes
+        step = config.cluster.num_processes * config.rollout.group_size
+        found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
+        refuse(found, card, f"rollout.num_envs={max(1, envs // step) * step}")
+
+
+def _divisor_up_to(number: int, most: int) -> int:
+    """Return the largest divisor of ``number`` that is at most ``most``, so that micro-batches divide a minibatch as before."""
+    return max(divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor <= max(1, most))
+
+
+def engine_options(config: RunConfig, memory: MemoryEstimate, gpu_bytes: int) -> VllmOptions:
+    """Return ``rollout.vllm`` with the share of an engine beside the policy. Raise ConfigError if both do not fit on the GPU."""
+    options = config.rollout.vllm
+    if options.kv_cache_memory_bytes is not None:
+        return options
+    share = engine_share(
+        options.gpu_memory_utilization,
+        gpu_bytes,
+        memory.trainer + memory.rollout_weights,
+        2 * memory.num_parameters,
+        key="rollout.vllm.gpu_memory_utilization",
+        apart="rollout.backend=torch, or cluster.placement=split cluster.start=ray",
+    )
+    return replace(options, gpu_memory_utilization=share)

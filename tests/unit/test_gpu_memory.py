@@ -1,0 +1,230 @@
+"""What fits on a GPU that is not there: refusals with the largest value that fits, blocks to recompute, experiments for 24 GB."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed.parallel import choose_sharding
+from rlinf.engines.share import engine_share, share_beside
+from rlinf.envs.config import most_simulators, with_share_of_cores
+from rlinf.envs.libero.env import LiberoConfig
+from rlinf.errors import ConfigError
+from rlinf.models.blocks import repeated_blocks, set_training_options
+from rlinf.preflight import gpu_memory
+from rlinf.preflight.activations import Line, Passes, _measure
+from rlinf.preflight.gpu_memory import (
+    GB,
+    GpuMemory,
+    _observation,
+    card_rows,
+    estimate_gpu,
+    fit_to_gpu,
+    measure,
+    simulators_on_gpu,
+)
+from rlinf.preflight.memory import policy_on_meta_device
+
+OFT = ["+model.init_config={n_action_bins: 256}", "model.override_config={}", "model.unnorm_key=null"]
+PI0 = ["+model.init_config={num_steps: 4, freeze_vlm: true, use_quantile_norm: true}", "model.override_config={}"]
+PI05 = ["+model.init_config={pi05: true, num_steps: 4, freeze_vlm: true}", "model.override_config={}"]
+FOR_24_GB = {
+    "libero_ppo_openvla_oft_24gb": OFT,
+    "libero_ppo_pi0_24gb": PI0,
+    "libero_ppo_pi05_24gb": PI05,
+    "libero_residual_pi0_24gb": PI0,
+    "libero_residual_openvla_oft": OFT,
+}
+
+
+def config_of(*words):
+    return build_config(compose_config([*words, "cluster.device=cpu"]))
+
+
+@pytest.fixture(scope="module")
+def oft():
+    """PPO of OpenVLA-OFT 7B with LoRA, and the bytes of its passes."""
+    config = config_of("experiment=libero_ppo_openvla_oft", *OFT, "env.num_processes=3", "rollout.num_envs=16")
+    return config, measure(config)
+
+
+def memory_of(**changes):
+    passes = Passes(Line(0, 10), Line(0, 5), Line(100, 50), Line(100, 20), saved=(20.0, 10.0))
+    base = {"state": 1000, "half_gradients": 0, "gathered": 0, "simulators": 0, "engine": 0, "engine_sleeps": True, "passes": passes,
+            "num_lanes": 2, "acting_rows": 4, "scoring_rows": 8}  # fmt: skip
+    return GpuMemory(**base | changes)
+
+
+def test_peaks_by_hand(monkeypatch):
+    monkeypatch.setattr(gpu_memory, "LIBRARIES", 0)
+    memory = memory_of()
+    assert (memory.acting, memory.scoring) == (1000 + 2 * 40, 1000 + 40)
+    assert [memory.updating(8, n) for n in range(3)] == [1000 + 100 + 8 * row for row in (50, 30, 20)]
+    assert [memory.blocks_to_recompute(8, limit) for limit in (1500, 1499, 1339, 1259)] == [0, 1, 2, None]
+    assert (memory.largest_micro_batch(1500), memory.largest_micro_batch(1500, 0)) == (20, 8)
+    assert memory_of(half_gradients=700).updating(8, 0) == 1700, "gradients come as activations go"
+    asleep, awake = memory_of(engine=500), memory_of(engine=500, engine_sleeps=False)
+    assert (asleep.acting, asleep.updating(8, 0)) == (1580, 1500), "it sleeps in updates"
+    assert (awake.acting, awake.updating(8, 0)) == (1580, 2000)
+
+
+def test_a_seven_billion_policy_is_recomputed_as_much_as_a_gpu_asks_for(oft):
+    config, measured = oft
+    num_blocks = len(measured[1].saved)
+    chosen = {size: fit_to_gpu(config, size * GB, measured) for size in (24, 30, 40, 80)}
+    assert chosen[80] == 0 < chosen[40] < chosen[30] < chosen[24] <= num_blocks
+    config.model.gradient_checkpointing = True
+    assert fit_to_gpu(config, 80 * GB, measured) == num_blocks
+    config.model.gradient_checkpointing = False
+    with pytest.raises(
+        ConfigError, match=r"model.micro_batch_size=8 takes \d+.\d GB.*at most the 24.0 GB.*gradient_checkpointing=auto"
+    ):
+        fit_to_gpu(config, 24 * GB, measured)
+    config.model.gradient_checkpointing = "auto"
+
+
+def test_half_of_the_blocks_save_what_is_estimated(oft):
+    """With 83 blocks, the estimate between none and all is within a tenth of a count."""
+    config, (model, passes, _) = oft
+    for number in (20, 41, 62):
+        set_training_options(model, recomputed=number, compiled=False)
+        counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"]).updates["rl"]
+        assert passes.update(number).at(8) == pytest.approx(counted, rel=0.1), number
+    for block in repeated_blocks(model):
+        del block.forward
+    assert passes.update(41).at(8) < 0.7 * passes.update(0).at(8)  # control
+
+
+def test_a_micro_batch_beyond_the_card_is_refused_with_the_largest_that_fits(oft):
+    config, measured = oft
+    config.model.micro_batch_size = 64
+    with pytest.raises(ConfigError, match=r"micro_batch_size=64 takes .* Set model.micro_batch_size=(\d+)$") as refused:
+        fit_to_gpu(config, 24 * GB, measured)
+    config.model.micro_batch_size = int(str(refused.value).rpartition("=")[2])
+    assert 64 % config.model.micro_batch_size == 0
+    fit_to_gpu(config, 24 * GB, measured)  # control: the value that was named fits
+    config.model.micro_batch_size, config.model.val_micro_batch_size = 8, 4096
+    with pytest.raises(ConfigError, match="val_micro_batch_size=4096 takes .* Set model.val_micro_batch_size="):
+        fit_to_gpu(config, 24 * GB, measured)
+    config.model.val_micro_batch_size, config.rollout.num_envs = 8, 4096
+    with pytest.raises(ConfigError, match=r"rollout.num_envs=4096 takes .* Set rollout.num_envs=(\d+)$") as refused:
+        fit_to_gpu(config, 24 * GB, measured)
+    config.rollout.num_envs = int(str(refused.value).rpartition("=")[2])
+    fit_to_gpu(config, 24 * GB, measured)
+    config.rollout.num_envs = 16
+
+
+def test_a_policy_that_cannot_be_trained_there_is_refused_before_weights_are_read():
+    words = ["experiment=libero_ppo_openvla_oft", *OFT, "model.is_lora=false"]
+    for size in (80, 141):
+        with pytest.raises(
+            ConfigError, match=rf"Training 7.* billion weights takes 15\d.* at most the {size}.0 GB"
+        ) as error:
+            fit_to_gpu(
+                config_of(*words),
+                size * GB,
+                gpu_memory.Measured(policy_on_meta_device(config_of(*words)), gpu_memory.NOTHING, "not counted"),
+            )
+        assert str(error.value).endswith("Set model.is_lora=true, or trainer.cpu_offload=true")
+
+
+def test_rows_for_doctor_name_the_largest_micro_batches(oft):
+    config, measured = oft
+    rows = {row[0]: row[1:] for row in card_rows(config, measured)}
+    assert list(rows) == ["24 GB", "40 GB", "80 GB", "141 GB"]
+    kept = [int(row[2].replace(",", "")) for row in rows.values()]
+    recomputed = [int(row[3].replace(",", "")) for row in rows.values()]
+    assert kept == sorted(kept) and all(few < many for few, many in zip(kept, recomputed, strict=True))
+    assert rows["80 GB"][1].startswith("0 of ") and not rows["24 GB"][1].startswith("0 of ")
+    roles = {role for role, _, _ in estimate_gpu(config, 80 * GB, measured)[1].rows(8)}
+    assert roles == {"rollout", "scoring", "update", "simulators"}
+
+
+@pytest.mark.parametrize("name", FOR_24_GB)
+def test_experiments_for_24_gb_fit_there(name):
+    config = config_of(f"experiment={name}", *FOR_24_GB[name])
+    measured = measure(config)
+    assert measured[2] == "" and sum(p.numel() for p in measured[0].parameters()) > 3e9
+    fit_to_gpu(config, 24 * GB, measured)
+    estimate, memory = estimate_gpu(config, 24 * GB, measured)
+    assert memory.peak(config.model.micro_batch_size, len(measured[1].saved)) <= 24 * GB
+    with pytest.raises(ConfigError, match="GB of the GPU"):
+        fit_to_gpu(config, estimate.weights, measured)  # control: weights alone would fill it
+
+
+def test_few_simulators_draw_on_a_small_gpu(monkeypatch):
+    monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 64)
+    counts = {size: most_simulators(LiberoConfig(), size * GB, 2) for size in (24, 39, 40, 80)}
+    assert counts == {24: 4, 39: 4, 40: None, 80: None}
+    assert most_simulators(LiberoConfig(), None, 2) is None, "on a CPU"
+    assert most_simulators(LiberoConfig(cameras=[]), 24 * GB, 2) is None, "nothing is drawn"
+    assert with_share_of_cores(LiberoConfig(), 2, 4).num_processes == 4
+    assert with_share_of_cores(LiberoConfig(), 2).num_processes == 32
+    assert with_share_of_cores(LiberoConfig(num_processes=20), 2, 4).num_processes == 20, "as configured"
+    config = config_of("experiment=libero_ppo_openvla_oft", *OFT)
+    assert simulators_on_gpu(config, 24 * GB) == 8 + 8, "of rollouts and of the evaluation"
+    assert simulators_on_gpu(config, 80 * GB) == 64 + 64
+    config.env.num_processes = 3
+    assert simulators_on_gpu(config, 80 * GB) == 2 * 3 + 3
+
+
+def test_the_share_of_an_engine_beside_a_policy():
+    """Of 3 billion weights trained in full (62 GB) 8 of 80 and 69 of 141 GB are left, of a 7B with LoRA (18 GB) 52 of 80."""
+    policy_3b, policy_7b = 62 * GB, 18 * GB
+    shares = [share_beside(size * GB, policy_3b) for size in (24, 80, 141)]
+    assert shares == pytest.approx([0, 8 / 80, 69 / 141])
+    assert share_beside(80 * GB, policy_7b) == pytest.approx(52 / 80) and share_beside(141 * GB, policy_7b) == 0.8
+    words = {"key": "rollout.gpu_memory_utilization", "apart": "mode=disaggregated"}
+    assert engine_share(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
+    with pytest.raises(
+        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*at most 0.49. Set .*=0.48, or .*=null"
+    ):
+        engine_share(0.8, 141 * GB, policy_3b, 6 * GB, **words)
+    with pytest.raises(ConfigError, match="An engine needs 15.0 GB for weights.*Set mode=disaggregated"):
+        engine_share(None, 80 * GB, policy_3b, 15 * GB, **words)
+    assert engine_share(0.5, 80 * GB, policy_7b, 15 * GB, **words) == 0.5  # control: what fits is taken
+
+
+def test_adapters_on_the_meta_device_have_the_format_of_real_ones():
+    words = ["experiment=quickstart", "model.is_lora=true", "model.lora.rank=2", "model.precision=bf16"]
+    config = config_of(*words)
+    from rlinf.models import get_model
+
+    real = {name: p.dtype for name, p in get_model(config.model).named_parameters()}
+    empty = {name: p.dtype for name, p in policy_on_meta_device(config).named_parameters()}
+    assert real == empty
+    assert {dtype for name, dtype in empty.items() if "lora_" in name} == {torch.bfloat16}
+
+
+def test_sharding_of_the_policies_of_this_package(oft):
+    """By their real shapes; ``test_sharding_choice`` has the table by hand."""
+    pi05 = policy_on_meta_device(config_of("experiment=libero_ppo_pi05_24gb", *PI05))
+    assert not choose_sharding("auto", pi05, 8, 80 * GB).sharded
+    assert choose_sharding("auto", pi05, 8, 24 * GB).sharded  # control
+    assert not choose_sharding("auto", oft[1][0], 8, 80 * GB).sharded
+
+
+def test_a_rank_on_a_gpu_asks_before_it_reads_weights(monkeypatch, tmp_path):
+    from rlinf.commands import train
+
+    config = config_of("experiment=quickstart", f"output_dir={tmp_path}")
+    monkeypatch.setattr(train, "resolve_device", lambda *_: "cuda")
+    monkeypatch.setattr(train, "rank_memory_bytes", lambda *_: 10**6)
+    monkeypatch.setattr(train, "_policy", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="at most the 0.0 GB of the GPU"):
+        train.build(config)
+
+
+def test_an_engine_wakes_after_the_cache_of_torch_is_empty(monkeypatch):
+    from rlinf.engines.vllm_engine import VllmEngine
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    engine = SimpleNamespace(_is_asleep=True, _call=lambda command, _: calls.append(command))
+    VllmEngine._rouse(engine)
+    VllmEngine._rouse(engine)  # control: awake, nothing happens
+    assert calls == ["empty_cache", "wake"]

@@ -1,0 +1,147 @@
+"""What a worker thread of a rollout waits for on a GPU, as far as a machine without one can show it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs.config import EnvConfig, default_num_worker_threads
+from rlinf.rollout import lane as lane_module
+from rlinf.rollout.lane import Lane, packed, unpacked
+
+RESULTS = [
+    torch.arange(12).view(3, 4)[:, -3:],  # tokens: a view of the prompt and them
+    torch.linspace(-9, 0, 9).view(3, 3),
+    torch.tensor([0.5, -1.5, float("nan")]),
+    torch.rand(3, 2, 2).bfloat16(),
+    torch.tensor([True, False, True]),
+    torch.zeros(3, 0),
+]
+
+
+def test_packed_results_come_back_bit_for_bit():
+    numbers = packed(RESULTS)
+    assert numbers.dtype == torch.uint8 and len(numbers) == 9 * 8 + 9 * 4 + 3 * 4 + 12 * 2 + 3
+    for given, found in zip(RESULTS, unpacked(numbers, RESULTS), strict=True):
+        assert found.dtype == given.dtype and found.shape == given.shape
+        assert found.contiguous().view(torch.uint8).equal(given.contiguous().view(torch.uint8))
+    numbers[0] ^= 1  # control
+    assert not torch.equal(unpacked(numbers, RESULTS)[0], RESULTS[0])
+
+
+def test_results_on_a_cpu_are_not_copied():
+    for given, found in zip(RESULTS, Lane("cpu").fetch(RESULTS), strict=True):
+        assert found is given
+    assert Lane("cpu").send(RESULTS[0]) is RESULTS[0]
+
+
+class FakeStream:
+    """Writes down who waits for whom."""
+
+    log: list[str] = []
+
+    def __init__(self, name):
+        self.name = name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams that are not there; returns what is done with them."""
+    names, default = iter("AB"), FakeStream("default")
+    FakeStream.log = log = []
+
+    @contextmanager
+    def on(stream):
+        log.append(f"{stream.name} begins")
+        yield
+        log.append(f"{stream.name} ends")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names)))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: default)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return log
+
+
+def test_each_lane_has_a_stream_that_waits_for_the_weights_and_is_waited_for(streams):
+    first, second = Lane("cuda"), Lane("cuda")
+    for lane in (first, second, first):
+        with lane.running():
+            pass
+    once = "{0} waits for default|{0} begins|{0} ends|default waits for {0}"
+    assert "|".join(streams) == "|".join(once.format(name) for name in "ABA")
+
+
+def test_a_failure_in_a_lane_leaves_nothing_that_is_not_waited_for(streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(KeyError), Lane("cuda").running():
+        raise KeyError
+    assert streams == ["A waits for default", "default waits for A"]
+
+
+@pytest.mark.parametrize("device, autocast", [("cpu", False), ("cuda", True)])
+def test_a_policy_on_the_cpu_and_one_under_autocast_have_no_stream(streams, monkeypatch, device, autocast):
+    """Autocast keeps casts of weights for all threads, and a stream does not wait for another's casts."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast and kind == "cuda")
+    with Lane(device).running():
+        pass
+    assert streams == []
+
+
+def test_a_gpu_has_two_lanes_where_each_has_32_rows():
+    env = EnvConfig(cameras=["front"])
+    counts = {rows: default_num_worker_threads(env, rows, policy_on_gpu=True) for rows in (1, 32, 63, 64, 256)}
+    assert counts == {1: 1, 32: 1, 63: 1, 64: 2, 256: 2}
+    assert default_num_worker_threads(env, 32) == 2, "control: on a CPU"
+
+
+def seconds_of_a_step(num_lanes, policy, env, launch, waits, num_steps=50):
+    """Model two queues: Python's lock, under which kernels are launched, and the one stream of a GPU.
+
+    A lane launches its call and a copy, waits for the copy, and steps its envs. Of ``waits`` copies, it launches each further one
+    after the one before it, behind all that lies on the stream then.
+    """
+    python = gpu = 0.0
+    free, steps, copies = [0.0] * num_lanes, [num_steps] * num_lanes, [0] * num_lanes
+    while any(steps):
+        lane = min((k for k in range(num_lanes) if steps[k]), key=lambda k: free[k])
+        python = max(free[lane], python) + (0.0005 if copies[lane] else launch)
+        gpu = max(gpu, python) + (0.0 if copies[lane] else policy) + 0.0002
+        free[lane], copies[lane] = gpu, copies[lane] + 1
+        if copies[lane] == waits:
+            free[lane], steps[lane], copies[lane] = gpu + env, steps[lane] - 1, 0
+    return max(free) / num_steps
+
+
+def test_two_lanes_pay_with_one_wait_a_call_and_enough_rows():
+    """The computed figures of docs/performance.md."""
+    one = seconds_of_a_step(1, 0.1, 0.1, 0.03, 1)
+    four_waits, one_wait = (seconds_of_a_step(2, 0.06, 0.06, 0.03, waits) for waits in (4, 1))
+    assert (round(one, 3), round(four_waits, 3), round(one_wait, 3)) == (0.230, 0.213, 0.151)
+    few_rows = [seconds_of_a_step(num_lanes, 0.05, 0.25, 0.05, 1) for num_lanes in (1, 2)]
+    assert [round(each, 3) for each in few_rows] == [0.350, 0.351], "a call takes as long for half of few rows"
+
+
+def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
+    from rlinf.cluster import factory
+
+    class Env:
+        on_gpu = False
+
+    config = build_config(compose_config(["model=openvla_tiny", "env=tabletop", "rollout.num_envs=32"]))
+    for device, count in (("cuda", 1), ("cpu", 2)):
+        monkeypatch.setattr(factory, "resolve_device", lambda *_, device=device: device)
+        assert factory.threads_of_rank(config, Env(), 1) == count
+        assert (
+            factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1).keywords[
+                "device"
+            ]
+            == device
+        )
+    assert lane_module.Lane("cuda")._on_gpu and not lane_module.Lane("cpu")._on_gpu

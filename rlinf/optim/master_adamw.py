@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
 
-COPIES_AT_ONCE = 2**28
-"""Bytes of float32 copies of 16-bit gradients that are made before they are added."""
+COPIES_AT_ONCE = {"cuda": 2**28, "cpu": 2**18}
+"""By device, bytes of float32 copies of 16-bit gradients that are made before they are added; a CPU keeps so many in its cache."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -46,6 +46,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.masters = [known[p] if p in known else _master(p) for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
+        self._pairs = [pair for pair in self._master_of.items() if pair[0] is not pair[1]]
         stepped = [group | {"params": [self._master_of[p] for p in group["params"]]} for group in groups]
         super().__init__(stepped, fused=True, **settings)
         for group in self.param_groups:
@@ -73,8 +74,7 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
-        found = [(p, m) for p, m in self._pairs() if p.grad is not None]
-        for part in _in_chunks(found):
+        for part in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
             gradients = [torch.empty_like(master) for _, master in part]
             torch._foreach_copy_(_own(gradients), _own([parameter.grad for parameter, _ in part]))
             earlier, later = [], []
@@ -93,15 +93,10 @@ class MasterAdamW(torch.optim.AdamW):
         """Step the masters by the gathered gradients, and round them to the parameters."""
         self.gather_gradients()
         super().step()
-        pairs = self._pairs()
-        if pairs:
-            torch._foreach_copy_(*(_own(side) for side in zip(*pairs, strict=True)))
-        for _, master in pairs:
+        if self._pairs:
+            torch._foreach_copy_(*(_own(side) for side in zip(*self._pairs, strict=True)))
+        for _, master in self._pairs:
             master.grad = None
-
-    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return the parameters that have a master of their own, with it."""
-        return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
 
 
 def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
@@ -110,7 +105,7 @@ def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[
     for pair in pairs:
         part.append(pair)
         size += pair[1].numel() * torch.float32.itemsize
-        if size >= COPIES_AT_ONCE:
+        if size >= COPIES_AT_ONCE[pair[1].device.type]:
             yield part
             part, size = [], 0
     if part:

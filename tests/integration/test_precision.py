@@ -238,7 +238,7 @@ def test_a_frozen_policy_is_skipped():
     before = {name: master.detach().clone() for name, master in worker.named_masters.items()}
     trained = worker.optimizer.parameters
     loss_of = lambda parameters: (sum(p.float().sum() for p in parameters), {"loss": torch.zeros(())})  # noqa: E731
-    totals = worker.train_step.accumulate([trained], loss_of)
+    totals = worker.train_step.accumulate([trained], loss_of, frozen=worker.policy_masters)
     worker._take_step(totals, None, frozen=True)
     moved = {name for name, master in worker.named_masters.items() if not torch.equal(master, before[name])}
     assert moved == {name for name in before if name.startswith("value_head.")}

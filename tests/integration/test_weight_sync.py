@@ -71,7 +71,7 @@ def test_a_replica_that_lacks_an_update_is_refused_at_the_push_by_name_and_else_
     with pytest.raises(RLinfError, match=rf"{REPLICA} in .*{part or 'log_std'}"):
         train(config_of(tmp_path / "push", SHARDED, "trainer.max_steps=2"))
     monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
-    monkeypatch.setattr(WeightPush, "_check_replica", lambda self: None)
+    monkeypatch.setattr(WeightPush, "_check_replica", lambda self, tensors: None)
     with pytest.raises(ParityError, match=f"{what} differ by .* at step 1 .*agreed until .* were updated"):
         train(config_of(tmp_path / "gate", SHARDED, "trainer.max_steps=2"))
     assert steps_of(tmp_path / "push") == steps_of(tmp_path / "gate") == [0]

@@ -59,9 +59,9 @@ class ProcessEnvConfig(EnvConfig):
 
     num_processes: int | None = option(
         None,
-        "Worker processes of the simulators, for each worker thread of a rollout and for the evaluation; null: one per core, "
-        "shared by threads and ranks, at most one per env, and 8 over all threads where they draw on a GPU of less than 40 GB; "
-        "0: none, the simulators run in the calling process, without deadlines and restarts.",
+        "Simulator processes of each worker thread of a rollout, and of the evaluation; null: one per core, shared by threads and ranks, "
+        "at most one per env, and 8 over all threads that draw on a GPU below 40 GB; 0: none, they run in the calling process, without "
+        "deadlines and restarts.",
         minimum=0,
     )
     step_timeout_s: float = option(60, "Seconds that one env step or one picture may take.", minimum=0.1)

@@ -1,7 +1,7 @@
 """The memory of passes, without running them: the policy is on torch's meta device, where tensors have no numbers.
 
-A pass there takes seconds for any model. Its bytes are those of a real one: of the tensors that autograd keeps, and of
-those that live for a moment. Attention is counted as on a GPU, where it keeps no matrix of scores.
+A pass there takes seconds for any model, and has as many bytes as a real one: tensors that autograd keeps, and tensors
+that live for a moment. Attention is counted as on a GPU, where it keeps no matrix of scores.
 """
 
 from __future__ import annotations

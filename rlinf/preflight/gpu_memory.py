@@ -57,7 +57,7 @@ class GpuMemory:
     """Bytes of a rank on its GPU.
 
     Attributes:
-        state: What is there all the time: weights, what steps them, copies that act.
+        state: Weights, what steps them, and copies that act, in all phases.
         half_gradients: Gradients in 16 bits, which come in the backward pass as activations go.
         gathered: Layers that a sharded model gathers.
         simulators: Graphics contexts of simulator processes.
@@ -238,7 +238,7 @@ def _gathered(model: Any) -> int:
 
 
 def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
-    """Return the simulator processes of a rank that draw on its GPU: those of rollouts and of the evaluation."""
+    """Return the simulator processes of a rank that draw on its GPU, in rollouts and in the evaluation."""
     env = config.env
     if not isinstance(env, ProcessEnvConfig) or not env.cameras or config.cluster.env_nodes:
         return 0

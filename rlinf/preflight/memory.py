@@ -24,7 +24,7 @@ from rlinf.preflight.placement import Placement
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank, without those of passes (``rlinf.preflight.gpu_memory``).
+    """Bytes on one rank without its passes (``rlinf.preflight.gpu_memory``).
 
     Attributes:
         num_parameters: Parameters of the policy.

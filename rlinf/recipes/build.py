@@ -357,6 +357,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
             "tensor_parallel_size": rollout.parallelism.tp_size,
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "enforce_eager": rollout.enforce_eager,
             "max_model_len": policy.config.max_model_len,
             "dtype": config.train.param_dtype,
         },

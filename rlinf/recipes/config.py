@@ -235,6 +235,9 @@ class RolloutConfig:
     max_response_length: int = option(2048, "Most tokens of an answer.", minimum=1)
     gpu_memory_utilization: float = option(0.8, "Share of a GPU's memory that the engine takes.", minimum=0, maximum=1)
     enable_chunked_prefill: bool = option(False, "Let the engine read long prompts in parts.")
+    enforce_eager: bool | None = option(
+        None, "Let the engine run without CUDA graphs; null: it captures them on a GPU, and has none on the CPU."
+    )
 
 
 @dataclass

@@ -176,12 +176,14 @@ class Scene:
         On the CPU the simulation is rebuilt: PhysX keeps contacts in a scene, which ManiSkill's reset does not clear.
         """
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
+        seed: list[int] | None = [seeds[0]]
         if self._num_envs > 1:
             import torch
 
             options["env_idx"] = torch.as_tensor(rows, device=self._env.device)
             self._seeds.update(zip(np.asarray(rows).tolist(), seeds, strict=True))
-        observation, _ = self._env.reset(seed=[seeds[0]] * self._num_envs, options=options)
+            seed = None  # with one, ManiSkill would make two generators for each row of the simulation
+        observation, _ = self._env.reset(seed=seed, options=options)
         self._state[rows] = _array(observation)[rows]
 
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -246,6 +248,23 @@ class Scene:
         self._env.close()
 
 
+class EqualGenerators(Sequence):
+    """A generator for each of ``count`` rows, all under one seed. Each is made when it is asked for: a row draws from one or two."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.seed, self.count = seed, count
+        self._made: dict[int, np.random.RandomState] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: Any) -> np.random.RandomState:
+        row = range(self.count)[row]  # as a list counts, also from its end
+        if row not in self._made:
+            self._made[row] = np.random.RandomState(self.seed)
+        return self._made[row]
+
+
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
 
@@ -254,6 +273,7 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     parts of a reset (moving states to and from the GPU, observing all rows) still happen once.
     """
     import torch
+    from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
     initialize, seeds = env._initialize_episode, {}
 
@@ -262,7 +282,9 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
         gpus = [env.device] if env.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):  # the policy draws from these generators too
             for k, row in enumerate(env_idx.tolist()):
-                env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
+                env._episode_seed = np.full(env.num_envs, seeds[row])
+                env._batched_episode_rng = BatchedRNG.from_rngs(EqualGenerators(seeds[row], env.num_envs))
+                env._episode_rng = env._batched_episode_rng[0]
                 torch.manual_seed(seeds[row])
                 env.scene._reset_mask = torch.zeros_like(mask)
                 env.scene._reset_mask[row] = True  # what a task sets goes to these rows

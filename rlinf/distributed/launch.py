@@ -29,14 +29,11 @@ from rlinf.distributed.devices import (
     rank_environment,
     visible_gpus,
 )
-from rlinf.distributed.process_group import backend_of
+from rlinf.distributed.process_group import GROUP_TIMEOUT, backend_of
 from rlinf.distributed.ray.ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree, refuse_shared_gpus
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
-
-GROUP_TIMEOUT = timedelta(days=1)
-"""torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # ``torch.cuda.is_available`` then asks the driver's library, and starts no CUDA in a rank that has not hidden other GPUs yet.

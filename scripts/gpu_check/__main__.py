@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,8 @@ from gpu_check.rows import Row, Setting
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {False: DOCS / "gpu_results.md", True: DOCS / "several_gpus_results.md"}
 """Pages of one GPU, and of several."""
-MEANING = "[What each row means](gpu_checks.md)."
+MEANING = Path(__file__).with_name("meaning.md")
+"""The part of each page that explains its rows."""
 
 
 def run_check(name: str, check: Check, arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], str]:
@@ -59,16 +61,21 @@ def table(rows: list[Row], arguments: argparse.Namespace, seconds: float) -> str
     size = "tiny models: this shows that the checks run, not what a GPU does" if arguments.tiny else "full size"
     flags = f"{f' --gpus {arguments.gpus}' if arguments.gpus else ''}{' --device cpu' * (arguments.device == 'cpu')}"
     words = {True: "yes", False: "**no**", None: ""}
+    origin = (
+        f"Written by `bash scripts/gpu_check.sh{flags}{' --tiny' * arguments.tiny}`, from random weights: {machine}, torch "
+        f"{torch.__version__}, {size}, {seconds / 60:.1f} minutes."
+    )
     lines = [
         "# What several GPUs show" if arguments.gpus else "# What a GPU shows",
         "",
-        *([] if arguments.device == "cuda" else ["**Not yet run on a GPU.**"]),
-        f"Written by `bash scripts/gpu_check.sh{flags}{' --tiny' * arguments.tiny}`, from random weights: {machine}, torch "
-        f"{torch.__version__}, {size}, {seconds / 60:.1f} minutes. {MEANING}",
+        *([] if arguments.device == "cuda" else ["**Not yet run on a GPU.**", ""]),
+        textwrap.fill(origin, 120, break_long_words=False, break_on_hyphens=False),
         "",
         "| check | what | measured | required | holds |",
         "|---|---|---|---|---|",
         *(f"| {row.check} | {row.what} | {row.value} | {row.required} | {words[row.passed]} |" for row in rows),
+        "",
+        MEANING.read_text().rstrip(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpu_check.engines import g3_vllm
-from gpu_check.isolation import g2_isolation
-from gpu_check.openvla import g0_draw
-from gpu_check.policies import g1_openvla_lora, g5_policy_call
+from gpu_check.engines import g3_vllm, vllm_words
+from gpu_check.isolation import RUN, g2_isolation
+from gpu_check.openvla import folder_words, g0_draw, random_words
+from gpu_check.policies import g1_openvla_lora, g5_policy_call, lora_words
 from gpu_check.rows import Row, Setting
-from gpu_check.several import m1_recipe, m2_hybrid_shards, m3_bandwidth, m4_own_gpus, m5_lost_ranks
+from gpu_check.several import hybrid_words, m1_recipe, m2_hybrid_shards, m3_bandwidth, m4_own_gpus, m5_lost_ranks
 from gpu_check.tokens import g4_token_policy
-from gpu_check.training import g6_bf16_learns, g7_same_numbers
+from gpu_check.training import ADAPTERS, FOUR_STEPS, g6_bf16_learns, g7_same_numbers, learning_words
+
+
+def words_of_runs(setting: Setting) -> dict[str, list[str]]:
+    """Return the overrides of the configurations that the checks use, by check."""
+    return {
+        "G0": random_words(setting),
+        "G1": lora_words(setting),
+        "G2": RUN,
+        "G3": vllm_words(setting),
+        "G5": folder_words(setting, 1),
+        "G6": learning_words(setting, "bf16"),
+        "G7": FOUR_STEPS,
+        "G7, adapters": ADAPTERS,
+        "M2": hybrid_words(setting, 1),
+    }
 
 
 @dataclass(frozen=True)

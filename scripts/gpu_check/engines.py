@@ -100,13 +100,13 @@ def speed_of(setting: Setting, source: Path, eager: bool) -> Speed:
         start = time.monotonic()
         answers()
         rate = count * answer / (time.monotonic() - start)
-        sleep_s, wake_s, freed = slept(engine, setting)
+        sleep_s, wake_s, num_bytes = slept(engine, setting)
         negate_head(policy.model)
         push(2)
         changed = not torch.equal(first, answers())
         negate_head(policy.model)
         push(3)
-        return Speed(rate, sleep_s, wake_s, freed, changed, torch.equal(first, answers()))
+        return Speed(rate, sleep_s, wake_s, num_bytes, changed, torch.equal(first, answers()))
     finally:
         engine.shutdown()
         buckets.close()
@@ -118,10 +118,10 @@ def slept(engine: Any, setting: Setting) -> tuple[float, float, int]:
         return 0.0, 0.0, 0
     used, start = used_bytes(), time.monotonic()
     engine.worker.sleep()
-    sleep_s, freed = time.monotonic() - start, used - used_bytes()
+    sleep_s, num_bytes = time.monotonic() - start, used - used_bytes()
     start = time.monotonic()
     engine.worker.engine.wake()
-    return sleep_s, time.monotonic() - start, freed
+    return sleep_s, time.monotonic() - start, num_bytes
 
 
 @torch.no_grad()
@@ -130,11 +130,15 @@ def negate_head(model: torch.nn.Module) -> None:
     next(tensor for name, tensor in model.named_parameters() if name.endswith("lm_head.weight")).neg_()
 
 
+def vllm_words(setting: Setting) -> list[str]:
+    """Return the overrides of a run whose rollouts are in vLLM."""
+    return [*folder_words(setting, 3), "rollout.backend=vllm"]
+
+
 def openvla_rows(rows: Rows, setting: Setting) -> None:
     """Three iterations with rollouts in vLLM, the engine killed in the middle of the second rollout."""
     folder = setting.folder / "vllm"
-    words = [*folder_words(setting, 3), "rollout.backend=vllm"]
-    run = subprocess.Popen(train_command(setting, folder, words), cwd=setting.folder)
+    run = subprocess.Popen(train_command(setting, folder, vllm_words(setting)), cwd=setting.folder)
     killed = kill_engine_in_second_rollout(run, folder)
     if run.wait() != 0:
         raise RuntimeError(f"the run ended with status {run.returncode}")

@@ -26,12 +26,17 @@ NUM_ROWS = 16
 SDPA = "_scaled_dot_product_"
 
 
+def lora_words(setting: Setting) -> list[str]:
+    """Return the overrides of three iterations, one of them recorded."""
+    return [*folder_words(setting, 3), "trainer.save_mode=async", f"trainer.profile_steps=[{PROFILED},{PROFILED}]"]
+
+
 def g1_openvla_lora(setting: Setting) -> list[Row]:
     """OpenVLA with LoRA from a folder: the gate, its gap, memory, launches, and checkpoints of adapters alone."""
-    rows, words = Rows("G1"), [*folder_words(setting, 3), "trainer.save_mode=async"]
+    rows = Rows("G1")
     watched = Watched(used_bytes if setting.is_gpu else lambda: 0)
     with watched:
-        folder = train(setting, "openvla_lora", [*words, f"trainer.profile_steps=[{PROFILED},{PROFILED}]"])
+        folder = train(setting, "openvla_lora", lora_words(setting))
     metrics = rl_metrics(folder)
     gaps = [each["rollout/logprob_gap_exp_mean"] for each in metrics]
     rows.holds("iterations of OpenVLA with LoRA", len(metrics), 3)

@@ -23,6 +23,7 @@ UNIT_NUMBERS = 202_383_360
 DEADLINE_S = 20.0
 END_S = DEADLINE_S + 60
 """Seconds in which a run whose rank hangs has ended: its deadline, and the time for the stacks of all ranks."""
+TWO_STEPS = ["experiment=quickstart", *SMALL, "trainer.max_steps=2", "algorithm.critic_warmup_steps=0"]
 DATA = Path(__file__).resolve().parents[1] / "make_arithmetic_data.py"
 
 
@@ -60,15 +61,20 @@ def m1_recipe(setting: Setting) -> list[Row]:
     return rows
 
 
+def hybrid_words(setting: Setting, size: int) -> list[str]:
+    """Return the overrides of a run whose weights are sharded over ``size`` ranks."""
+    shards = ["trainer.sharding=fsdp2", f"trainer.shard_size={size}", "trainer.save_mode=async"]
+    return [*TWO_STEPS, *shards, f"cluster.num_processes={setting.num_gpus}"]
+
+
 def m2_hybrid_shards(setting: Setting) -> list[Row]:
     """Groups of ranks that hold replicas of shards (HSDP) train as replicas do."""
     rows, ranks = Rows("M2"), setting.num_gpus
     size = max(1, ranks // 2)
-    words = ["experiment=quickstart", *SMALL, "trainer.max_steps=2", f"cluster.num_processes={ranks}"]
-    words += ["algorithm.critic_warmup_steps=0"]
-    replicas = rl_metrics(train(setting, "replicas", [*words, "trainer.sharding=replicate"]))
-    shards = ["trainer.sharding=fsdp2", f"trainer.shard_size={size}", "trainer.save_mode=async"]
-    gap = largest_gap(replicas, rl_metrics(train(setting, "hybrid", [*words, *shards])))
+    replicas = rl_metrics(
+        train(setting, "replicas", [*TWO_STEPS, f"cluster.num_processes={ranks}", "trainer.sharding=replicate"])
+    )
+    gap = largest_gap(replicas, rl_metrics(train(setting, "hybrid", hybrid_words(setting, size))))
     rows.at_most(f"difference of the losses of {ranks} replicas and of shards over {size} of {ranks} ranks", gap, 1e-3)
     return rows
 

@@ -7,19 +7,26 @@ import json
 from gpu_check.rows import Row, Rows, Setting
 from gpu_check.runs import SMALL, first_difference, largest_gap, rl_metrics, train
 
+ONCE_AND_AGAIN = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.save_every=2"]
+FOUR_STEPS = [*ONCE_AND_AGAIN, "trainer.max_steps=4", "trainer.save_mode=async", "trainer.max_keep=-1"]
+ADAPTERS = [*ONCE_AND_AGAIN, "model.precision=bf16", "model.is_lora=true", "model.lora.rank=4", "trainer.max_steps=2"]
 
-def g6_bf16_learns(setting: Setting) -> list[Row]:
-    """PPO in bf16 reaches the success of float32."""
-    rows = Rows("G6")
+
+def learning_words(setting: Setting, precision: str) -> list[str]:
+    """Return the overrides of a run that learns in a number format."""
     size = ["model.init_config.text_config.hidden_size=512", "model.init_config.text_config.intermediate_size=1408"]
     size += ["model.init_config.text_config.num_hidden_layers=16", "model.hidden_size=512"]
     steps = ["sft.max_steps=1000", "trainer.max_steps=30", "evaluation.num_episodes=200"]
     if setting.tiny:
         size, steps = [], [*SMALL, "trainer.max_steps=1"]
-    found = {}
+    return ["experiment=quickstart", f"model.precision={precision}", *size, *steps]
+
+
+def g6_bf16_learns(setting: Setting) -> list[Row]:
+    """PPO in bf16 reaches the success of float32."""
+    rows, found = Rows("G6"), {}
     for precision in ("fp32", "bf16"):
-        words = ["experiment=quickstart", f"model.precision={precision}", *size, *steps]
-        folder = train(setting, precision, words)
+        folder = train(setting, precision, learning_words(setting, precision))
         found[precision] = json.loads((folder / "summary.json").read_text())["success_after_rl"]
         rows.state(f"success in {precision}", f"{found[precision]['success_rate']:.1%}")
     what = "upper end of bf16's interval, against the lower end of float32's"
@@ -33,23 +40,20 @@ def g6_bf16_learns(setting: Setting) -> list[Row]:
 def g7_same_numbers(setting: Setting) -> list[Row]:
     """FSDP2 on one rank equals replication, in float32 and with adapters in bf16; a resumed run and a repeated one equal the first."""
     rows = Rows("G7")
-    words = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.save_every=2"]
-    four = [*words, "trainer.max_steps=4", "trainer.save_mode=async", "trainer.max_keep=-1"]
-    first = train(setting, "first", four)
-    again = train(setting, "again", four)
+    first = train(setting, "first", FOUR_STEPS)
+    again = train(setting, "again", FOUR_STEPS)
     checkpoint = first / "checkpoints" / "step_2"
     resumed = rl_metrics(train(setting, "resumed", [f"resume={checkpoint}"]))
     whole = rl_metrics(first)
     same(rows, setting, "a run resumed from a checkpoint of a thread", whole[2:], resumed)
     same(rows, setting, "the same run again", whole, rl_metrics(again))
-    sharded = train(setting, "fsdp2", [*words, "trainer.sharding=fsdp2", "trainer.max_steps=2"])
+    sharded = train(setting, "fsdp2", [*ONCE_AND_AGAIN, "trainer.sharding=fsdp2", "trainer.max_steps=2"])
     gap = largest_gap(whole[:2], rl_metrics(sharded))
     rows.at_most("difference of the losses of FSDP2 and of replication, float32", gap, 1e-3)
     on = train(setting, "fsdp2_on", [f"resume={sharded}", "trainer.max_steps=3"])
     rows.holds("iterations after a resume of the FSDP2 checkpoint", len(rl_metrics(on)), 1)
-    adapters = ["model.precision=bf16", "model.is_lora=true", "model.lora.rank=4", "trainer.max_steps=2"]
     both = [
-        rl_metrics(train(setting, f"adapters_{sharding}", [*words, *adapters, f"trainer.sharding={sharding}"]))
+        rl_metrics(train(setting, f"adapters_{sharding}", [*ADAPTERS, f"trainer.sharding={sharding}"]))
         for sharding in ("replicate", "fsdp2")
     ]
     rows.at_most("difference of the losses of FSDP2 and of replication, adapters in bf16", largest_gap(*both), 0.05)

@@ -85,7 +85,7 @@ def speed_of(setting: Setting, source: Path, eager: bool) -> Speed:
     })  # fmt: skip
     buckets = WeightBuckets()
     ids = torch.randint(3, 500, (count, prompt), generator=torch.Generator().manual_seed(0))
-    batch = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((count,), prompt)})
+    batch = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def answers() -> torch.Tensor:
         return engine.generate(batch, greedy=True)["output_ids"]

@@ -18,7 +18,7 @@ THREE_BILLION = {
     "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2
 }  # fmt: skip
 TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2
 }  # fmt: skip
 VOCABULARY, TINY_VOCABULARY = 152064, 512
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlinf.engines import vllm_engine
 from rlinf.errors import ConfigError
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.validation import validate
@@ -48,8 +49,7 @@ def test_the_checks_of_one_process_run_at_tiny_size(tmp_path):
     assert "the losses are finite | True | True | yes" in page.read_text()
     unmeasured = [row for row in rows if row[3].startswith("not measured: ")]
     assert {row[5] for row in unmeasured} == {""}, "a number that only a GPU has must not look measured"
-    for words in ("needs the full size on a GPU", "not measured: needs a GPU"):
-        assert any(words in row[3] or words in f"not measured: {row[3]}" for row in unmeasured)
+    assert {"not measured: needs the full size on a GPU", "not measured: needs a GPU"} <= {row[3] for row in unmeasured}
     assert "Not yet run on a GPU" in page.read_text() and "tiny models" in page.read_text()
 
 
@@ -117,7 +117,8 @@ def test_all_checks_together_take_at_most_25_minutes(gpu_check):
         assert check.expected_s < check.limit_s and check.run.__doc__
 
 
-def test_every_configuration_of_full_size_is_valid_and_builds_without_weights(gpu_check, tmp_path):
+def test_every_configuration_of_full_size_is_valid_and_builds_without_weights(gpu_check, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda *_: None)
     setting = gpu_check.rows.Setting("cuda", False, tmp_path, tmp_path / "openvla")
     words = gpu_check.checks.words_of_runs(setting)
     random = gpu_check.openvla.configuration(words["G0"])

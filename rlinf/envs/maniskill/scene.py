@@ -249,11 +249,17 @@ class Scene:
 
 
 class EqualGenerators(Sequence):
-    """A generator for each of ``count`` rows, all under one seed. Each is made when it is asked for: a row draws from one or two."""
+    """A generator for each of ``count`` rows, all under one seed. A row draws from one or two, and only those are seeded."""
 
-    def __init__(self, seed: int, count: int) -> None:
-        self.seed, self.count = seed, count
+    def __init__(self, count: int) -> None:
+        self.count = count
         self._made: dict[int, np.random.RandomState] = {}
+        self._seeded: set[int] = set()
+
+    def seed(self, seed: int) -> None:
+        """Begin anew under another seed."""
+        self._seed = seed
+        self._seeded.clear()
 
     def __len__(self) -> int:
         return self.count
@@ -261,7 +267,10 @@ class EqualGenerators(Sequence):
     def __getitem__(self, row: Any) -> np.random.RandomState:
         row = range(self.count)[row]  # as a list counts, also from its end
         if row not in self._made:
-            self._made[row] = np.random.RandomState(self.seed)
+            self._made[row] = np.random.RandomState(0)
+        if row not in self._seeded:  # as a new generator, in a tenth of the time
+            self._made[row].seed(self._seed)
+            self._seeded.add(row)
         return self._made[row]
 
 
@@ -275,16 +284,17 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     import torch
     from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
-    initialize, seeds = env._initialize_episode, {}
+    initialize, seeds, generators = env._initialize_episode, {}, EqualGenerators(env.num_envs)
 
     def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
         mask = env.scene._reset_mask
         gpus = [env.device] if env.device.type == "cuda" else []
+        env._episode_seed, env._batched_episode_rng = np.zeros(env.num_envs, np.int64), BatchedRNG.from_rngs(generators)
         with torch.random.fork_rng(gpus):  # the policy draws from these generators too
             for k, row in enumerate(env_idx.tolist()):
-                env._episode_seed = np.full(env.num_envs, seeds[row])
-                env._batched_episode_rng = BatchedRNG.from_rngs(EqualGenerators(seeds[row], env.num_envs))
-                env._episode_rng = env._batched_episode_rng[0]
+                generators.seed(seeds[row])
+                env._episode_seed[:] = seeds[row]
+                env._episode_rng = generators[0]
                 torch.manual_seed(seeds[row])
                 env.scene._reset_mask = torch.zeros_like(mask)
                 env.scene._reset_mask[row] = True  # what a task sets goes to these rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 
@@ -15,10 +16,18 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch. Code that needs repeatable numbers draws from a ``derive_seed`` stream instead."""
+def seed_everything(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch. Code that needs repeatable numbers draws from a ``derive_seed`` stream instead.
+
+    ``deterministic``: use only kernels that give equal bits for equal inputs, on GPUs too; an operation without one raises. Call
+    it before the first matrix product on a GPU.
+    """
     import torch  # not at the top: simulator processes import this module and do without torch
 
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads such memory

@@ -306,9 +306,14 @@ class RolloutBatch:
         """Merge ``T`` and ``B`` into one row axis ``N``."""
         return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
-    def select(self, index: Tensor, observation: bool = True) -> RolloutBatch:
+    def to(self, device: Any) -> RolloutBatch:
+        """Return the batch with its tensors on a device; it must come from main memory, and the host does not wait for the copies."""
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=True), self.observation)
+
+    def select(self, index: Tensor | slice, observation: bool = True) -> RolloutBatch:
         """Return the rows ``index`` of a flattened batch; ``observation=False`` keeps the whole batch's observation."""
-        seen = self.observation.select(index.cpu().numpy()) if observation else self.observation
+        chosen = index if isinstance(index, slice) else index.cpu().numpy()
+        seen = self.observation.select(chosen) if observation else self.observation
         return self._changed(lambda tensor: tensor[index], seen)
 
 

@@ -140,7 +140,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     prepare_rank(config)
     settings, output = config.evaluation, Path(config.output_dir)
     set_num_threads(config.cluster.num_threads, local_world_size())
-    seed_everything(config.seed)
+    seed_everything(config.seed, config.trainer.deterministic)
     if reservation is not None:
         reservation.join()  # env nodes are in the cluster of the players
     ranks = RankGroup(rank(), world_size(), lambda part: gather_objects(part()))

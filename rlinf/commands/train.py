@@ -154,7 +154,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
-    seed_everything(config.seed)
+    seed_everything(config.seed, config.trainer.deterministic)
     resumed_from, state = _where_to_begin(config)
     has_players = reservation is not None and reservation.group is not None
     if reservation is not None and (has_players or config.cluster.env_nodes):

@@ -83,6 +83,11 @@ class TrainerConfig:
     cpu_offload: bool = option(
         False, "Keep shards, their gradients and the optimiser in main memory, and gather weights from there."
     )
+    deterministic: bool = option(
+        False,
+        "Use only kernels of torch that give equal bits for equal inputs on a GPU, which may be slower; an operation without one ends the "
+        "run. Runs on CPUs repeat either way.",
+    )
 
 
 @dataclass

@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rlinf.distributed.deferred import FileTensor, Weight, deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.process_group import gather_objects, new_mesh, world_size
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.number_formats import GIB, format_bytes
@@ -90,11 +91,12 @@ class Replicated(Parallel):
         if world_size() == 1 or not stepped:
             return
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stepped]
-        present = torch.tensor([float(p.grad is not None) for p in stepped], device=parts[0].device)
-        flat = torch.cat([part.flatten() for part in (*parts, present)])
+        has = [float(p.grad is not None) for p in stepped]
+        flat = torch.cat([part.flatten() for part in (*parts, to_device(torch.tensor(has), parts[0].device))])
         dist.all_reduce(flat)
         *sums, present = flat.split([*(p.numel() for p in stepped), len(stepped)])
-        for parameter, gradient, ranks in zip(stepped, sums, present.tolist(), strict=True):
+        held = has if all(has) else present.tolist()  # the answer is known without waiting for a GPU
+        for parameter, gradient, ranks in zip(stepped, sums, held, strict=True):
             parameter.grad = gradient.view_as(parameter) if ranks else None
 
 
@@ -401,13 +403,12 @@ def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the global 2-norm of the gradients, a float32 scalar on the CPU; a collective call if they are sharded."""
+    """Return the global 2-norm of the gradients, a float32 scalar on their device; a collective call if they are sharded."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    return full_tensor(norm).float().cpu()
+    return full_tensor(norm).float()
 
 
-def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
     """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
     if max_norm > 0 and parameters:
-        device = parameters[0].device
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(device), foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, to_device(norm, parameters[0].device), foreach=True)

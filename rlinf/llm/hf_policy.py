@@ -255,8 +255,8 @@ class HuggingFacePolicy(TokenPolicy):
         return model
 
     def _attending(self, model: nn.Module) -> nn.Module:
-        """Set how a model attends to packed rows; return it."""
-        if self.config.sequence_packing and _device_of(self.config) == "cpu" and not self.config.compile:
+        """Set how a model attends to packed rows and, on a GPU, to padded ones; return it."""
+        if (self.config.sequence_packing or _device_of(self.config) != "cpu") and not self.config.compile:
             attend_each_sequence(model)
         return model
 

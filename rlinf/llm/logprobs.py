@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import IMAGE_KEYS, join_padded, tokens_and_mask
-from rlinf.llm.packing import pack_rows, probe_tokens
+from rlinf.llm.packing import known_rows, packed_inputs, probe_tokens
 from rlinf.models.positions import num_positions
 from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import token_logprobs
@@ -68,12 +70,11 @@ def batch_scores(
         raise ConfigError(
             f"A row has {width} tokens, more than the {positions} positions (max_position_embeddings) of the model"
         )
-    device = next(model.parameters()).device
     inputs = image_inputs(model, data, width)
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
-    ids, mask = (each[:, :width].to(device) for each in (ids.masked_fill(~mask, 0), mask))
-    chosen = None if chosen is None else chosen[:, :width].to(device)
+    ids, mask = (each[:, :width] for each in (ids.masked_fill(~mask, 0), mask))
+    chosen = None if chosen is None else chosen[:, :width]
     scores = sequence_scores(model, ids, mask, temperature, packed, inputs, with_entropy, chosen)
     return TokenScores(*(None if each is None else F.pad(each, (0, columns - width)) for each in scores))
 
@@ -101,10 +102,12 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
                 raise ConfigError(f"The batch has '{key}', and {type(model).__name__} takes none. Remove them")
             images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
-                inputs[key] = images.to(weight.device, weight.dtype if images.is_floating_point() else images.dtype)
+                inputs[key] = to_device(images, weight.device)
+                if images.is_floating_point():
+                    inputs[key] = inputs[key].to(weight.dtype)
     for key in TOKEN_TYPE_KEYS:
         if key in data and key in taken:
-            types = data[key][:, :width].to(weight.device)
+            types = to_device(data[key][:, :width], weight.device)
             inputs[key] = F.pad(types, (0, width - types.shape[1]))
     return inputs
 
@@ -138,32 +141,37 @@ def sequence_scores(
     pass, if the model ``has_separable_head``.
 
     Args:
-        input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right.
+        input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right; best on the CPU, which must know the lengths.
         temperature: Divides the logits.
         packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
         inputs: Further inputs of the model (``image_inputs``).
         with_entropy: Compute the entropy, too; it takes two more arrays of the size of the logits of a chunk.
         chosen: bool ``[B, S]``, tokens to which the head is applied; None: all.
     """
-    attended = attention_mask.bool()
-    predicted = attended.clone() if chosen is None else attended & chosen
+    # Lengths decide shapes. Where they are known on the CPU, which is where batches come from, nothing waits for a GPU.
+    ids, attended = input_ids.cpu(), attention_mask.bool().cpu()
+    predicted = attended.clone() if chosen is None else attended & chosen.cpu()
     predicted[:, 0] = False  # in a packed row, the token before it is of another sequence
+    device, lengths = next(model.parameters()).device, attended.sum(-1)
+    places = predicted.flatten().nonzero().flatten()
     if packed:
-        ids, positions = pack_rows(input_ids, attention_mask.sum(-1))
-        states, head = _run_to_head(model, {"input_ids": ids, "position_ids": positions}, int(predicted.sum()))
-        before = predicted[attended].unsqueeze(0)[:, 1:]
+        tokens = packed_inputs(model, ids, lengths)
+        before = predicted[attended].nonzero().flatten() - 1
     else:
-        tokens = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
-        states, head = _run_to_head(model, {**tokens, **(inputs or {})}, int(predicted.sum()))
-        before = predicted[:, 1:]
-    scored = states[:, :-1][before.to(states.device)]
-    tokens = input_ids[predicted].to(scored.device)
-    logprobs, entropy = _chunked_scores(scored, tokens, head, temperature, with_entropy)
-    zeros = torch.zeros_like(input_ids, dtype=torch.float32, device=logprobs.device)
-    places = predicted.to(logprobs.device)
-    return TokenScores(
-        zeros.masked_scatter(places, logprobs), None if entropy is None else zeros.masked_scatter(places, entropy)
-    )
+        tokens = {"input_ids": ids, "attention_mask": attended.long(), **(inputs or {})}
+        before = places - 1
+    tokens = {name: to_device(tensor, device) for name, tensor in tokens.items()}
+    states, head = _run_to_head(model, tokens, len(places), known_rows(lengths.tolist(), packed))
+    scored = states.flatten(0, 1)[to_device(before, states.device)]
+    targets = to_device(ids.flatten()[places], scored.device)
+    logprobs, entropy = _chunked_scores(scored, targets, head, temperature, with_entropy)
+    return TokenScores(*(None if each is None else _placed(each, places, ids.shape) for each in (logprobs, entropy)))
+
+
+def _placed(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Return float32 zeros of a shape, with ``numbers`` at ``places`` of the flattened array."""
+    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=numbers.device)
+    return zeros.index_put((to_device(places, numbers.device),), numbers).view(shape)
 
 
 def has_separable_head(model: Any) -> bool:
@@ -190,22 +198,24 @@ def _tried_head(model: Any) -> bool:
 
 
 def _run_to_head(
-    model: Any, inputs: Mapping[str, Tensor], num_scored: int
+    model: Any, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS`` or mostly not needed.
 
     Its head then gets a few columns only, and a hook keeps the hidden states of all. Ranks may differ in this choice: either way, a
-    sharded model gathers the same weights in the same order, in both passes, because its head is no unit of its own.
+    sharded model gathers the same weights in the same order, in both passes, because its head is no unit of its own. ``rows`` is
+    the context of the pass (``known_rows``).
 
     Return hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
     """
     num_tokens = inputs["input_ids"].numel()
     is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
     is_separable = has_separable_head(model)  # asked whatever the batch: no rank may decide alone to run the model
-    if is_separable and (is_large or num_scored < USEFUL_SHARE * num_tokens):
-        (states,), _ = _run_with_few_logits(model, inputs)
-        return states, lambda part: _logits_of(model, part)
-    return model(**inputs, use_cache=False).logits, lambda every: every
+    with rows:
+        if is_separable and (is_large or num_scored < USEFUL_SHARE * num_tokens):
+            (states,), _ = _run_with_few_logits(model, inputs)
+            return states, lambda part: _logits_of(model, part)
+        return model(**inputs, use_cache=False).logits, lambda every: every
 
 
 def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
 from rlinf.llm.batched_data_dict import tokens_and_mask
@@ -120,7 +121,7 @@ class NLLLossFn(TokenLoss):
 
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
-        mask = trained_tokens(data).to(logprobs.device)
+        mask = to_device(trained_tokens(data), logprobs.device)
         loss = -torch.where(mask, logprobs, 0.0).sum() / counts.tokens
         return LossOutput(loss, {"nll": loss.detach()})
 
@@ -154,7 +155,7 @@ class DPOLossFn(TokenLoss):
 
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
-        mask = trained_tokens(data).to(logprobs.device)
+        mask = to_device(trained_tokens(data), logprobs.device)
         reference = _logprobs_of(data, "reference_logprobs", logprobs, "policy.get_reference_logprobs(data)")
         rewards = _pairs(self.beta * torch.where(mask, logprobs - reference, 0.0).sum(-1))
         margin = rewards[:, 0] - rewards[:, 1]
@@ -208,7 +209,7 @@ class GRPOLossFn(TokenLoss):
 
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
         _check_counts(counts)
-        mask = trained_tokens(data).to(logprobs.device)
+        mask = to_device(trained_tokens(data), logprobs.device)
         advantages = self._advantages(data, logprobs)
         old = logprobs.detach()
         if "old_logprobs" in data:
@@ -244,7 +245,7 @@ class GRPOLossFn(TokenLoss):
     def _advantages(self, data: Mapping[str, Any], logprobs: Tensor) -> Tensor:
         if "advantages" not in data:
             raise ConfigError(f"GRPOLossFn needs data['advantages'], [B] or [B, S]; the batch has {sorted(data)}.")
-        advantages = _tensor_of(data, "advantages").to(logprobs)
+        advantages = to_device(_tensor_of(data, "advantages"), logprobs.device).to(logprobs.dtype)
         rows, columns = logprobs.shape
         accepted = [(rows,)] if self.ratio_level == "sequence" else [(rows,), (rows, columns)]
         if tuple(advantages.shape) not in accepted:
@@ -277,7 +278,7 @@ def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -
     values = _tensor_of(data, key)
     if values.shape != like.shape:
         raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: {list(like.shape)}, as the tokens.")
-    return values.to(like)
+    return to_device(values, like.device).to(like.dtype)
 
 
 def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:

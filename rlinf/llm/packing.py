@@ -10,15 +10,19 @@ and ``sdpa``). Models with state-space or convolution layers, or with attention 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 
 SDPA_BY_SEQUENCE = "sdpa_by_sequence"
@@ -124,10 +128,55 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return input_ids[mask].unsqueeze(0), positions[mask].unsqueeze(0)
 
 
+@dataclass(frozen=True)
+class PackedRow:
+    """In place of the mask of a packed row: its sequences, which do not see each other.
+
+    Attributes:
+        lengths: Of the sequences.
+        masks: Bool ``[1, 1, length, length]`` of each; None: each token sees all tokens before it, as far as its sequence begins.
+    """
+
+    lengths: list[int]
+    masks: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    lengths: list[int]
+    packed: bool
+
+
+_ROWS: ContextVar[_Rows | None] = ContextVar("rows of the running pass", default=None)
+
+
+@contextmanager
+def known_rows(lengths: list[int], packed: bool) -> Iterator[None]:
+    """Tell the attention of ``attend_each_sequence`` which rows run inside: right-padded ones, or the sequences of one row."""
+    token = _ROWS.set(_Rows(lengths, packed))
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
 def attend_each_sequence(model: Any) -> None:
-    """Let a model whose kernel is ``sdpa`` attend to each sequence of a packed row alone: less work for a CPU, equal numbers."""
-    if model.config.get_text_config()._attn_implementation == "sdpa":
+    """Let a model whose kernel is ``sdpa`` attend to ``known_rows`` without a large mask: less work, and equal numbers."""
+    if attention_of(model) == "sdpa":
         model.set_attn_implementation(SDPA_BY_SEQUENCE)
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of the attention kernel of a model."""
+    return getattr(model.config.get_text_config(), "_attn_implementation", "")
+
+
+def packed_inputs(model: Any, input_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Return the arguments with which a model runs right-padded rows ``[B, S]`` as one row (``pack_rows``)."""
+    ids, positions = pack_rows(input_ids, lengths)
+    inputs = {"input_ids": ids, "position_ids": positions}
+    # With any mask, transformers does not look for sequences in the positions, which would wait for a GPU.
+    return inputs | ({"attention_mask": torch.ones_like(ids)} if attention_of(model) == SDPA_BY_SEQUENCE else {})
 
 
 def attend_by_sequence(
@@ -135,47 +184,75 @@ def attend_by_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    position_bias: Tensor | None = None,
+    attention_mask: Tensor | PackedRow | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run the ``sdpa`` of transformers on each sequence of a packed row, and on any other input as it is.
+    """Run the ``sdpa`` of transformers on each sequence of a ``PackedRow``, and on any other input as it is.
 
-    A CPU kernel also computes the scores between sequences, which the mask discards. They are most of a packed row.
-
-    The arguments are as for ``sdpa``: ``query [B, heads, S, head_dim]``, ``attention_mask`` bool ``[B, 1, S, S]`` or None.
+    A kernel with a mask also computes the scores between sequences, which the mask discards. They are most of a packed row.
     """
-    lengths = [] if position_bias is not None else _sequence_lengths(query, attention_mask)
-    if len(lengths) < 2:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
-    parts, start = [], 0
-    for queries, keys, values in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
-        own = slice(start, start := start + queries.shape[2])
-        mask, settings = attention_mask[..., own, own], kwargs
-        if torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril()):
-            mask, settings = None, kwargs | {"is_causal": True}  # the kernel then skips half of the scores
+    if not isinstance(attention_mask, PackedRow):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    parts, sequences = [], (each.split(attention_mask.lengths, dim=2) for each in (query, key, value))
+    for queries, keys, values, mask in zip(*sequences, attention_mask.masks, strict=True):
+        # Told so, the kernel skips half of the scores.
+        settings = kwargs if mask is not None else kwargs | {"is_causal": True}
         parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **settings)[0])
     return torch.cat(parts, dim=1), None
 
 
-def _sequence_lengths(query: Tensor, mask: Tensor | None) -> list[int]:
-    """Return the lengths of the sequences of one packed row, or nothing. A sequence begins where a token does not see the one before."""
-    columns = query.shape[2]
-    if mask is None or mask.dtype != torch.bool or mask.shape != (1, 1, columns, columns):
-        return []
-    starts = [0, *((~mask[0, 0].diagonal(-1)).nonzero().flatten() + 1).tolist()]
-    return [stop - start for start, stop in zip(starts, [*starts[1:], columns], strict=True)]
+def _waits_for_nothing(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cpu"
+
+
+def mask_by_sequence(
+    *args: Any,
+    q_length: int,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | PackedRow | None:
+    """Return the mask of ``known_rows`` for ``attend_by_sequence``; of other rows, the mask of ``sdpa_mask``, whose arguments these are.
+
+    A right-padded row needs no mask, because no token sees the padding behind it; to find that out, ``sdpa_mask`` would wait for
+    a GPU. Layers that see another part than all tokens before them, such as a window, get a mask.
+    """
+    rows, on_cpu = _ROWS.get(), _waits_for_nothing(device)
+    options = {"q_length": q_length, "local_size": local_size, "device": device, **kwargs}
+    if rows is None or (on_cpu and not rows.packed):
+        options |= {"allow_is_causal_skip": allow_is_causal_skip, "attention_mask": attention_mask}
+        return sdpa_mask(*args, mask_function=mask_function, **options)
+    is_causal = allow_is_causal_skip and (local_size is None or local_size >= q_length)
+    if is_causal:
+        return PackedRow(rows.lengths, [None] * len(rows.lengths)) if rows.packed else None
+    options["allow_is_causal_skip"] = False
+    if not rows.packed:
+        return sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **options)
+    numbers = torch.arange(len(rows.lengths)).repeat_interleave(torch.tensor(rows.lengths))
+    apart = packed_sequence_mask_function(to_device(numbers, device)[None])
+    whole = sdpa_mask(*args, mask_function=and_masks(mask_function, apart), **options)
+    masks, start = [], 0
+    for length in rows.lengths:
+        part = slice(start, start := start + length)
+        mask = whole[..., part, part]
+        # A comparison on a GPU would wait for it.
+        masks.append(None if on_cpu and mask[0, 0].equal(torch.ones_like(mask[0, 0]).tril()) else mask)
+    return PackedRow(rows.lengths, masks)
 
 
 AttentionInterface.register(SDPA_BY_SEQUENCE, attend_by_sequence)
-AttentionMaskInterface.register(SDPA_BY_SEQUENCE, sdpa_mask)
+AttentionMaskInterface.register(SDPA_BY_SEQUENCE, mask_by_sequence)
 
 
 def keeps_sequences_apart(model: Any) -> bool:
     """Return whether a model in evaluation mode keeps the sequences of a packed row apart, tried on two short ones."""
     sequences = probe_tokens(model).view(2, -1)
-    ids, positions = pack_rows(sequences, torch.full((2,), sequences.shape[1]))
-    return _reads_only(model, sequences[1:], {"input_ids": ids, "position_ids": positions})
+    lengths = torch.full((2,), sequences.shape[1])
+    inputs = packed_inputs(model, sequences, lengths)
+    return _reads_only(model, sequences[1:], inputs, known_rows(lengths.tolist(), packed=True))
 
 
 def ignores_left_padding(model: Any) -> bool:
@@ -189,11 +266,13 @@ def ignores_left_padding(model: Any) -> bool:
     return _reads_only(model, ids[:, ids.shape[1] // 2 :], inputs)
 
 
-def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
+def _reads_only(
+    model: Any, last: Tensor, inputs: dict[str, Tensor], rows: AbstractContextManager | None = None
+) -> bool:
     """Return whether the last logits of a row depend on its last tokens ``[1, S]`` only.
 
     Comparing logits is not enough, because a small leak may be below the rounding of 16 bits. The gradient to a token that is not
-    read is exactly 0 in every number format.
+    read is exactly 0 in every number format. ``rows`` is the context of ``inputs``.
     """
     length, embedded = last.shape[1], []
 
@@ -203,7 +282,7 @@ def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
 
     hook = model.get_input_embeddings().register_forward_hook(make_leaf)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), rows or nullcontext():
             logits = model(**inputs, use_cache=False).logits[0, -length:].float()
             (gradient,) = torch.autograd.grad(logits.square().sum(), embedded[0])
     finally:

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import sum_over_ranks
+from rlinf.distributed.transfers import fetch
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -31,6 +33,9 @@ from rlinf.options import option
 from rlinf.seeding import derive_seed
 
 Result = TypeVar("Result")
+
+SUMMED_AT_ONCE = 2**24
+"""Numbers of a tensor that are copied in float64 at a time: 128 MiB."""
 
 
 @dataclass
@@ -207,10 +212,13 @@ class TokenPolicy(PolicyInterface):
         data = BatchedDataDict(data)
         ids, _ = tokens_and_mask(data)
         logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        batches, found = self._micro_batches(data, rows_per_sample=1), []
         with evaluation_mode(model):
-            for rows in self._micro_batches(data, rows_per_sample=1):
-                logprobs[rows] = self._logprobs(model, data.select_indices(rows)).to(ids.device)
+            for rows in batches:
+                found.append(self._logprobs(model, data.select_indices(rows)))
                 go_on()
+        if found:  # one copy for all, so that nothing waits in between
+            logprobs[[row for rows in batches for row in rows]] = torch.cat(found).to(ids.device)
         return BatchedDataDict({"logprobs": logprobs})
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
@@ -263,5 +271,12 @@ def check_trainable(config: TokenPolicyConfig) -> None:
 
 def weights_checksum(model: nn.Module) -> list[float]:
     """Return the sum of each tensor, to detect whether a folder still holds the same weights; a collective call with shards."""
-    sums = [tensor.detach().double().sum() for tensor in model.parameters() if tensor.is_floating_point()]
-    return [float(full_tensor(each)) for each in sums]
+    sums = [full_tensor(_sum(p.detach())) for p in model.parameters() if p.is_floating_point()]
+    return fetch(sums)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return the sum in float64, part by part: torch makes a float64 copy of all that it sums at once."""
+    if tensor.numel() <= SUMMED_AT_ONCE or isinstance(tensor, DTensor):
+        return tensor.double().sum()
+    return torch.stack([part.double().sum() for part in tensor.flatten().split(SUMMED_AT_ONCE)]).sum()

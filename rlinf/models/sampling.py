@@ -36,8 +36,26 @@ def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uni
     """
     if not do_sample:
         return logits.argmax(-1)
-    cumulative = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
+    cumulative = _running_sums(torch.softmax(logits.float() / temperature, dim=-1))
     if uniforms is None:
         uniforms = draw_uniforms(*cumulative.shape[:-1], device=cumulative.device)
     threshold = (uniforms.to(cumulative) * cumulative[..., -1]).unsqueeze(-1)
     return (cumulative <= threshold).sum(-1).clamp_max(logits.shape[-1] - 1)
+
+
+def _running_sums(numbers: Tensor) -> Tensor:
+    """Return sums along the last axis, of each number and all before it."""
+    if numbers.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sums_by_blocks(numbers)  # `cumsum` on a GPU adds in an order of the moment
+    return numbers.cumsum(-1)
+
+
+def sums_by_blocks(numbers: Tensor, size: int = 256) -> Tensor:
+    """Return sums along the last axis by matrix products: within blocks of ``size``, and over the blocks before."""
+    width = numbers.shape[-1]
+    if width <= size:
+        return numbers @ numbers.new_ones(width, width).triu()
+    blocks = torch.nn.functional.pad(numbers, (0, -width % size)).unflatten(-1, (-1, size))
+    within = sums_by_blocks(blocks, size)
+    before = torch.nn.functional.pad(sums_by_blocks(within[..., -1], size), (1, -1))
+    return (within + before.unsqueeze(-1)).flatten(-2)[..., :width]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
+
+COPIES_AT_ONCE = 2**28
+"""Bytes of float32 copies of 16-bit gradients that are made before they are added."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -66,23 +70,56 @@ class MasterAdamW(torch.optim.AdamW):
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
+    @torch.no_grad()
     def gather_gradients(self) -> None:
         """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        found = [(p, m) for p, m in self._pairs() if p.grad is not None]
+        for part in _in_chunks(found):
+            gradients = [torch.empty_like(master) for _, master in part]
+            torch._foreach_copy_(_own(gradients), _own([parameter.grad for parameter, _ in part]))
+            earlier, later = [], []
+            for (parameter, master), gradient in zip(part, gradients, strict=True):
                 parameter.grad = None
+                if master.grad is None:
+                    master.grad = gradient
+                else:
+                    earlier.append(master.grad)
+                    later.append(gradient)
+            if earlier:
+                torch._foreach_add_(_own(earlier), _own(later))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step the masters by the gathered gradients, and round them to the parameters."""
         self.gather_gradients()
         super().step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        pairs = self._pairs()
+        if pairs:
+            torch._foreach_copy_(*(_own(side) for side in zip(*pairs, strict=True)))
+        for _, master in pairs:
+            master.grad = None
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters that have a master of their own, with it."""
+        return [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+
+
+def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+    """Split parameters and masters, so that float32 copies of the gradients of a part take about ``COPIES_AT_ONCE``."""
+    part, size = [], 0
+    for pair in pairs:
+        part.append(pair)
+        size += pair[1].numel() * torch.float32.itemsize
+        if size >= COPIES_AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _own(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of tensors, for operations on many tensors at once."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

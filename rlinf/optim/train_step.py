@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.distributed.parallel import Parallel, clip_gradients, grad_norm
 from rlinf.distributed.process_group import sum_over_ranks
+from rlinf.distributed.transfers import fetch
 from rlinf.errors import NonFiniteError
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.schedule import learning_rate
@@ -21,14 +22,25 @@ Part = TypeVar("Part")
 class Totals(dict[str, float]):
     """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its share of a mean."""
 
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add the shares of one micro-batch."""
-        for name, value in metrics.items():
-            self[name] = self.get(name, 0.0) + float(value)
+    def add(self, shares: Sequence[Mapping[str, Tensor | float]], *others: Tensor) -> list[float]:
+        """Add the shares of micro-batches, in their order. Return ``others`` as floats, which come by the same copy from a GPU."""
+        values = iter(fetch([*(value for metrics in shares for value in metrics.values()), *others]))
+        for metrics in shares:
+            for name in metrics:
+                self[name] = self.get(name, 0.0) + next(values)
+        return list(values)
 
     def over_ranks(self, sum_values: Callable[[list[float]], list[float]] = sum_over_ranks) -> dict[str, float]:
         """Return the sums over all ranks, which must have the same names (a collective call)."""
         return dict(zip(self, sum_values(list(self.values())), strict=True))
+
+
+class _Norms(NamedTuple):
+    """The masters of each part that have gradients, the norms of these (0.0: there are none), and the norm of all of them."""
+
+    parts: list[list[nn.Parameter]]
+    norms: list[Tensor | float]
+    total: Tensor
 
 
 class TrainStep:
@@ -46,6 +58,7 @@ class TrainStep:
         num_steps: Steps taken.
         decay: Share of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
+        part_norms: Norms of the gradients of the parts at the last ``accumulate``.
     """
 
     def __init__(
@@ -65,47 +78,71 @@ class TrainStep:
         self.num_steps, self.decay = 0, 1.0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._measured: tuple[_Norms, list[float]] | None = None  # by ``accumulate``, for ``apply``
+        self.part_norms = [0.0] * len(self.parts)
 
     def set_learning_rate(self, rate: float) -> None:
         """Step all parameters with this learning rate from now on (after a warm-up)."""
         self._peaks = [rate] * len(self._peaks)
 
     def accumulate(
-        self, micro_batches: Iterable[Part], loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]]
+        self,
+        micro_batches: Iterable[Part],
+        loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]],
+        frozen: Sequence[nn.Parameter] = (),
     ) -> Totals:
         """Add up the gradients of a minibatch over micro-batches and ranks, and the metrics of this rank.
+
+        The host waits for a GPU once, at the end, for the metrics and the norms of the gradients together.
 
         Args:
             micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
             loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
                 minibatch, so numbers of micro-batches and ranks change no result.
+            frozen: Masters whose gradients are dropped at the end.
         """
-        totals, parts = Totals(), list(micro_batches)
+        found: list[Mapping[str, Tensor]] = []
+        parts = list(micro_batches)
         for number, part in enumerate(parts, start=1):
             if self.parallel is not None:
                 self.parallel.start_backward(is_last=number == len(parts))
             loss, metrics = loss_of(part)
             loss.backward()
             self.optimizer.gather_gradients()
-            totals.add(metrics)
+            found.append(metrics)
         if self.parallel is not None:
             self.parallel.sum_gradients(self.optimizer.masters)
+        for master in frozen:
+            master.grad = None
+        totals, norms = Totals(), self._norms()
+        self._measured = (norms, totals.add(found, norms.total, *norms.norms))
+        self.part_norms = self._measured[1][1:]
         return totals
+
+    def _norms(self) -> _Norms:
+        parts = [[p for p in part if p.grad is not None] for part in self.parts]
+        norms = [self.norm_of(part) if part else 0.0 for part in parts]
+        found = [norm for norm in norms if isinstance(norm, Tensor)]
+        if len(parts) == 1 and found:
+            return _Norms(parts, norms, found[0])
+        squares = [norm.to(found[0].device) ** 2 for norm in found] or [torch.zeros(())]
+        return _Norms(parts, norms, torch.stack(squares).sum().sqrt())
 
     def apply(self, loss: float) -> float:
         """Clip the gradients and take the step; return ``grad_norm``.
 
+        The gradients must still be as the last ``accumulate`` left them, if there was any since the last step.
         Raise NonFiniteError, before anything changes, if ``loss`` or a gradient is NaN or infinite.
         """
-        parts = [[p for p in part if p.grad is not None] for part in self.parts]
-        norms = [self.norm_of(part) for part in parts]
-        total = norms[0] if len(norms) == 1 else torch.stack([norm**2 for norm in norms]).sum().sqrt()
-        self.grad_norm = float(total)
+        if self._measured is None:
+            norms = self._norms()
+            self._measured = (norms, fetch([norms.total]))
+        (norms, (self.grad_norm, *_)), self._measured = self._measured, None
         if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
-        for part, norm in zip(parts, norms, strict=True):
+        for part, norm in zip(norms.parts, norms.norms, strict=True):
             clip_gradients(part, norm, self.max_grad_norm)
-        self.step(moves=any(parts))
+        self.step(moves=any(norms.parts))
         return self.grad_norm
 
     def step(self, moves: bool = True) -> None:

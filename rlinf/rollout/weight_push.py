@@ -15,7 +15,7 @@ from rlinf.distributed.process_group import any_rank, gather_objects
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.optim.finite import check_finite
+from rlinf.optim.finite import check_finite, different
 
 
 class WeightPush:
@@ -37,6 +37,7 @@ class WeightPush:
         holds_numbers = rollout_model is not trainer_model and not any(p.is_meta for p in rollout_model.parameters())
         self._replica = ModuleReceiver(rollout_model) if holds_numbers else None
         self.version: int | None = None
+        self._seen: dict[str, list[int]] = {}  # ``_writes`` of all tensors at the last push
 
     @property
     def rollout_policy(self) -> Any:
@@ -52,16 +53,21 @@ class WeightPush:
     def push(self, version: int) -> int:
         """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
 
-        A replica that holds this version already is not copied again. Costs one all-gather for each FSDP unit with
-        trained weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
+        A replica that holds this version already is not copied again. Frozen tensors are looked at in the first push,
+        and where something has written into them. Costs one all-gather for each FSDP unit with trained weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
         RLinfError if names or shapes differ, the copy does not equal the original, or another rank refused.
         """
         base, self.version = self.version, None
-        on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in self._tensors().items()}))
+        seen, self._seen = self._seen, {}
+        state = self.trainer_model.state_dict()
+        trained = {name for name, spec in manifest_of(self.trainer_model).items() if spec.trained}
+        suspects = {name: x for name, x in state.items() if name in trained or seen.get(name) != self._writes(name, x)}
+        on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in suspects.items()}))
         if self._replica is not None:
             if base != version:
                 self._copy(version, base)
-            on_every_rank(self._check_replica)
+            on_every_rank(lambda: self._check_replica(suspects))
+        self._seen = {name: self._writes(name, tensor) for name, tensor in state.items()}
         if self.generator is not None:
             self.generator.update_weights(version)
         self.version = version
@@ -72,8 +78,10 @@ class WeightPush:
         if self.generator is not None:
             self.generator.sleep()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return dict(self.trainer_model.state_dict())
+    def _writes(self, name: str, tensor: Tensor) -> list[int]:
+        """Return how often torch has written into a tensor and its replica; a frozen one need not be read while that stays."""
+        replica = {} if self._replica is None else self._replica.tensors
+        return [each._version for each in (local_part(tensor)[0], replica.get(name)) if each is not None]
 
     def _copy(self, version: int, base: int | None) -> None:
         manifest = manifest_of(self.trainer_model)
@@ -83,17 +91,21 @@ class WeightPush:
             self._replica.take(name, tensor)
         self._replica.commit()
 
-    def _check_replica(self) -> None:
-        """Compare this rank's part of the trained weights with the replica, bit for bit.
+    def _check_replica(self, tensors: dict[str, Tensor]) -> None:
+        """Compare this rank's part of the weights with the replica, bit for bit.
 
         Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an
         update that is smaller than the rounding.
         """
-        held, stale = self._replica.tensors, []
-        for name, tensor in self._tensors().items():
-            part, where = local_part(tensor)
-            if name not in held or not torch.equal(part.to(held[name]), held[name][where]):
-                stale.append(name)
+        held = self._replica.tensors
+
+        def pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
+            for name, tensor in tensors.items():
+                part, where = local_part(tensor)
+                if name in held:
+                    yield name, part.to(held[name]), held[name][where]  # one rounded copy at a time
+
+        stale = [name for name in tensors if name not in held] + different(pairs())
         if stale:
             raise RLinfError(
                 f"The rollout policy differs from the trained policy after the weight push in {len(stale)} of "

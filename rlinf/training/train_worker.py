@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -16,9 +17,10 @@ from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
 from rlinf.distributed.deadlines import go_on
-from rlinf.distributed.parallel import Parallel, Replicated, grad_norm
+from rlinf.distributed.parallel import Parallel, Replicated
 from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
@@ -150,6 +152,7 @@ class TrainWorker:
         tokens, size = batch.action_tokens.flatten(0, 1), self.val_micro_batch_size
         valid = torch.nonzero(batch.loss_mask.flatten()).flatten()
         logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))
+        found: list[tuple[Tensor, Tensor]] = []
         with self.autocast():
             # A sharded model is gathered in every call, so a rank with fewer rows than another scores its first one again.
             for start in range(0, int(maximum(len(valid))[0]), size):
@@ -159,10 +162,12 @@ class TrainWorker:
                 chosen = slice(first, end) if end - first == len(rows) else rows.numpy()  # a slice copies nothing
                 inputs = model.preprocess(batch.observation.select(chosen))
                 device = next(iter(inputs.values())).device
-                scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
+                scored = model.evaluate_actions(inputs, to_device(tokens[rows], device), self.temperature)
                 if start < len(valid):
-                    logprobs[rows], values[rows] = scored.logprobs.cpu(), scored.values.cpu()
+                    found.append((scored.logprobs, scored.values))
                 go_on()
+        if found:  # one copy for all, so that nothing waits in between
+            logprobs[valid], values[valid] = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         shape = batch.loss_mask.shape
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
@@ -185,23 +190,35 @@ class TrainWorker:
         own = batch.select(rows, observation=False)  # a rank copies the pictures of its micro-batches only
         counts = LossCounts.of(own, algorithm.config).over_ranks()
 
+        sent = cache(own.to)
+
         def loss_of(start: int) -> tuple[Tensor, Mapping[str, Tensor]]:
             part = rows[start : start + self.micro_batch_size]
-            micro = batch.select(part if len(part) else torch.zeros(1, dtype=torch.int64))
-            if not len(part):  # another rank has more rows, and every pass of a sharded model is a collective call
-                micro.loss_mask = torch.zeros_like(micro.loss_mask)
+            # Another rank may have more rows, and every pass of a sharded model is a collective call.
+            is_empty = len(part) == 0
+            part = torch.zeros(1, dtype=torch.int64) if is_empty else part
+            seen = batch.observation.select(part.numpy())
             with self.autocast():
-                inputs = self.model.preprocess(micro.observation)
+                inputs = self.model.preprocess(seen)
                 device = next(iter(inputs.values())).device
-                tokens = micro.action_tokens.to(device)
+                tokens = to_device(batch.action_tokens[part], device)
                 evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
-            evaluation = type(evaluation)(*(tensor.cpu() for tensor in evaluation))
-            output = algorithm.loss(micro, evaluation, counts, step)
+            device = evaluation.logprobs.device
+            if is_empty:
+                micro = batch.select(part, observation=False).to(device)
+                micro.loss_mask = torch.zeros_like(micro.loss_mask)
+            else:
+                micro = sent(device).select(slice(start, start + len(part)), observation=False)
+            output = algorithm.loss(replace(micro, observation=seen), evaluation, counts, step)
             return output.loss, output.metrics
 
-        totals = self.train_step.accumulate(range(0, minibatch.max_rows, self.micro_batch_size), loss_of)
+        frozen = algorithm.policy_is_frozen(step)
+        # Critic warm-up. AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement. With gradients
+        # of 0 it would still decay the weights and move them by former momentum.
+        dropped = self.policy_masters if frozen else ()
+        totals = self.train_step.accumulate(range(0, minibatch.max_rows, self.micro_batch_size), loss_of, dropped)
         described = _Described("rl", step, lambda: batch.observation.select(rows.numpy()), own.tensors())
-        return self._take_step(totals, described, algorithm.policy_is_frozen(step))
+        return self._take_step(totals, described, frozen)
 
     @record_function("update")
     def sft_update(
@@ -230,9 +247,9 @@ class TrainWorker:
             with self.autocast():
                 inputs = self.model.preprocess(observation.select(here.numpy()))
                 device = next(iter(inputs.values())).device
-                drawn = () if uniforms is None else (uniforms[index].to(device),)
-                losses = self.model.sft_loss(inputs, actions[here].to(device), *drawn)
-            share = torch.where(valid.to(device), losses.float(), 0.0).sum() / num_rows
+                drawn = () if uniforms is None else (to_device(uniforms[index], device),)
+                losses = self.model.sft_loss(inputs, to_device(actions[here], device), *drawn)
+            share = torch.where(to_device(valid, losses.device), losses.float(), 0.0).sum() / num_rows
             return share, {"loss": share.detach()}
 
         micro_batches = zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True)
@@ -242,12 +259,7 @@ class TrainWorker:
     def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
         """Take the optimiser step, unless something is wrong with it; return the metrics of all ranks."""
         own_loss, metrics = totals["loss"], totals.over_ranks()
-        if frozen:
-            # Critic warm-up. AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement. With
-            # gradients of 0 it would still decay the weights and move them by former momentum.
-            for master in self.policy_masters:
-                master.grad = None
-        elif not self._has_learnt and math.isfinite(metrics["loss"]):
+        if not frozen and not self._has_learnt and math.isfinite(metrics["loss"]):
             self._check_gradient(minibatch)
         try:
             metrics["grad_norm"] = self.train_step.apply(metrics["loss"])
@@ -259,7 +271,7 @@ class TrainWorker:
     def _check_gradient(self, minibatch: _Described) -> None:
         """Refuse a gradient of exactly 0, although the minibatch has something to teach."""
         tensors = minibatch.tensors
-        norm = float(grad_norm([p for p in self.policy_masters if p.grad is not None]))
+        norm = self.train_step.part_norms[0]
         self._has_learnt = norm > 0
         advantages = tensors.get("advantages")
         teaches = any_rank(advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any()))

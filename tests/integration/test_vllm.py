@@ -44,6 +44,7 @@ from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.rollout.vllm_policy import VllmPolicy
@@ -89,6 +90,35 @@ def test_bfloat16_logprobs_are_the_trainers_up_to_rounding():
         others = dict(inputs, pixel_values=inputs["pixel_values"].roll(1, 0))
         assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).exp().mean() <= 1.05
         assert gap(policy, prediction, trainer_logprobs(model, others, prediction)).exp().mean() > 1.05, "control"
+
+
+ROUNDED = """
+from rlinf.models.embodiment.openvla.vllm_model import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+@MULTIMODAL_REGISTRY.register_processor(OpenVLAMultiModalProcessor, info=OpenVLAProcessingInfo, dummy_inputs=OpenVLADummyInputs)
+class RoundedHead(OpenVLAForVllm):
+    head_dtype = "model"
+"""
+
+
+def test_logits_of_a_bfloat16_model_are_not_rounded(tmp_path, monkeypatch):
+    (tmp_path / "rounded_model.py").write_text(ROUNDED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, gaps = make_model(dtype=torch.bfloat16), []
+    with torch.no_grad():
+        for layer in model.language_model.model.layers:  # states of both are then embeddings, and differ by no rounding
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.language_model.lm_head.weight.mul_(8.0)
+    for model_class in (OpenVLAVllmAdapter.model_class, "rounded_model:RoundedHead"):
+        monkeypatch.setattr(OpenVLAVllmAdapter, "model_class", model_class)
+        with contextlib.closing(VllmPolicy(model, VllmOptions(), num_envs=64)) as policy:
+            policy.update_weights(1)
+            inputs = model.preprocess(observe(num_rows=64))
+            prediction = act(policy, inputs)
+            gaps.append(float(gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).exp().mean()))
+    assert gaps[0] <= 1.005 < gaps[1], gaps
 
 
 def test_only_action_tokens_are_sampled_and_they_become_actions(policy):

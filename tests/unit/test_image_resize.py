@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
+from rlinf.models.embodiment.modules.image_resize import (
+    bilinear_by_integers,
+    crop_and_resize,
+    resize_bicubic,
+    resize_bilinear,
+    resize_lanczos3,
+)
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 
 SIDE = st.integers(1, 90)
@@ -155,3 +161,20 @@ def test_the_crop_keeps_the_middle_and_its_borders():
     cropped = crop_and_resize(ramp, AREA, (101, 101))[0, 0, 50]
     for place, expected in ((0, 2 * border), (50, 100), (100, 200 - 2 * border)):
         assert abs(int(cropped[place]) - expected) <= 1
+
+
+@settings(max_examples=75, deadline=None)
+@given(SIDE, SIDE, SIDE, SIDE, st.integers(0, 1000))
+def test_a_gpu_resizes_bilinearly_to_the_bits_of_torch_on_a_cpu(height, width, new_height, new_width, seed):
+    images = tensor_of(random_image(seed, height, width))
+    expected = resize_bilinear(images, (new_height, new_width))
+    assert torch.equal(bilinear_by_integers(images, new_height, new_width), expected)
+
+
+@pytest.mark.parametrize(("height", "width", "new_height"), [(480, 640, 168), (256, 256, 224), (720, 1280, 126)])
+def test_camera_sizes_give_the_bits_of_torch_on_a_cpu(height, width, new_height):
+    images = tensor_of(random_image(1, height, width), random_image(2, height, width))
+    expected = resize_bilinear(images, (new_height, 224))
+    assert torch.equal(bilinear_by_integers(images, new_height, 224), expected)
+    in_float32 = torch.nn.functional.interpolate(images.float(), size=(new_height, 224), mode="bilinear")
+    assert not torch.equal(in_float32.round().to(torch.uint8), expected), "control: other numbers round otherwise"

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlinf.models.blocks import set_training_options
 from rlinf.models.embodiment.openvla.kv_cache import KVCache
-from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_layers
+from rlinf.models.embodiment.openvla.llama_layer import additive, aligned, attention_mask, run_layers, use_action_layers
 
 PROMPT_LEN, NUM_TOKENS = 9, 5
 LENGTH = PROMPT_LEN + NUM_TOKENS
@@ -229,3 +229,19 @@ def test_rotary_turns_pairs_by_position_times_frequency():
             turned = pair * complex(math.cos(angle), math.sin(angle))
             torch.testing.assert_close(keys[:, :, position, i], turned.real, atol=3e-5, rtol=0)
             torch.testing.assert_close(keys[:, :, position, i + 4], turned.imag, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_keys", [13, 16])
+def test_the_mask_of_a_gpu_is_that_of_a_cpu_in_rows_that_need_no_copy(num_keys):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, n, 8, generator=generator) for n in (5, num_keys, num_keys))
+    key_mask = torch.arange(num_keys) >= torch.tensor([[0], [4]])
+    allowed = attention_mask(key_mask, 5, num_keys, True, query.device)
+    mask = aligned(allowed, torch.float32)
+    assert mask.shape == allowed.shape and mask.stride(-1) == 1 and all(step % 8 == 0 for step in mask.stride()[:-1])
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(query, key, value, attn_mask=allowed)
+    torch.testing.assert_close(attend(query, key, value, attn_mask=mask), expected)
+    assert not torch.allclose(attend(query, key, value, attn_mask=mask.roll(1, -1)), expected), "control"
+    if num_keys % 8:
+        assert additive(allowed, torch.float32).stride(-2) % 8, "control: a copy would be needed"

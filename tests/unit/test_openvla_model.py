@@ -148,8 +148,21 @@ def test_only_action_tokens_are_sampled_even_when_others_are_likelier():
     inputs = model.preprocess(observe())
     tokens = model.predict_action_batch(**inputs, temperature=100.0).sequences[:, -6:]
     assert tokens.min() >= 544 - 21 and tokens.max() < 544
-    full = model(inputs["input_ids"], inputs["attention_mask"], inputs["pixel_values"]).logits[:, -1].argmax(-1)
+    full = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["pixel_values"]).logits[:, -1].argmax(-1)
     assert (full < 500).any(), "control: the whole vocabulary prefers other tokens"
+
+
+def test_prompts_of_one_length_have_no_mask_and_the_numbers_of_a_mask_of_ones(kind):
+    model = build(kind)
+    assert "attention_mask" in model.preprocess(observe(kind)), "control: the sentences have different lengths"
+    inputs = model.preprocess(observe(kind).select([1, 1]))
+    assert "attention_mask" not in inputs
+    masked = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    found, expected = (model.predict_action_batch(**each, do_sample=False) for each in (inputs, masked))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    masked["attention_mask"][:, 2] = 0
+    other = model.predict_action_batch(**masked, do_sample=False)
+    assert not torch.equal(other.logits, found.logits), "control: a word is missing"
 
 
 def test_actions_lie_within_the_statistics_and_the_mask_passes_through():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
-from rlinf.llm import packing
+from rlinf.llm import logprobs, packing
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.logprobs import has_separable_head, sequence_logprobs
 from rlinf.llm.losses import NLLLossFn
@@ -61,7 +61,7 @@ def test_sequences_alone_give_the_numbers_of_the_packed_row(tiny_lm, packed, ker
     packing.attend_each_sequence(model)
     assert largest_gap(scored(model, *packed), expected) < 1e-5
     assert kernel == [(length, length) for length in LENGTHS] * 2
-    monkeypatch.setattr(packing, "_sequence_lengths", lambda query, mask: [30, 41])
+    monkeypatch.setattr(logprobs, "known_rows", lambda lengths, packed: packing.known_rows([30, 41], packed))
     assert largest_gap(scored(model, *packed), expected) > 1e-3, "control: a cut within a sequence matters"
 
 
@@ -75,6 +75,24 @@ def test_padded_rows_and_generation_run_as_they_are(tiny_lm, packed, kernel):
     )
     assert torch.equal(model.generate(packed[0][1:3, :7], max_new_tokens=3), tokens)
     assert set(kernel) == {(40, 40), (7, 7), (1, 8), (1, 9)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_as_on_a_gpu_no_mask_is_looked_at_and_the_numbers_are_the_same(tiny_lm, packed, family, is_packed, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm(family, **FAMILIES[family]), attn_implementation="sdpa").eval()
+    expected = scored(model, *packed, is_packed)
+    packing.attend_each_sequence(model)
+    monkeypatch.setattr(packing, "_waits_for_nothing", lambda device: False)
+    has_separable_head(model)  # its trial has no known rows
+    with monkeypatch.context() as patch:
+        for name in ("_ignore_causal_mask_sdpa", "find_packed_sequence_indices"):
+            patch.setattr(masking_utils, name, lambda *_, name=name: pytest.fail(f"{name} looks at numbers"))
+        assert largest_gap(scored(model, *packed, is_packed), expected) < 1e-5
+    model.set_attn_implementation("sdpa")
+    with pytest.MonkeyPatch.context() as control, pytest.raises(LookupError):
+        control.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: {}["looked at"])
+        scored(model, *packed)
 
 
 def test_a_policy_that_packs_attends_to_each_sequence_and_saves_a_plain_model(tiny_lm, packed, kernel, tmp_path):

@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
+from rlinf.distributed.transfers import fetch
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -146,7 +147,7 @@ class MegatronPolicy(TokenPolicy):
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
         counts, parts = self._prepare(data, loss_fn)
-        totals = Totals()
+        totals, found = Totals(), []
         # As many micro-batches as stages are under way at once, so that all stages have work.
         for start in range(0, len(parts), self._groups.num_stages):
             passes = []
@@ -155,12 +156,13 @@ class MegatronPolicy(TokenPolicy):
                 if self._groups.is_last:
                     loss = loss_fn.from_logprobs(self._token_logprobs(output, part), part, counts)
                     output = loss.loss
-                    totals.add({**loss.metrics, "loss": loss.loss.detach()})
+                    found.append({**loss.metrics, "loss": loss.loss.detach()})
                 passes.append((received, output))
             for received, output in passes:
                 self._backward(received, output)
                 self._optimizer.gather_gradients()
         self._sum_gradients()
+        totals.add(found)
         return {**self._groups.from_last_stage(totals.over_ranks(self._sum_values)), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
@@ -254,7 +256,7 @@ class MegatronPolicy(TokenPolicy):
         names = [name for name, _ in self.model.named_parameters()]
         is_first = self._groups.tensor.rank() == 0
         counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
-        total = sum(float(master.grad.square().sum()) for master in counted)
+        total = sum(fetch([master.grad.square().sum() for master in counted]))
         return torch.tensor(self._groups.sum([total], self._groups.model)[0], dtype=torch.float64).sqrt()
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
 from rlinf.types import EnvSpec, Observation
@@ -109,7 +110,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         words = [[1 + zlib.crc32(word.encode()) % rows for word in sentence] for sentence in sentences]
         longest = max(1, *(len(each) for each in words))
         words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
-        inputs = {"images": images.to(self.device, non_blocking=True), "words": words.to(self.device)}
+        inputs = {"images": to_device(images, self.device), "words": to_device(words, self.device)}
         return inputs | (super().preprocess(observation) if config.state_dim else {})
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:

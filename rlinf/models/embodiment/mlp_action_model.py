@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.float32 import without_autocast
@@ -123,7 +124,7 @@ class MLPForRLActionPrediction(PlainPolicy):
                 f"The policy reads a state of width {self.config.state_dim}, and the environment gives {found}. "
                 f"Set model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
             )
-        return {"state": torch.from_numpy(observation.state).float().to(self.device)}
+        return {"state": to_device(torch.from_numpy(observation.state).float(), self.device)}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """The policy reads no prompt."""

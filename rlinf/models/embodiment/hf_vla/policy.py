@@ -21,6 +21,7 @@ from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
@@ -145,7 +146,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         """Run the VLM's processor over the rows, with all cameras of the observation."""
         inputs = self._ready_processor()(observation)
         self.check_length(inputs["input_ids"].shape[1])
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""

@@ -35,22 +35,26 @@ class ActionTokenizer:
         middles = (self.edges[:-1] + self.edges[1:]) / 2.0
         ascending = self.edges if rule == "grid" else np.append(middles, middles[-1])
         self.values = np.ascontiguousarray(ascending[::-1])
-        self._by_device: dict[torch.device, Tensor] = {}
+        self._by_device: dict[tuple[torch.device, bool], Tensor] = {}
 
     def encode(self, actions: Tensor | np.ndarray) -> Tensor:
         """Return the int64 token ids of normalised actions (any shape; clipped to [-1, 1])."""
-        is_tensor = isinstance(actions, Tensor)
-        array = actions.detach().cpu().double().numpy() if is_tensor else np.asarray(actions, np.float64)
-        clipped = np.clip(array, -1.0, 1.0)
+        numbers = actions.detach() if isinstance(actions, Tensor) else torch.from_numpy(np.asarray(actions, np.float64))
+        clipped = numbers.double().clamp(-1.0, 1.0)
         if self.rule == "grid":
-            bins = np.rint((clipped + 1.0) / 2.0 * (self.num_bins - 1)).astype(np.int64) + 1
+            bins = ((clipped + 1.0) / 2.0 * (self.num_bins - 1)).round().long() + 1
         else:
-            bins = np.digitize(clipped, self.edges)
-        tokens = torch.from_numpy(np.asarray(self.vocab_size - bins, dtype=np.int64))
-        return tokens.to(actions.device) if is_tensor else tokens
+            bins = torch.bucketize(clipped, self._on(clipped.device, self.edges), right=True)
+        return self.vocab_size - bins
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Return the float64 normalised actions of token ids; ids outside the bins give the nearest bin."""
-        if tokens.device not in self._by_device:
-            self._by_device[tokens.device] = torch.from_numpy(self.values).to(tokens.device)
-        return self._by_device[tokens.device][(tokens - self.first_token).clamp(0, self.num_bins - 1)]
+        values = self._on(tokens.device, self.values)
+        return values[(tokens - self.first_token).clamp(0, self.num_bins - 1)]
+
+    def _on(self, device: torch.device, array: np.ndarray) -> Tensor:
+        """Return ``edges`` or ``values`` on a device, sent once."""
+        key = (device, array is self.edges)
+        if key not in self._by_device:
+            self._by_device[key] = torch.from_numpy(array).to(device)
+        return self._by_device[key]

@@ -45,12 +45,16 @@ def _bicubic_slice(images: Tensor, height: int, width: int) -> Tensor:
 
 def _resize_rows(pixels: Tensor, length: int) -> Tensor:
     """Resize the second last axis of int32 ``[B, C, N, M]`` to ``length``."""
-    indices, weights = _taps(pixels.shape[-2], length, pixels.device)
-    shape = (*pixels.shape[:-2], length, pixels.shape[-1])
-    total = pixels.new_full(shape, 1 << (PRECISION_BITS - 1))  # rounds the shift below to the nearest
+    return _weighted_rows(pixels, *_taps(pixels.shape[-2], length, pixels.device), PRECISION_BITS)
+
+
+def _weighted_rows(pixels: Tensor, indices: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Add up int32 rows ``indices [taps, length]`` of the second last axis times ``weights``, with ``bits`` behind the point."""
+    shape = (*pixels.shape[:-2], indices.shape[1], pixels.shape[-1])
+    total = pixels.new_full(shape, 1 << (bits - 1))  # rounds the shift below to the nearest
     for index, weight in zip(indices, weights, strict=True):
         total.addcmul_(pixels.index_select(-2, index), weight)
-    return total.bitwise_right_shift_(PRECISION_BITS).clamp_(0, 255)
+    return total.bitwise_right_shift_(bits).clamp_(0, 255)
 
 
 @lru_cache(maxsize=64)
@@ -79,6 +83,41 @@ def _cubic(x: np.ndarray) -> np.ndarray:
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+
+
+def resize_bilinear(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as torch does on a CPU: bilinear, without antialiasing.
+
+    Torch has no such kernel for GPUs; there, the same integers are computed by the operations of ``resize_bicubic``.
+    """
+    if images.device.type == "cpu":
+        return torch.nn.functional.interpolate(images, size=size, mode="bilinear")
+    return bilinear_by_integers(images, *size)
+
+
+def bilinear_by_integers(images: Tensor, height: int, width: int) -> Tensor:
+    """Return the bits of ``resize_bilinear`` on any device."""
+    pixels = images.int()
+    for length, axis in ((width, -1), (height, -2)):
+        if images.shape[axis] != length:
+            pixels = pixels.transpose(axis, -2).contiguous()
+            pixels = _weighted_rows(pixels, *_bilinear_taps(pixels.shape[-2], length, pixels.device)).transpose(
+                axis, -2
+            )
+    return pixels.contiguous().to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _bilinear_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return positions, weights and bits of ``_weighted_rows``: as many bits as let the weights fit into 16, as in torch."""
+    source = np.maximum((np.arange(new_length) + 0.5) * (length / new_length) - 0.5, 0.0)
+    above = np.minimum(source.astype(np.int64), length - 1)
+    share = source - above
+    weights = np.stack([1.0 - share, share])
+    bits = next(bits for bits in range(PRECISION_BITS) if int(0.5 + weights.max() * (1 << (bits + 1))) >= 1 << 15)
+    fixed = torch.from_numpy((0.5 + weights * (1 << bits)).astype(np.int32))[..., None]
+    indices = torch.from_numpy(np.stack([above, np.minimum(above + 1, length - 1)]))
+    return indices.to(device), fixed.to(device), bits
 
 
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:

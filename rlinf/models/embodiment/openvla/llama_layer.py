@@ -31,7 +31,7 @@ class LlamaActionLayer(LlamaDecoderLayer):
 
         Args:
             hidden_states: Input.
-            attention_mask: ``[B or 1, 1, queries, keys]``, bool (sdpa) or additive (eager); ``[B, keys]`` for flash
+            attention_mask: ``[B or 1, 1, queries, keys]``, bool (sdpa on a CPU) or additive; ``[B, keys]`` for flash
                 attention; None: all keys (up to the query if causal).
             rotary: Of ``rotary_tables``, for these positions.
             cache: Keys and values of earlier positions, extended in place. (Under transformers' name of this argument,
@@ -134,7 +134,9 @@ def run_layers(
         if implementation == "sdpa" and key_mask is None and queries == num_keys:
             return None  # the kernel knows this case without a mask
         allowed = attention_mask(key_mask, queries, num_keys, is_causal, embeddings.device)
-        return additive(allowed, embeddings.dtype) if implementation == "eager" else allowed
+        if implementation == "eager":
+            return additive(allowed, embeddings.dtype)
+        return allowed if allowed is None or allowed.device.type == "cpu" else aligned(allowed, embeddings.dtype)
 
     full_mask = mask(length) if len(decoder.layers) > 1 or num_queries is None else None
     hidden_states = embeddings
@@ -177,3 +179,13 @@ def additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if allowed is None:
         return None
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def aligned(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a bool mask into the numbers that GPU kernels of sdpa add to their scores.
+
+    sdpa would do so in every layer. Its kernels take rows that begin at a multiple of 8 numbers as they are, and copy others.
+    """
+    *shape, num_keys = allowed.shape
+    whole = torch.zeros(*shape, -(-num_keys // 8) * 8, dtype=dtype, device=allowed.device)
+    return whole[..., :num_keys].masked_fill_(~allowed, float("-inf"))

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
@@ -181,21 +182,22 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
+        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised.
+
+        Without padding, the result has no ``attention_mask``: to look at one on a GPU later would mean to wait.
+        """
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         device = self.device
         input_ids, attention_mask = processor.encode_instructions(observation.instruction)
         pixels = []
         for image in self._camera_images(observation, wanted):
-            frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
+            frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
             resize = processor.image_processor.preprocess_tensors
             pixels.append(resize(frames, observation.is_resized, observation.is_cropped))
-        return {
-            "input_ids": input_ids.to(device),
-            "attention_mask": attention_mask.to(device),
-            "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
-        }
+        mask = {} if bool(attention_mask.all()) else {"attention_mask": to_device(attention_mask, device)}
+        pixel_values = pixels[0] if wanted == 1 else torch.cat(pixels, dim=1)
+        return {"input_ids": to_device(input_ids, device), **mask, "pixel_values": pixel_values}
 
     def resize_images(self, observation: Observation) -> Observation:
         """Resize the images that the policy reads, JPEG round trip and crop included, where no image grows."""
@@ -221,8 +223,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
         key_mask = None if attention_mask is None else attention_mask.bool()
-        if key_mask is not None and bool(key_mask.all()):
-            key_mask = None
+        if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
+            key_mask = None  # without a mask, kernels do less; on a GPU it would take a wait to find out
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
         self.check_length(text.shape[1] + tokens.shape[1])

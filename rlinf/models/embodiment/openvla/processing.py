@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import AutoTokenizer, BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
@@ -166,7 +167,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
             height, width = images.shape[-2:]
             side = max(height, width)
             left, top = (side - width) // 2, (side - height) // 2  # an odd rest leaves it one pixel short of a square
-            colour = torch.tensor(self._letterbox_fill, dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
+            colour = to_device(torch.tensor(self._letterbox_fill, dtype=images.dtype), images.device).view(1, 3, 1, 1)
             square = colour.repeat(len(images), 1, height + 2 * top, width + 2 * left)
             square[..., top : top + height, left : left + width] = images
             images = square
@@ -196,8 +197,8 @@ def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
     """
     rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]: a view, where the channels are last in memory
     width = images.shape[-1]
-    mean, std = (rows.new_tensor(values).repeat(width) for values in (mean, std))
-    rows.div_(rows.new_tensor(255.0)).sub_(mean).div_(std)
+    white, mean, std = (to_device(torch.tensor(values), rows.device) for values in ([255.0], mean, std))
+    rows.div_(white).sub_(mean.repeat(width)).div_(std.repeat(width))
     return rows.unflatten(2, (width, -1)).permute(0, 3, 1, 2)
 
 

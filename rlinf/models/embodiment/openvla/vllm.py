@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.errors import ConfigError
@@ -35,9 +36,10 @@ class OpenVLAVllmAdapter:
         """Turn the result of ``preprocess`` into prompts: BOS, the image's token, text; padding left out."""
         token = image_token(config)
         pixel_values = inputs["pixel_values"].float().cpu().numpy()
-        masks = inputs["attention_mask"].bool().cpu()
+        tokens, masks = inputs["input_ids"].cpu(), inputs.get("attention_mask")
+        masks = torch.ones_like(tokens).bool() if masks is None else masks.bool().cpu()
         prompts = []
-        for row, (ids, mask) in enumerate(zip(inputs["input_ids"].cpu(), masks, strict=True)):
+        for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
             text = ids[mask]
             image = {"pixel_values": pixel_values[row : row + 1], "text_ids": text[None].numpy()}
             prompts.append({"prompt_token_ids": [int(text[0]), token, *text[1:].tolist()], "image": image})

@@ -6,7 +6,7 @@ Imported in the engine's process only; importing it needs vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,12 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
     """The autoregressive OpenVLA policy without its value head, under the same tensor names.
 
     Prompt: BOS, image token, text without padding. The trainer's positions skip padding, so they agree.
+
+    Attributes:
+        head_dtype: Number format of the logits, on every GPU of the engine: as in ``linear_in_float32`` of the trainer.
     """
+
+    head_dtype: ClassVar[str] = "float32"
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -127,6 +132,7 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
         with self._mark_tower_model(vllm_config, "image"):
             self.vision_backbone = VisionBackbone(config)
             self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
+        config.text_config.head_dtype = self.head_dtype
         with self._mark_language_model(vllm_config):
             self.language_model = init_vllm_registered_model(
                 vllm_config=vllm_config, hf_config=config.text_config, prefix=maybe_prefix(prefix, "language_model"),

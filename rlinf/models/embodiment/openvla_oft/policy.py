@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.distributed.deferred import Weight
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
@@ -102,7 +103,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
                 f"The model reads a state of {self.state_dim} numbers (use_proprio), and the environment gives "
                 f"{given or 'none'}; required: the same. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
-        state = self.state_normalizer.normalize(torch.from_numpy(observation.state).to(self.device))
+        state = self.state_normalizer.normalize(to_device(torch.from_numpy(observation.state), self.device))
         return inputs | {"proprio": state.float()}
 
     def _stop_embeddings(self, num_rows: int) -> Tensor:

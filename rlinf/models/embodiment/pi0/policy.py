@@ -6,9 +6,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
@@ -184,14 +186,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
         that is absent in all rows is left out: its keys would be masked, and positions count present tokens only.
         """
         processor = self._ready_processor()
-        images = [
-            resize_with_pad(
-                torch.from_numpy(observation.images[name]).permute(0, 3, 1, 2), self.config.vision["image_size"]
-            ).to(self.device, non_blocking=True)
-            for name in self._cameras(observation)
-        ]
+        images = [self._resized(observation.images[name]) for name in self._cameras(observation)]
         pixel_values = torch.stack(images, dim=1).float() / 255.0
-        mean, std = (pixel_values.new_tensor(x).view(3, 1, 1) for x in (self.config.image_mean, self.config.image_std))
+        statistics = (self.config.image_mean, self.config.image_std)
+        mean, std = (to_device(torch.tensor(x, dtype=torch.float32), self.device).view(3, 1, 1) for x in statistics)
         pixel_values = pixel_values.sub_(mean).div_(std)
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
@@ -202,13 +200,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
             raise ConfigError(f"image_mask has the shape {found}; required: {required} (rows, cameras)")
         inputs = {
             "pixel_values": pixel_values,
-            "image_mask": present.to(self.device),
-            "input_ids": input_ids.to(self.device),
-            "attention_mask": attention_mask.to(self.device),
+            "image_mask": to_device(present, self.device),
+            "input_ids": to_device(input_ids, self.device),
+            "attention_mask": to_device(attention_mask, self.device),
         }
         if not self.config.pi05:
             padding = self.config.action_dim - state.shape[1]
-            inputs["state"] = nn.functional.pad(state, (0, padding)).float().to(self.device)
+            inputs["state"] = to_device(nn.functional.pad(state, (0, padding)).float(), self.device)
         return inputs
 
     def resize_images(self, observation: Observation) -> Observation:
@@ -216,9 +214,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
         size, images = self.config.vision["image_size"], dict(observation.images)
         for name in self._cameras(observation):
             if images[name].shape[1] * images[name].shape[2] > size * size:
-                resized = resize_with_pad(torch.from_numpy(images[name]).permute(0, 3, 1, 2), size)
-                images[name] = resized.permute(0, 2, 3, 1).contiguous().numpy()
+                images[name] = self._resized(images[name]).permute(0, 2, 3, 1).contiguous().cpu().numpy()
         return replace(observation, images=images)
+
+    def _resized(self, image: np.ndarray) -> Tensor:
+        """Send pictures ``[B, H, W, 3]`` to the model's device and resize them there, ``[B, 3, size, size]``."""
+        frames = to_device(torch.from_numpy(image), self.device).permute(0, 3, 1, 2)
+        return resize_with_pad(frames, self.config.vision["image_size"])
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt, which may hold the state."""
@@ -286,7 +288,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
             return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
         if uniforms is None:
             uniforms = draw_uniforms(batch, self.num_uniforms)
-        uniforms = uniforms.to(self.device)
+        uniforms = to_device(uniforms, self.device)
         drawn = standard_normal(uniforms[:, :-1]).unflatten(1, (-1, *shape))
         step = (uniforms[:, -1] * config.num_steps).long().clamp_max(config.num_steps - 1)
         if config.joint_logprob:
@@ -297,7 +299,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         """Noise ``[num_rows, horizon, action_dim]`` of greedy actions: the same in every row."""
         shape = (self.config.action_horizon, self.config.action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
-        return noise.to(self.device).expand(num_rows, -1, -1)
+        return to_device(noise, self.device).expand(num_rows, -1, -1)
 
     def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
@@ -398,7 +400,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
         if uniforms is None:
             uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
-        uniforms = uniforms.to(self.device)
+        uniforms = to_device(uniforms, self.device)
         noise = standard_normal(uniforms[:, :-1]).view_as(actions)
         prefix = self.encode_prefix(**inputs)
         losses = self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1]), prefix).mean((1, 2))

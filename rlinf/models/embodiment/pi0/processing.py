@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.image_resize import resize_bilinear
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.loading import field_error
@@ -57,25 +59,26 @@ class StatisticsNormalizer:
 
     def normalize(self, x: Tensor) -> Tensor:
         """Map env units ``[..., dim]`` to the network's, float64."""
-        return (x.double() - self.centre.to(x.device)) / self.scale.to(x.device)
+        return (x.double() - to_device(self.centre, x.device)) / to_device(self.scale, x.device)
 
     def unnormalize(self, normalized: Tensor) -> Tensor:
         """Map the network's units ``[..., dim]`` to env units, float64."""
-        return normalized.double() * self.scale.to(normalized.device) + self.centre.to(normalized.device)
+        device = normalized.device
+        return normalized.double() * to_device(self.scale, device) + to_device(self.centre, device)
 
 
 def resize_with_pad(images: Tensor, size: int) -> Tensor:
     """Resize uint8 ``[B, 3, H, W]`` to ``size x size``, keeping the aspect, with black borders.
 
-    Bilinear without antialiasing, of the uint8 tensor and on the CPU, sizes rounded down: bit for bit what openpi does with
-    tensors. In float32 a fifth of the pixels differ by one grey value. Images that have the size already come back as they are.
+    Bilinear without antialiasing, of the uint8 tensor, sizes rounded down: bit for bit what openpi does with tensors on a CPU. In
+    float32 a fifth of the pixels differ by one grey value. Images that have the size already come back as they are.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
     ratio = max(height, width) / size
     new_height, new_width = int(height / ratio), int(width / ratio)
-    resized = torch.nn.functional.interpolate(images, size=(new_height, new_width), mode="bilinear")
+    resized = resize_bilinear(images, (new_height, new_width))
     top, left = (size - new_height) // 2, (size - new_width) // 2
     padding = (left, size - new_width - left, top, size - new_height - top)
     return torch.nn.functional.pad(resized, padding)

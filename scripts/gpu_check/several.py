@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from gpu_check.isolation import ranks_rows, shared_gpu_row
 from gpu_check.rows import GB, NEEDS_GPU, Row, Rows, Setting
-from gpu_check.runs import SMALL, largest_gap, rl_metrics, train
+from gpu_check.runs import largest_gap, rl_metrics, train
+from gpu_check.training import TWO_STEPS
 
 UNIT_NUMBERS = 202_383_360
 """Weights of one layer of a Llama of 7B: a unit that FSDP2 gathers."""
 DEADLINE_S = 20.0
 END_S = DEADLINE_S + 60
 """Seconds in which a run whose rank hangs has ended: its deadline, and the time for the stacks of all ranks."""
-TWO_STEPS = ["experiment=quickstart", *SMALL, "trainer.max_steps=2", "algorithm.critic_warmup_steps=0"]
 DATA = Path(__file__).resolve().parents[1] / "make_arithmetic_data.py"
 
 

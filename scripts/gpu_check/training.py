@@ -7,9 +7,10 @@ import json
 from gpu_check.rows import Row, Rows, Setting
 from gpu_check.runs import SMALL, first_difference, largest_gap, rl_metrics, train
 
-ONCE_AND_AGAIN = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.save_every=2"]
-FOUR_STEPS = [*ONCE_AND_AGAIN, "trainer.max_steps=4", "trainer.save_mode=async", "trainer.max_keep=-1"]
-ADAPTERS = [*ONCE_AND_AGAIN, "model.precision=bf16", "model.is_lora=true", "model.lora.rank=4", "trainer.max_steps=2"]
+TWO_STEPS = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
+FOUR_STEPS = [*TWO_STEPS, "trainer.max_steps=4", "trainer.save_every=2", "trainer.max_keep=-1"]
+FOUR_STEPS += ["trainer.save_mode=async", "trainer.deterministic=true"]
+ADAPTERS = [*TWO_STEPS, "model.precision=bf16", "model.is_lora=true", "model.lora.rank=4"]
 
 
 def learning_words(setting: Setting, precision: str) -> list[str]:
@@ -40,15 +41,17 @@ def g6_bf16_learns(setting: Setting) -> list[Row]:
 def g7_same_numbers(setting: Setting) -> list[Row]:
     """FSDP2 on one rank equals replication, in float32 and with adapters in bf16; a resumed run and a repeated one equal the first."""
     rows = Rows("G7")
-    first = train(setting, "first", FOUR_STEPS)
-    again = train(setting, "again", FOUR_STEPS)
-    checkpoint = first / "checkpoints" / "step_2"
-    resumed = rl_metrics(train(setting, "resumed", [f"resume={checkpoint}"]))
-    whole = rl_metrics(first)
-    same(rows, setting, "a run resumed from a checkpoint of a thread", whole[2:], resumed)
-    same(rows, setting, "the same run again", whole, rl_metrics(again))
-    sharded = train(setting, "fsdp2", [*ONCE_AND_AGAIN, "trainer.sharding=fsdp2", "trainer.max_steps=2"])
-    gap = largest_gap(whole[:2], rl_metrics(sharded))
+    whole = rl_metrics(train(setting, "first", FOUR_STEPS))
+    resumed = rl_metrics(train(setting, "resumed", [f"resume={setting.folder / 'first' / 'checkpoints' / 'step_2'}"]))
+    again = rl_metrics(train(setting, "again", FOUR_STEPS))
+    what = "first metric in which {} differs, with trainer.deterministic"
+    rows.holds(what.format("a run resumed from a checkpoint of a thread"), first_difference(whole[2:], resumed), "none")
+    rows.holds(what.format("the same run again"), first_difference(whole, again), "none")
+    plain = rl_metrics(train(setting, "plain", TWO_STEPS))
+    repeated = rl_metrics(train(setting, "repeated", TWO_STEPS))
+    rows.state("first metric in which the same run again differs, without it", first_difference(plain, repeated))
+    sharded = train(setting, "fsdp2", [*TWO_STEPS, "trainer.sharding=fsdp2"])
+    gap = largest_gap(plain, rl_metrics(sharded))
     rows.at_most("difference of the losses of FSDP2 and of replication, float32", gap, 1e-3)
     on = train(setting, "fsdp2_on", [f"resume={sharded}", "trainer.max_steps=3"])
     rows.holds("iterations after a resume of the FSDP2 checkpoint", len(rl_metrics(on)), 1)
@@ -58,13 +61,3 @@ def g7_same_numbers(setting: Setting) -> list[Row]:
     ]
     rows.at_most("difference of the losses of FSDP2 and of replication, adapters in bf16", largest_gap(*both), 0.05)
     return rows
-
-
-def same(rows: Rows, setting: Setting, what: str, first: list[dict], second: list[dict]) -> None:
-    """Two runs that should have the same numbers: bit for bit on a CPU, up to the order of sums on a GPU."""
-    difference = first_difference(first, second)
-    if setting.is_gpu:  # sums of some kernels have no fixed order
-        rows.state(f"{what}: first metric that differs", difference)
-        rows.at_most(f"{what}: difference of the losses", largest_gap(first, second), 0.05)
-    else:
-        rows.holds(f"{what}: first metric that differs", difference, "none")

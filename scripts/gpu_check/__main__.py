@@ -65,12 +65,13 @@ def table(rows: list[Row], arguments: argparse.Namespace, seconds: float) -> str
         f"Written by `bash scripts/gpu_check.sh{flags}{' --tiny' * arguments.tiny}`, from random weights: {machine}, torch "
         f"{torch.__version__}, {size}, {seconds / 60:.1f} minutes."
     )
+    times = ", ".join(f"{name} {check.expected_s} ({check.limit_s})" for name, check in arguments.checks.items())
+    limits = f"Seconds on one H200 by estimate, and after which a check is ended: {times}."
     lines = [
         "# What several GPUs show" if arguments.gpus else "# What a GPU shows",
         "",
         *([] if arguments.device == "cuda" else ["**Not yet run on a GPU.**", ""]),
-        textwrap.fill(origin, 120, break_long_words=False, break_on_hyphens=False),
-        "",
+        *(f"{textwrap.fill(each, 120, break_long_words=False, break_on_hyphens=False)}\n" for each in (origin, limits)),
         "| check | what | measured | required | holds |",
         "|---|---|---|---|---|",
         *(f"| {row.check} | {row.what} | {row.value} | {row.required} | {words[row.passed]} |" for row in rows),

@@ -227,6 +227,9 @@ def started_on_gpus(monkeypatch, gpus, started_early=False):
 def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
     """A rank that asked CUDA for its GPUs before it hid the others sits on the first one."""
     assert started_on_gpus(monkeypatch, [["A"], ["B"]]) == ["worked", "worked"], "the control"
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", (
+        "inherited by ranks: asking whether there is a GPU starts no CUDA"
+    )
     for error in started_on_gpus(monkeypatch, [["A"], ["A"]]):
         assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and "shares GPU A with rank 0" in str(error)
 

@@ -95,8 +95,7 @@ def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.P
 def new_mesh(device: str, num_groups: int) -> DeviceMesh:
     """Return a mesh of all ranks: ``num_groups`` of neighbouring ranks, which hold replicas, and inside each its shards.
 
-    PyTorch 2.13 would split the groups of such a mesh off the default group: on GPUs with torch's own timeout of ten minutes, and
-    with gloo's two threads.
+    PyTorch 2.13 would give the groups of such a mesh its own timeout, of half an hour at most, and on GPUs gloo's two threads.
     """
     grid, own = torch.arange(world_size()).view(num_groups, -1), []
     for groups in (grid.T.tolist(), grid.tolist()):

@@ -42,9 +42,9 @@ def test_the_checks_of_one_process_run_at_tiny_size(tmp_path):
     page = tmp_path / "gpu_results.md"
     done = run(page, "--device", "cpu", "--tiny", "--only", "G4", "G5")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [
-        [cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines() if line.startswith("| G")
-    ]
+    table, meaning = page.read_text().split("## What the rows mean")
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("| G")]
+    assert all(f"| {check} " in meaning for check in ("G4", "G5 times", "M5"))
     assert {row[1] for row in rows} == {"G0", "G4", "G5"}, "G5 reads the model that G0 draws"
     assert "the losses are finite | True | True | yes" in page.read_text()
     unmeasured = [row for row in rows if row[3].startswith("not measured: ")]

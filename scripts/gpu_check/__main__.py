@@ -27,6 +27,8 @@ from gpu_check.rows import Row, Setting
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {False: DOCS / "gpu_results.md", True: DOCS / "several_gpus_results.md"}
 """Pages of one GPU, and of several."""
+TIMES_ON_CPU = 4
+"""How much longer a check may take on a CPU, which may be busy."""
 MEANING = Path(__file__).with_name("meaning.md")
 """The part of each page that explains its rows."""
 
@@ -34,6 +36,7 @@ MEANING = Path(__file__).with_name("meaning.md")
 def run_check(name: str, check: Check, arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], str]:
     """Run one check in a process; return its rows, and what it printed if it failed."""
     answer, own = folder / f"{name}.json", folder / name
+    limit_s = check.limit_s * (1 if arguments.device == "cuda" else TIMES_ON_CPU)
     own.mkdir()
     words = ["--device", arguments.device, "--child", name, "--output", str(answer)]
     words += ["--tiny"] * arguments.tiny + (["--gpus", str(arguments.gpus)] if arguments.gpus else [])
@@ -42,7 +45,7 @@ def run_check(name: str, check: Check, arguments: argparse.Namespace, folder: Pa
     with open(log, "wb") as file:
         process = subprocess.Popen(command, cwd=own, stdout=file, stderr=file, start_new_session=True)
         try:
-            status = process.wait(check.limit_s)
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -51,7 +54,7 @@ def run_check(name: str, check: Check, arguments: argparse.Namespace, folder: Pa
                 process.wait()
     if status == 0:
         return [Row(**row) for row in json.loads(answer.read_text())], ""
-    ended = f"took longer than {check.limit_s} s" if status is None else f"ended with status {status}"
+    ended = f"took longer than {limit_s} s" if status is None else f"ended with status {status}"
     return [Row(name, check.run.__doc__.splitlines()[0], ended, "a result", False)], log.read_text()[-3000:]
 
 

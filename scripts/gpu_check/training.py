@@ -42,7 +42,9 @@ def g7_same_numbers(setting: Setting) -> list[Row]:
     """FSDP2 on one rank equals replication, in float32 and with adapters in bf16; a resumed run and a repeated one equal the first."""
     rows = Rows("G7")
     whole = rl_metrics(train(setting, "first", FOUR_STEPS))
-    resumed = rl_metrics(train(setting, "resumed", [f"resume={setting.folder / 'first' / 'checkpoints' / 'rl_000002'}"]))
+    resumed = rl_metrics(
+        train(setting, "resumed", [f"resume={setting.folder / 'first' / 'checkpoints' / 'rl_000002'}"])
+    )
     again = rl_metrics(train(setting, "again", FOUR_STEPS))
     what = "first metric in which {} differs, with trainer.deterministic"
     rows.holds(what.format("a run resumed from a checkpoint of a thread"), first_difference(whole[2:], resumed), "none")

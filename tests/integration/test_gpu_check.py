@@ -72,7 +72,7 @@ def fine(setting):
     rows.at_most("a number", 1.0, 1.0)
     return rows
 from gpu_check.rows import Rows
-ONE_GPU = {"G1": Check(missed, 1, 60), "G2": Check(crashed, 1, 60), "G3": Check(hung, 1, 12), "G4": Check(fine, 1, 60)}
+ONE_GPU = {"G1": Check(missed, 1, 60), "G2": Check(crashed, 1, 60), "G3": Check(hung, 1, 3), "G4": Check(fine, 1, 60)}
 """
 
 

@@ -26,8 +26,7 @@ from rlinf.checkpoints.checkpoint import (
     write_snapshot,
 )
 from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
-from rlinf.distributed.launch import GROUP_TIMEOUT
-from rlinf.distributed.process_group import new_cpu_group, world_size
+from rlinf.distributed.process_group import new_group, world_size
 from rlinf.errors import CheckpointError, ConfigError, UploadError
 from rlinf.manifest import Manifest, check
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER, SAFETENSORS_FOLDER, STATE_FILE
@@ -105,7 +104,7 @@ class CheckpointManager:
             )
             self._stager = DefaultStager(options)
             if world_size() > 1:  # collective calls of the thread and of the training must not mix
-                self._group = new_cpu_group(GROUP_TIMEOUT)
+                self._group = new_group()
 
     def save(self, name: str, *, is_last: bool = False, **run: Any) -> None:
         """Save the present state as ``checkpoints/<name>``.

@@ -21,17 +21,23 @@ import torch.multiprocessing as mp
 
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, portable, report, reported, waiting
-from rlinf.distributed.devices import hide_gpus, isolate_rank, own_device, rank_environment, visible_gpus
-from rlinf.distributed.process_group import backend_of
+from rlinf.distributed.devices import (
+    gpu_uuids,
+    hide_gpus,
+    isolate_rank,
+    own_device,
+    rank_environment,
+    visible_gpus,
+)
+from rlinf.distributed.process_group import GROUP_TIMEOUT, backend_of
 from rlinf.distributed.ray.ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
-from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks
+from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree, refuse_shared_gpus
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
-GROUP_TIMEOUT = timedelta(days=1)
-"""torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
-
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# ``torch.cuda.is_available`` then asks the driver's library, and starts no CUDA in a rank that has not hidden other GPUs yet.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Settings of torch's memory on GPUs, which it reads when CUDA starts."""
 KILLED_HINT = (
@@ -240,7 +246,7 @@ def run_with_ranks(context: LaunchContext, words: Sequence[str], command: Callab
         ranks.compare(words)
         gpus = visible_gpus(os.environ, torch.cuda.device_count())
         if context.local_rank < len(gpus):
-            isolate_rank(gpus, context.local_rank)  # before CUDA starts
+            _isolate(gpus, context.local_rank)
         if context.rank == 0:
             return _lead(ranks, command)
         while not isinstance(received := ranks.take(), int):
@@ -278,8 +284,6 @@ def _run_with_launcher(ranks: LauncherRanks, work: Work, allocator: str | None) 
     """Run a piece of work as one of the launcher's ranks; ``allocator`` is rank 0's setting of ``ALLOCATOR``."""
     if allocator is not None:
         os.environ.setdefault(ALLOCATOR, allocator)
-    if work.device == "cuda":
-        ranks.refuse_shared_gpus()
     store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)
     _take_part(work, store, ranks.context.rank, ranks.context.size, ends_process=True)
 
@@ -290,13 +294,12 @@ def _dump_stacks_on_signals() -> None:
 
 
 def _run_rank(rank: int, work: Work, num_processes: int, port: int, gpus: Sequence[str]) -> None:
-    if gpus:
-        isolate_rank(gpus, rank)  # before CUDA starts
     _dump_stacks_on_signals()
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
-    _take_part(work, _connected_store("127.0.0.1", port, work), rank, num_processes, ends_process=False)
+    store = _connected_store("127.0.0.1", port, work)
+    _take_part(work, store, rank, num_processes, ends_process=False, gpus=gpus)
 
 
 def _run_placed_rank(rank: int, work: Work, num_processes: int, host: str, port: int) -> None:
@@ -322,11 +325,30 @@ def _connected_store(host: str, port: int, work: Work) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=work.deadlines["start"]))
 
 
-def _take_part(work: Work, store: dist.Store, rank: int, size: int, ends_process: bool) -> None:
-    """Do a piece of work as one rank of a process group. Every rank raises the first error of any."""
+def _isolate(gpus: Sequence[str], rank: int) -> None:
+    """Hide all GPUs but the rank's own; raise RankError if CUDA has started, because it would go on with all of them."""
+    if torch.cuda.is_initialized():
+        raise RankError(
+            f"Rank {rank} has started CUDA while it imported modules, so it cannot hide the GPUs of other ranks. Take what starts "
+            "CUDA out of the top level of your modules: tensors on a GPU, torch.cuda.current_device() and the like"
+        )
+    isolate_rank(gpus, rank)
+
+
+def _take_part(
+    work: Work, store: dist.Store, rank: int, size: int, ends_process: bool, gpus: Sequence[str] = ()
+) -> None:
+    """Do a piece of work as one rank of a process group. Every rank raises the first error of any.
+
+    ``gpus`` are the GPUs of this machine if the rank's own, ``gpus[rank]``, is yet to be isolated.
+    """
     with Watchdog(store, rank, size, work.deadlines, ends_process):
         try:
             with waiting("start"):
+                if gpus:
+                    _isolate(gpus, rank)
+                if work.device == "cuda":
+                    agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, refuse_shared_gpus)
                 _join_group(work.device, store, rank, size)
             work.function(work.argument)
             with waiting("save"):

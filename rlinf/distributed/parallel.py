@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlinf.distributed.deferred import FileTensor, Weight, deferred_parameters
 from rlinf.distributed.devices import own_device
-from rlinf.distributed.process_group import gather_objects, world_size
+from rlinf.distributed.process_group import gather_objects, new_mesh, world_size
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
@@ -282,7 +282,7 @@ def _mesh(device: str, shard_size: int | None) -> DeviceMesh:
     ranks = world_size()
     if shard_size is None or shard_size == ranks:
         return init_device_mesh(device, (ranks,))
-    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicas", "shards"))
+    return new_mesh(device, ranks // shard_size)
 
 
 def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.errors import ConfigError
 from rlinf.memory import num_cores
@@ -52,6 +54,8 @@ def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.devic
 
 
 GLOO = "gloo_one_thread"
+GROUP_TIMEOUT = timedelta(days=1)
+"""torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
 
 
 def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -77,15 +81,27 @@ def backend_of(device: str) -> str:
     return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 
 
-def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return another group of all ranks, for CPU tensors and objects (a collective call)."""
+def new_group(backend: str = GLOO, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Return another group, of all ranks or of ``ranks``. A collective call of all ranks, also of those outside the group."""
     world = dist.group.WORLD
     # PyTorch 2.13 binds a new group to the GPU of the default group, and asks its backend for one of CUDA, which gloo has not.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(backend=GLOO, timeout=timeout)
+        return dist.new_group(ranks, backend=backend, timeout=GROUP_TIMEOUT)
     finally:
         world.bound_device_id = bound
+
+
+def new_mesh(device: str, num_groups: int) -> DeviceMesh:
+    """Return a mesh of all ranks: ``num_groups`` of neighbouring ranks, which hold replicas, and inside each its shards.
+
+    PyTorch 2.13 would give the groups of such a mesh its own timeout, of half an hour at most, and on GPUs gloo's two threads.
+    """
+    grid, own = torch.arange(world_size()).view(num_groups, -1), []
+    for groups in (grid.T.tolist(), grid.tolist()):
+        made = [(ranks, new_group(backend_of(device), ranks)) for ranks in groups]
+        own += [group for ranks, group in made if rank() in ranks]
+    return DeviceMesh.from_group(own, device, mesh=grid, mesh_dim_names=("replicas", "shards"))
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

@@ -21,7 +21,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf.distributed.devices import gpu_uuids
 from rlinf.errors import ConfigError
 
 # A command that runs alone reads this module, too, and torch would cost it seconds.
@@ -165,6 +164,25 @@ def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         owners[gpus[0]] = who
 
 
+def agree(
+    store: Store, rank: int, size: int, key: str, values: dict[str, Any], check: Callable[[list], None]
+) -> list[str]:
+    """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
+    store.set(f"{key}/{rank}", pickle.dumps((socket.gethostname(), values)))
+    if rank == 0:
+        found = [pickle.loads(store.get(f"{key}/{each}")) for each in range(size)]
+        verdict: ConfigError | list[str] = [host for host, _ in found]
+        try:
+            check(found)
+        except ConfigError as error:
+            verdict = error
+        store.set(f"{key}/verdict", pickle.dumps(verdict))
+    verdict = pickle.loads(store.get(f"{key}/verdict"))
+    if isinstance(verdict, ConfigError):
+        raise verdict
+    return verdict
+
+
 _connected = False
 
 
@@ -188,29 +206,10 @@ class LauncherRanks:
     def compare(self, arguments: Sequence[str]) -> None:
         """Refuse ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
         global _connected
-        hosts = self._agree("machine", what_ranks_share(arguments), refuse_differences)
+        context, values = self.context, what_ranks_share(arguments)
+        hosts = agree(self.store, context.rank, context.size, "machine", values, refuse_differences)
         os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(socket.gethostname()))
         _connected = True
-
-    def refuse_shared_gpus(self) -> None:
-        """Raise ConfigError on all ranks if one has no GPU of its own."""
-        self._agree(f"gpu/{self.num_launches}", {"gpus": gpu_uuids()}, refuse_shared_gpus)
-
-    def _agree(self, key: str, values: dict[str, Any], check: Callable[[list], None]) -> list[str]:
-        """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
-        self._set(f"{key}/{self.context.rank}", (socket.gethostname(), values))
-        if self.context.rank == 0:
-            found = [self._get(f"{key}/{rank}") for rank in range(self.context.size)]
-            verdict: ConfigError | list[str] = [host for host, _ in found]
-            try:
-                check(found)
-            except ConfigError as error:
-                verdict = error
-            self._set(f"{key}/verdict", verdict)
-        verdict = self._get(f"{key}/verdict")
-        if isinstance(verdict, ConfigError):
-            raise verdict
-        return verdict
 
     def send(self, work: tuple) -> None:
         """Let the other ranks take ``work``, which is pickled. Plugins are found where rank 0 finds them."""

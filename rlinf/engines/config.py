@@ -31,7 +31,9 @@ class VllmOptions:
         maximum=1,
     )
     tensor_parallel_size: int = option(1, "GPUs over which the engine splits the model.", minimum=1)
-    enforce_eager: bool = option(True, "Do not compile the model or capture CUDA graphs.")
+    enforce_eager: bool | None = option(
+        None, "Run the model without CUDA graphs; null: capture them on a GPU. An engine on the CPU has none."
+    )
     sleep: bool = option(
         True,
         "Release the engine's GPU memory while the policy is scored and updated. An engine on the CPU releases nothing.",

@@ -29,6 +29,8 @@ from rlinf.engines.weight_transfer import WeightReceiver
 from rlinf.errors import ConfigError
 
 CPU_CACHE_BYTES = 4 * 1024**3
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's ``compilation_config``: no compiler; a graph of each size of batch for steps of one token."""
 CPU_NUM_SEQUENCES = 256
 """Default of ``max_num_seqs``; sequences that do not fit into the cache wait."""
 
@@ -40,8 +42,8 @@ class VllmServer(WeightReceiver):
         from vllm import LLM
         from vllm.exceptions import VLLMError
 
-        defaults = {"enforce_eager": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
-        arguments = defaults | spec.engine_args
+        defaults = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        arguments = defaults | graph_arguments(spec.engine_args, torch.cuda.is_available())
         arguments["logits_processors"] = [GREEDY_TEMPERATURE, *spec.engine_args.get("logits_processors", ())]
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
@@ -188,6 +190,19 @@ class VllmServer(WeightReceiver):
                 f"vLLM refuses a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
                 f"{self.max_model_len}. Give shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
             )
+
+
+def graph_arguments(engine_args: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
+    """Return ``engine_args`` with ``enforce_eager`` decided: on a GPU, decoding runs in CUDA graphs unless it is true.
+
+    A graph replays the kernels of the eager model, so log-probabilities stay those that the parity gate compares. vLLM's own default
+    would compile the model, too, for a minute at each start, into other kernels.
+    """
+    eager = engine_args.get("enforce_eager")
+    arguments = {**engine_args, "enforce_eager": not on_gpu if eager is None else eager}
+    if not arguments["enforce_eager"]:
+        arguments.setdefault("compilation_config", dict(DECODE_GRAPHS))
+    return arguments
 
 
 def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:

@@ -358,6 +358,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
             "tensor_parallel_size": rollout.parallelism.tp_size,
             "gpu_memory_utilization": share_of_engine(config, plan),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "enforce_eager": rollout.enforce_eager,
             "max_model_len": policy.config.max_model_len,
             "dtype": config.train.param_dtype,
         },

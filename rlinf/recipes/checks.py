@@ -67,7 +67,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "train.train_policy.no_outdated_rollout": ((True,), _FRESH),
     "rollout.quantization": (("none",), "mxfp4 weights are read in train.param_dtype"),
     "rollout.seed": ((None,), "train.seed counts"),
-    "rollout.enforce_eager": ((True,), "the engine does not capture CUDA graphs"),
     "rollout.include_stop_str_in_output": ((False,), "answers are trained as tokens, not as text"),
     "rollout.vllm_use_flashinfer": ((False,), "the engine chooses its kernels"),
     "rollout.sampling_config.use_flashinfer": ((False,), "the engine chooses its kernels"),

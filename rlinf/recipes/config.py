@@ -240,6 +240,9 @@ class RolloutConfig:
         maximum=1,
     )
     enable_chunked_prefill: bool = option(False, "Let the engine read long prompts in parts.")
+    enforce_eager: bool | None = option(
+        None, "Let the engine run without CUDA graphs; null: it captures them on a GPU, and has none on the CPU."
+    )
 
 
 @dataclass

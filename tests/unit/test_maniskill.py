@@ -271,11 +271,56 @@ def test_rows_that_are_reset_together_begin_as_each_of_them_alone():
     assert not torch.equal(plain.place, alone.place), "a control"
 
 
+def test_resets_make_one_generator_for_each_row_not_one_for_each_pair_of_rows(monkeypatch):
+    pytest.importorskip("mani_skill")
+    made, plain = [], np.random.RandomState
+
+    class Counted(plain):
+        def __init__(self, *seed):
+            made.append(seed)
+            super().__init__(*seed)
+
+    def reset(rows, seeds):
+        made.clear()
+        scene.reset(rows, seeds)
+        return len(made)
+
+    monkeypatch.setattr(np.random, "RandomState", Counted)
+    scene = maniskill_scene.Scene.__new__(maniskill_scene.Scene)
+    scene._env, scene._num_envs, scene._on_cpu, scene._state = MadeUpScenes(64), 64, False, np.zeros((64, 3))
+    scene._env._main_seed = [2022]  # as ManiSkill's constructor leaves it
+    scene._seeds = maniskill_scene.draw_each_row_by_its_seed(scene._env)
+    assert reset(np.arange(64), list(range(64))) <= 64
+    assert reset(np.array([3, 7]), [3, 7]) == 0, "an auto-reset of some rows"
+    made.clear()
+    scene._env._set_episode_rng([5] * 64, torch.tensor([1]))
+    assert len(made) == 64, "a control: ManiSkill's own way for one row"
+
+
+def test_equal_generators_draw_as_a_list_of_new_generators_of_one_seed():
+    ours = maniskill_scene.EqualGenerators(5)
+    for seed in (7, 3, 7):
+        ours.seed(seed)
+        listed = [np.random.RandomState(seed) for _ in range(5)]
+        for row in (
+            3,
+            0,
+            3,
+            -1,
+        ):  # each goes on from its own last draw; of a pair of normal ones, the second one is kept
+            assert ours[row].normal() == listed[row].normal() and ours[row].randint(2**31) == listed[row].randint(2**31)
+        assert [each.uniform() for each in ours] == [each.uniform() for each in listed]
+    assert len(ours) == 5
+    with pytest.raises(IndexError):
+        ours[5]
+
+
 def test_a_reset_leaves_the_generator_of_the_policy_as_it_was():
+    pytest.importorskip("mani_skill")
     drawn = []
     scene = SimpleNamespace(_reset_mask=torch.ones(2, dtype=torch.bool))
     env = SimpleNamespace(num_envs=2, device=torch.device("cpu"), scene=scene)
-    env._set_episode_rng, env._initialize_episode = lambda *_: None, lambda *_: drawn.append(float(torch.rand(())))
+    env._initialize_episode = lambda *_: drawn.append(float(torch.rand(())))
     maniskill_scene.draw_each_row_by_its_seed(env).update({0: 5, 1: 5})
     before = torch.get_rng_state()
     env._initialize_episode(torch.arange(2), {})

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from rlinf import memory
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
@@ -43,10 +44,24 @@ def save_asynchronously_on_a_gpu(folder) -> None:
     world.bound_device_id = None  # there is none, and ranks end with a barrier on it
 
 
+def check_the_groups_of_a_mesh() -> None:
+    mesh = process_group.new_mesh("cpu", 2)
+    assert mesh.mesh.tolist() == [[0], [1]] and mesh.mesh_dim_names == ("replicas", "shards")
+    for name, ranks in {"replicas": [0, 1], "shards": [process_group.rank()]}.items():
+        assert dist.get_process_group_ranks(mesh.get_group(name)) == ranks
+        options = mesh.get_group(name)._get_backend(torch.device("cpu")).options
+        assert options._threads == 1 and options._timeout == process_group.GROUP_TIMEOUT
+    torchs = init_device_mesh("cpu", (2, 1)).get_group(1)._get_backend(torch.device("cpu"))
+    assert torchs.options._timeout < process_group.GROUP_TIMEOUT, (
+        "a control: ranks may wait for longer between two updates"
+    )
+
+
 def check_healthy_ranks(folder) -> None:
     assert process_group.gather_objects({"rank": process_group.rank()}) == [{"rank": 0}, {"rank": 1}]
-    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+    for group in (dist.group.WORLD, process_group.new_group(ranks=[0, 1])):
         assert group._get_backend(torch.device("cpu")).options._threads == 1
+    check_the_groups_of_a_mesh()
     save_asynchronously_on_a_gpu(folder)
 
 

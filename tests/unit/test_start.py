@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import rlinf
@@ -190,6 +193,48 @@ def test_ranks_that_share_a_gpu_are_refused(gpus, words):
         return refuse_shared_gpus(found)
     with pytest.raises(ConfigError, match=f"{words}.*one GPU for each rank.*cluster.device=cpu"):
         refuse_shared_gpus(found)
+
+
+def started_on_gpus(monkeypatch, gpus, started_early=False):
+    """Let two ranks, threads here, do their part of a launch on GPUs; return what each of them raised or did."""
+    store, ended = dist.HashStore(), [None, None]
+    rank_of = threading.local()
+    monkeypatch.setattr(launch, "gpu_uuids", lambda: gpus[rank_of.number])
+    monkeypatch.setattr(launch, "isolate_rank", lambda gpus, rank: None)
+    monkeypatch.setattr(launch, "_join_group", lambda *_: None)
+    monkeypatch.setattr(launch.dist, "barrier", lambda: None)
+    monkeypatch.setattr(launch, "Watchdog", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started_early and rank_of.number == 1)
+    work = launch.Work(lambda rank: ended.__setitem__(rank_of.number, "worked"), None, "cuda", {})
+
+    def be(rank):
+        rank_of.number = rank
+        try:
+            launch._take_part(work, store, rank, 2, ends_process=False, gpus=["0", "1"])
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            ended[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[started_early:]:  # the other one waits for it until it is ended
+        thread.join(60)
+    return ended
+
+
+def test_ranks_of_a_launch_compare_their_gpus_before_they_join(monkeypatch):
+    """A rank that asked CUDA for its GPUs before it hid the others sits on the first one."""
+    assert started_on_gpus(monkeypatch, [["A"], ["B"]]) == ["worked", "worked"], "the control"
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", (
+        "inherited by ranks: asking whether there is a GPU starts no CUDA"
+    )
+    for error in started_on_gpus(monkeypatch, [["A"], ["A"]]):
+        assert isinstance(error, ConfigError) and "rank 1 on" in str(error) and "shares GPU A with rank 0" in str(error)
+
+
+def test_a_rank_that_has_started_cuda_before_its_gpu_is_chosen_says_so(monkeypatch):
+    error = started_on_gpus(monkeypatch, [["A"], ["B"]], started_early=True)[1]
+    assert isinstance(error, launch.RankError) and "Rank 1 has started CUDA while it imported modules" in str(error)
 
 
 def prepare_with_another_plugin(folder: str) -> None:

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLConfig, Qwen3M
 from rlinf.cli import doctor
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.engines import vllm_engine
+from rlinf.engines import vllm_engine, vllm_server
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import GenerateResult
-from rlinf.engines.vllm_server import CPU_CACHE_BYTES, language_model_arguments
+from rlinf.engines.vllm_server import CPU_CACHE_BYTES, DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError
@@ -37,8 +37,11 @@ from rlinf.models.embodiment.openvla.vllm import (
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
 from rlinf.number_formats import format_bytes
+from rlinf.options import from_mapping
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.validation import validate
+from rlinf.recipes import build as recipe_build
+from rlinf.recipes.config import RecipeConfig
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
@@ -115,6 +118,55 @@ def test_doctor_finds_the_builds_of_vllm(monkeypatch, installed, status):
     finding = doctor.check_vllm()
     assert finding.status == status and "0.32.0" in finding.detail
     assert ("pip uninstall torchvision" in finding.detail) == (status == doctor.OPTIONAL)
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "eager"),
+    [(None, True, False), (None, False, True), (True, True, True), (False, True, False), (False, False, False)],
+)
+def test_engines_capture_graphs_on_gpus_unless_told_otherwise(given, on_gpu, eager):
+    given = {} if given is None else {"enforce_eager": given}
+    for found in (graph_arguments(given, on_gpu), graph_arguments({"enforce_eager": None} | given, on_gpu)):
+        assert found["enforce_eager"] is eager
+        assert found.get("compilation_config") == (None if eager else DECODE_GRAPHS)
+    own = {"enforce_eager": False, "compilation_config": {"mode": 3}}
+    assert graph_arguments(own, on_gpu) == own, "a user's own setting stays"
+
+
+def started_with(monkeypatch, **engine_args):
+    """Return the arguments with which a server of an engine on a GPU would start vLLM."""
+    seen = {}
+
+    class Started(Exception):
+        pass
+
+    def start(**arguments):
+        seen.update(arguments)
+        raise Started
+
+    modules = {"vllm": SimpleNamespace(LLM=start), "vllm.exceptions": SimpleNamespace(VLLMError=RuntimeError)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm_server, "language_model_arguments", lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(Started):
+        vllm_server.VllmServer(vllm_engine.EngineSpec(model="x", engine_args=engine_args))
+    return seen
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_a_recipes_enforce_eager_reaches_the_engine(monkeypatch, given):
+    monkeypatch.setattr(recipe_build, "why_no_engine", lambda config: None)
+    config = from_mapping(RecipeConfig, {"rollout": {"enforce_eager": given}})
+    policy = SimpleNamespace(
+        model=SimpleNamespace(config=None), model_name="x", temperature=1.0, config=SimpleNamespace(max_model_len=64)
+    )
+    settings = recipe_build._engine(config, policy, None)
+    seen = started_with(monkeypatch, **engine_arguments(settings))
+    assert seen["enforce_eager"] is bool(given), "null: graphs on a GPU"
 
 
 # -- language models ---------------------------------------------------------------------------------------------

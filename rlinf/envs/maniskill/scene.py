@@ -176,12 +176,14 @@ class Scene:
         On the CPU the simulation is rebuilt: PhysX keeps contacts in a scene, which ManiSkill's reset does not clear.
         """
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
+        seed: list[int] | None = [seeds[0]]
         if self._num_envs > 1:
             import torch
 
             options["env_idx"] = torch.as_tensor(rows, device=self._env.device)
             self._seeds.update(zip(np.asarray(rows).tolist(), seeds, strict=True))
-        observation, _ = self._env.reset(seed=[seeds[0]] * self._num_envs, options=options)
+            seed = None  # with one, ManiSkill would make two generators for each row of the simulation
+        observation, _ = self._env.reset(seed=seed, options=options)
         self._state[rows] = _array(observation)[rows]
 
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -246,6 +248,32 @@ class Scene:
         self._env.close()
 
 
+class EqualGenerators(Sequence):
+    """A generator for each of ``count`` rows, all under one seed. A row draws from one or two, and only those are seeded."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._made: dict[int, np.random.RandomState] = {}
+        self._seeded: set[int] = set()
+
+    def seed(self, seed: int) -> None:
+        """Begin anew under another seed."""
+        self._seed = seed
+        self._seeded.clear()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: Any) -> np.random.RandomState:
+        row = range(self.count)[row]  # as a list counts, also from its end
+        if row not in self._made:
+            self._made[row] = np.random.RandomState(0)
+        if row not in self._seeded:  # as a new generator, in a tenth of the time
+            self._made[row].seed(self._seed)
+            self._seeded.add(row)
+        return self._made[row]
+
+
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     """Make the initial state of each row depend on its own seed alone. Return row to seed, to be filled before each reset.
 
@@ -254,15 +282,19 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     parts of a reset (moving states to and from the GPU, observing all rows) still happen once.
     """
     import torch
+    from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
-    initialize, seeds = env._initialize_episode, {}
+    initialize, seeds, generators = env._initialize_episode, {}, EqualGenerators(env.num_envs)
 
     def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
         mask = env.scene._reset_mask
         gpus = [env.device] if env.device.type == "cuda" else []
+        env._episode_seed, env._batched_episode_rng = np.zeros(env.num_envs, np.int64), BatchedRNG.from_rngs(generators)
         with torch.random.fork_rng(gpus):  # the policy draws from these generators too
             for k, row in enumerate(env_idx.tolist()):
-                env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
+                generators.seed(seeds[row])
+                env._episode_seed[:] = seeds[row]
+                env._episode_rng = generators[0]
                 torch.manual_seed(seeds[row])
                 env.scene._reset_mask = torch.zeros_like(mask)
                 env.scene._reset_mask[row] = True  # what a task sets goes to these rows

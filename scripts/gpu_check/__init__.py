@@ -1,0 +1,1 @@
+"""Measures what only a GPU can show, each number with its threshold. ``scripts/gpu_check.sh`` starts it."""

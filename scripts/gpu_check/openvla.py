@@ -1,0 +1,72 @@
+"""OpenVLA with random weights: drawn once, on the GPU, and kept in a folder from which all checks read it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_check.rows import GB, NEEDS_FULL_SIZE, Row, Rows, Setting
+
+HEAD_SCALE = 30.0
+"""Factor on the head's random weights. Their own logits are near 0.5, where an error of 16 bits moves no probability."""
+
+
+def random_words(setting: Setting) -> list[str]:
+    """Return the overrides of the model that is drawn: 7B, or a tiny one that decodes token by token as well."""
+    if setting.tiny:
+        return ["experiment=quickstart_vllm", "rollout.backend=torch", "env.tasks=[reach]"]
+    sizes = "+model.init_config={n_action_bins: 256}"  # all other fields have the values of the 7B
+    return ["experiment=openvla_tabletop_lora", "model.unnorm_key=null", "model.is_lora=false", sizes]
+
+
+def folder_words(setting: Setting, num_steps: int) -> list[str]:
+    """Return the overrides of a run of PPO that trains adapters on the drawn model."""
+    common = [f"trainer.max_steps={num_steps}", "evaluation.num_episodes=4", "sft.max_steps=0", "trainer.max_keep=1"]
+    common += [f"model.model_path={setting.model}", "model.unnorm_key=null", "model.is_lora=true"]
+    if setting.tiny:
+        small = ["rollout.num_envs=8", "rollout.num_chunks=16", "trainer.minibatch_size=16", "model.lora.rank=4"]
+        return [
+            "experiment=quickstart_vllm",
+            "rollout.backend=torch",
+            "env.tasks=[reach]",
+            "~model.init_config",
+            *small,
+            *common,
+        ]
+    return ["experiment=openvla_tabletop_lora", *common]
+
+
+def configuration(words: list[str]) -> Any:
+    """Return the configuration of a run."""
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
+    return build_config(compose_config(words))
+
+
+def g0_draw(setting: Setting) -> list[Row]:
+    """OpenVLA is drawn on the GPU and written to a folder."""
+    from rlinf.models import build_policy
+
+    rows, config = Rows("G0"), configuration([*random_words(setting), f"cluster.device={setting.device}"])
+    start = time.monotonic()
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model = build_policy(config)
+    with torch.no_grad():
+        model.language_model.lm_head.weight.mul_(HEAD_SCALE)
+    if setting.is_gpu:
+        torch.cuda.synchronize()
+    rows.state("parameters, in billions", f"{sum(p.numel() for p in model.parameters()) / 1e9:.3f}")
+    if setting.is_full:
+        rows.at_most("seconds to draw the model", time.monotonic() - start, 60)
+    else:
+        rows.not_measured("seconds to draw the model", NEEDS_FULL_SIZE)
+    start = time.monotonic()
+    model.save_pretrained(setting.model)
+    size = sum(path.stat().st_size for path in Path(setting.model).glob("*.safetensors"))
+    rows.state("seconds to write it", f"{time.monotonic() - start:.1f}, {size / GB:.2f} GB")
+    return rows

@@ -1,0 +1,65 @@
+"""Small policies trained in several ways that must agree: number formats, shards, checkpoints, and the same run again."""
+
+from __future__ import annotations
+
+import json
+
+from gpu_check.rows import Row, Rows, Setting
+from gpu_check.runs import SMALL, first_difference, largest_gap, rl_metrics, train
+
+TWO_STEPS = ["experiment=quickstart", *SMALL, "algorithm.critic_warmup_steps=0", "trainer.max_steps=2"]
+FOUR_STEPS = [*TWO_STEPS, "trainer.max_steps=4", "trainer.save_every=2", "trainer.max_keep=-1"]
+FOUR_STEPS += ["trainer.save_mode=async", "trainer.deterministic=true"]
+ADAPTERS = [*TWO_STEPS, "model.precision=bf16", "model.is_lora=true", "model.lora.rank=4"]
+
+
+def learning_words(setting: Setting, precision: str) -> list[str]:
+    """Return the overrides of a run that learns in a number format."""
+    size = ["model.init_config.text_config.hidden_size=512", "model.init_config.text_config.intermediate_size=1408"]
+    size += ["model.init_config.text_config.num_hidden_layers=16", "model.hidden_size=512"]
+    steps = ["sft.max_steps=1000", "trainer.max_steps=30", "evaluation.num_episodes=200"]
+    if setting.tiny:
+        size, steps = [], [*SMALL, "trainer.max_steps=1"]
+    return ["experiment=quickstart", f"model.precision={precision}", *size, *steps]
+
+
+def g6_bf16_learns(setting: Setting) -> list[Row]:
+    """PPO in bf16 reaches the success of float32."""
+    rows, found = Rows("G6"), {}
+    for precision in ("fp32", "bf16"):
+        folder = train(setting, precision, learning_words(setting, precision))
+        found[precision] = json.loads((folder / "summary.json").read_text())["success_after_rl"]
+        rows.state(f"success in {precision}", f"{found[precision]['success_rate']:.1%}")
+    what = "upper end of bf16's interval, against the lower end of float32's"
+    if setting.tiny:
+        rows.not_measured(what, "needs the whole training")
+    else:
+        rows.at_least(what, found["bf16"]["interval"][1], found["fp32"]["interval"][0])
+    return rows
+
+
+def g7_same_numbers(setting: Setting) -> list[Row]:
+    """FSDP2 on one rank equals replication, in float32 and with adapters in bf16; a resumed run and a repeated one equal the first."""
+    rows = Rows("G7")
+    whole = rl_metrics(train(setting, "first", FOUR_STEPS))
+    resumed = rl_metrics(
+        train(setting, "resumed", [f"resume={setting.folder / 'first' / 'checkpoints' / 'rl_000002'}"])
+    )
+    again = rl_metrics(train(setting, "again", FOUR_STEPS))
+    what = "first metric in which {} differs, with trainer.deterministic"
+    rows.holds(what.format("a run resumed from a checkpoint of a thread"), first_difference(whole[2:], resumed), "none")
+    rows.holds(what.format("the same run again"), first_difference(whole, again), "none")
+    plain = rl_metrics(train(setting, "plain", TWO_STEPS))
+    repeated = rl_metrics(train(setting, "repeated", TWO_STEPS))
+    rows.state("first metric in which the same run again differs, without it", first_difference(plain, repeated))
+    sharded = train(setting, "fsdp2", [*TWO_STEPS, "trainer.sharding=fsdp2"])
+    gap = largest_gap(plain, rl_metrics(sharded))
+    rows.at_most("difference of the losses of FSDP2 and of replication, float32", gap, 1e-3)
+    on = train(setting, "fsdp2_on", [f"resume={sharded}", "trainer.max_steps=3"])
+    rows.holds("iterations after a resume of the FSDP2 checkpoint", len(rl_metrics(on)), 1)
+    both = [
+        rl_metrics(train(setting, f"adapters_{sharding}", [*ADAPTERS, f"trainer.sharding={sharding}"]))
+        for sharding in ("replicate", "fsdp2")
+    ]
+    rows.at_most("difference of the losses of FSDP2 and of replication, adapters in bf16", largest_gap(*both), 0.05)
+    return rows

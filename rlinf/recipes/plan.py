@@ -240,7 +240,7 @@ def describe_players(plan: Plan) -> str:
 class Sizes(NamedTuple):
     """Bytes of the trained model: what a rank trains it with, and its weights alone."""
 
-    count: int
+    parameters: int
     weights: int
     state: StateBytes
 
@@ -249,11 +249,11 @@ def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
     """Count a model by its shapes alone; its configuration must be on this machine."""
     model = model_shapes(config.policy.model_name_or_path, dtype=torch_dtype_of(config.train.param_dtype))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    count = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     lora = config.policy.lora
     if lora is not None:
         apply_lora(model, LoraConfig(**lora.settings()))
-    return Sizes(count, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
+    return Sizes(parameters, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
 
 
 def share_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
@@ -291,7 +291,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     state = sizes.state
     parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
     lines = [
-        ("memory", f"{sizes.count:,} weights; {NOT_COUNTED}"),
+        ("memory", f"{sizes.parameters:,} weights; {NOT_COUNTED}"),
         ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":

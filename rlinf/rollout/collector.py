@@ -281,7 +281,10 @@ class _Rollout:
         count = len(self.env_ids)
         alive = np.ones(count, dtype=bool)
         chunks: list[ChunkStep] = []
-        tokens, logprobs, values, alives, episode_ids, episodes = [], [], [], [], [], []
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        values: list[Tensor] = []
+        alives, episode_ids, episodes = [], [], []
         with self.collector.autocast(), self.lane.running():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():

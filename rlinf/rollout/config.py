@@ -38,9 +38,9 @@ class RolloutConfig:
     )
     num_lanes: int | None = option(
         None,
-        "Without rollout.worker_processes: threads, each with a share of the envs: while one steps its simulators, the policy acts for another. null: two, "
-        "or one if steps cost less than threads (simulators in this process that draw no images) or, with the policy on a GPU, a thread "
-        "would have fewer than 32 envs. A simulation on the GPU has one.",
+        "Without rollout.worker_processes: threads, each with a share of the envs; while one steps its simulators, another one's "
+        "policy acts. null: two, or one for cheap simulators (in this process, without images), for a simulation on the GPU, and where "
+        "two would have fewer than 32 envs each on a GPU.",
         minimum=1,
     )
     backend: str = option(

@@ -38,8 +38,8 @@ class RolloutConfig:
     )
     num_lanes: int | None = option(
         None,
-        "Without rollout.worker_processes: threads, each with a share of the envs; while one steps its simulators, another one's "
-        "policy acts. null: two, or one for cheap simulators (in this process, without images), for a simulation on the GPU, and where "
+        "Threads, each with a share of the envs; while one steps its simulators, another acts (without rollout.worker_processes). "
+        "null: two, or one for cheap simulators (in this process, without images), for a simulation on the GPU, and where "
         "two would have fewer than 32 envs each on a GPU.",
         minimum=1,
     )

@@ -73,7 +73,7 @@ class Passes:
     def update(self, recomputed: int) -> Line:
         """Return the bytes of a forward and a backward pass that recompute the first blocks.
 
-        Between none and all blocks, the peak falls as they save, or sooner, when it is elsewhere.
+        Between none and all blocks, the peak is taken to fall with the bytes that the recomputed ones save.
         """
         share = sum(self.saved[:recomputed]) / (sum(self.saved) or 1.0)
         return Line(*(kept + share * (less - kept) for kept, less in zip(self.updates, self.recomputes, strict=True)))

@@ -2,7 +2,8 @@
 
 An experiment that needs a checkpoint gets a model of the sizes of the public one (``model.init_config``). So folder,
 tokenizer and statistics of the checkpoint are not looked at. The model of a recipe is described by the ``config.json`` of
-the public one, as far as its sizes go.
+the public one, as far as its sizes go. The full sizes of ``scripts/gpu_check`` have their own test
+(``tests/integration/test_gpu_check.py``).
 """
 
 from dataclasses import replace

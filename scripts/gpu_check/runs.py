@@ -22,7 +22,7 @@ SMALL = [
     "evaluation.num_episodes=4",
 ]  # fmt: skip
 """A run of seconds."""
-TIMED = ("time/", "memory/", "throughput/", "wall", "timestamp")
+TIMED = ("time", "memory/", "throughput/")
 """First parts of metrics that differ between equal runs."""
 
 

@@ -161,7 +161,7 @@ def test_the_first_metric_that_differs_is_named(gpu_check):
         {"step": 0, "train/loss": 1.0, "time/rollout_s": 1.0},
         {"step": 1, "train/loss": 2.0, "time/rollout_s": 1.0},
     ]
-    second = [{**first[0], "time/rollout_s": 9.0}, {**first[1], "train/loss": 2.5}]
+    second = [{**first[0], "time/rollout_s": 9.0, "time_s": 4.0}, {**first[1], "train/loss": 2.5}]
     assert (
         gpu_check.runs.first_difference(first, first)
         == gpu_check.runs.first_difference(first[:1], second[:1])

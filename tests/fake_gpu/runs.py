@@ -157,8 +157,11 @@ class ActionRun:
 
     def update(self) -> Counts:
         """Count an optimiser step on the whole rollout; not the first, which makes the optimiser's state."""
-        if self.batch.old_logprobs is None:
-            self.score()
+        if self.batch.old_logprobs is None:  # without a phase that scores
+            self.batch.old_logprobs, self.batch.values = (
+                self.batch.rollout_logprobs,
+                torch.zeros(self.batch.loss_mask.shape),
+            )
         self._warm_up()
         self.algorithm.compute_advantages(self.batch)
         flat = self.batch.flatten()

@@ -30,6 +30,8 @@ BILLIONS = {"openvla": 7.6, "openvla_oft": 7.6, "pi0": 3.5}
 """Parameters of the public model of a family."""
 COMPLETED = {path.stem: path.read_text(encoding="utf-8") for path in sorted(packaged_experiments().glob("*.yaml"))}
 NEEDS_FOLDER = [name for name, text in COMPLETED.items() if "Add model.model_path=" in text]
+BUILT = {}
+"""Models of the experiments before, by their sections: several experiments have the same."""
 TEMPLATE = "your_config"  # for a model of the user's own
 
 
@@ -48,7 +50,10 @@ def completed(words):
 @pytest.mark.parametrize("name", [name for name in COMPLETED if name != TEMPLATE])
 def test_an_experiment_builds_at_its_full_size(name):
     config = completed([f"experiment={name}"])
-    model = policy_on_meta_device(config)
+    key = repr(replace(config.model, micro_batch_size=1, val_micro_batch_size=1))
+    if key not in BUILT:
+        BUILT[key] = policy_on_meta_device(config)
+    model = BUILT[key]
     number = sum(parameter.numel() for parameter in model.parameters())
     assert all(parameter.is_meta for parameter in model.parameters())
     if name in NEEDS_FOLDER:

@@ -279,8 +279,10 @@ def test_a_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path,
         prediction = act(policy, inputs)
         assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
         (tmp_path / "hang").touch()
-        # By its parent's clock 300 s pass when it hangs, however long it takes to come that far.
-        clock = SimpleNamespace(monotonic=lambda: 300.0 * (tmp_path / "hanging").exists())
+        # By its parent's clock 300 s pass when it hangs, however long it takes to come that far. It may hang before the first
+        # reading, from which the deadline is counted.
+        first_reading = iter([0.0])
+        clock = SimpleNamespace(monotonic=lambda: next(first_reading, 300.0 * (tmp_path / "hanging").exists()))
         engine.timeout_s, second = 200.0, engine.pid
         with monkeypatch.context() as patch, pytest.raises(EngineError) as error:
             patch.setattr(vllm_engine, "time", clock)

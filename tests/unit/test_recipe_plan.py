@@ -319,7 +319,7 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
     assert "An engine needs 6.2 GB" in found[24] and found[24].endswith("Set mode=disaggregated, or policy.lora.r=8")
     config.rollout.gpu_memory_utilization = 0.8
     with pytest.raises(
-        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*Set rollout.gpu_memory_utilization=0.48"
+        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*Set rollout.gpu_memory_utilization=0.49,"
     ):
         describe(config, plan, 100)
     assert share_of_engine(config, None) == 0.8, "a player's engine has its own GPU"

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
 
-COPIES_AT_ONCE = {"cuda": 2**28, "cpu": 2**18}
-"""By device, bytes of float32 copies of 16-bit gradients that are made before they are added; a CPU keeps so many in its cache."""
+COPIES_AT_ONCE = 2**28
+"""Bytes of float32 gradients that are made before the 16-bit ones are given up."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -75,18 +75,16 @@ class MasterAdamW(torch.optim.AdamW):
     def gather_gradients(self) -> None:
         """Add the gradients of a backward pass to the masters' gradients, where sums are not rounded to 16 bits."""
         for part in _in_chunks([pair for pair in self._pairs if pair[0].grad is not None]):
-            gradients = [torch.empty_like(master) for _, master in part]
-            torch._foreach_copy_(_own(gradients), _own([parameter.grad for parameter, _ in part]))
-            earlier, later = [], []
-            for (parameter, master), gradient in zip(part, gradients, strict=True):
+            new = [pair for pair in part if pair[1].grad is None]
+            known = [pair for pair in part if pair[1].grad is not None]
+            for _, master in new:
+                master.grad = torch.empty_like(master)
+            if new:
+                torch._foreach_copy_(_own(m.grad for _, m in new), _own(p.grad for p, _ in new))
+            if known:
+                _add(_own(m.grad for _, m in known), _own(p.grad for p, _ in known))
+            for parameter, _ in part:
                 parameter.grad = None
-                if master.grad is None:
-                    master.grad = gradient
-                else:
-                    earlier.append(master.grad)
-                    later.append(gradient)
-            if earlier:
-                torch._foreach_add_(_own(earlier), _own(later))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -100,16 +98,25 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def _in_chunks(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-    """Split parameters and masters, so that float32 copies of the gradients of a part take about ``COPIES_AT_ONCE``."""
+    """Split parameters and masters into parts whose float32 gradients take about ``COPIES_AT_ONCE``."""
     part, size = [], 0
     for pair in pairs:
         part.append(pair)
         size += pair[1].numel() * torch.float32.itemsize
-        if size >= COPIES_AT_ONCE[pair[1].device.type]:
+        if size >= COPIES_AT_ONCE:
             yield part
             part, size = [], 0
     if part:
         yield part
+
+
+def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
+    """Add gradients in 16 bits to float32 ones."""
+    if sums[0].device.type != "cpu":  # there, tensors of two formats would take a kernel each
+        casts = [torch.empty_like(each) for each in sums]
+        torch._foreach_copy_(casts, gradients)
+        gradients = casts
+    torch._foreach_add_(sums, gradients)
 
 
 def _own(tensors: Iterable[Tensor]) -> list[Tensor]:

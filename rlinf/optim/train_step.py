@@ -36,7 +36,7 @@ class Totals(dict[str, float]):
 
 
 class _Norms(NamedTuple):
-    """The masters of each part that have gradients, the norms of these (0.0: there are none), and the norm of all of them."""
+    """The masters of each part that have gradients, the norm of each part (0.0: without gradients), and the norm of all."""
 
     parts: list[list[nn.Parameter]]
     norms: list[Tensor | float]

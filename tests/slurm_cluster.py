@@ -123,11 +123,12 @@ class Slurm:
         munge = {word: f"--{word}={folder}/munge.{end}" for word, end in
                  (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"))}  # fmt: skip
         self._daemon(stack, "munged", "--foreground", "--force", *munge.values())
-        until(lambda: (folder / "munge.socket").exists(), "munged")
+        log = (folder / "daemons.log").read_text
+        until(lambda: (folder / "munge.socket").exists(), log)
         self._daemon(stack, "slurmctld", "-D", "-c")
         for name in NODES:
             self._daemon(stack, "slurmd", "-D", "-N", name)
-        until(lambda: self._node_states() == ["idle"] * len(NODES), "slurmctld and slurmd")
+        until(lambda: self._node_states() == ["idle"] * len(NODES), log)
 
     def _node_states(self) -> list[str]:
         found = subprocess.run(

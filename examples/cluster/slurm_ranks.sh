@@ -15,10 +15,11 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch $0 <overrides of rlinf train>" >&2; exit 2; }
+# From 128 on, a signal has ended a rank: it was lost, or its time ends. A fault of the run (1, 2) would come again.
 # Not --kill-on-bad-exit: it would end ranks with status 143 before they can say that a word was refused (2).
 status=0
 srun --wait=60 rlinf train resume=auto "$@" || status=$?
-if [ "$status" != 0 ] && [ "$status" != 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
+if [ "$status" -ge 128 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then
   echo "The ranks ended with status $status; job $SLURM_JOB_ID goes back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi

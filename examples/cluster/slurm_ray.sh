@@ -16,8 +16,8 @@ set -euo pipefail
 here="${RLINF_CLUSTER_FOLDER:-$SLURM_SUBMIT_DIR/examples/cluster}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port="${PORT:-6379}"
-# Ray looks names up by itself, not as the system does, so it gets the number where there is one.
-number="$(getent ahostsv4 "${nodes[0]}" | awk 'NR == 1 { print $1 }')" || true
+# Ray looks names up by itself, not as the system does, so it gets the number where there is one that other nodes reach.
+number="$(getent ahostsv4 "${nodes[0]}" | awk '$1 !~ /^127[.]/ { print $1; exit }')" || true
 address="${number:-${nodes[0]}}:$port"
 # Ray's daemons ask for a token as soon as the user has one. A new one keeps the other users of the nodes out; srun passes it on.
 export RAY_AUTH_MODE=token

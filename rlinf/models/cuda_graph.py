@@ -38,7 +38,7 @@ class CudaGraphs:
     """The recordings of one function, one for each set of shapes. Threads take turns, and so do their streams.
 
     The first axis of all tensors is rows, which do not depend on each other. A recording has a padded number of them
-    (``padded_rows``), the surplus with the numbers of an earlier call, so that a rollout whose rows end one after the other
+    (``padded_rows``), the surplus with rows of an earlier call or its own last one, so that a rollout whose rows end one after the other
     needs few recordings. A copy has no recordings: they belong to the weights that they were made with.
     """
 

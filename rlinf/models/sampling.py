@@ -54,7 +54,8 @@ def sums_by_blocks(numbers: Tensor, size: int = 256) -> Tensor:
     """Return sums along the last axis by matrix products: within blocks of ``size``, and over the blocks before."""
     width = numbers.shape[-1]
     if width <= size:
-        return numbers @ numbers.new_ones(width, width).triu()
+        with torch.autocast(numbers.device.type, enabled=False):  # it would multiply in 16 bits
+            return numbers @ numbers.new_ones(width, width).triu()
     blocks = torch.nn.functional.pad(numbers, (0, -width % size)).unflatten(-1, (-1, size))
     within = sums_by_blocks(blocks, size)
     before = torch.nn.functional.pad(sums_by_blocks(within[..., -1], size), (1, -1))

@@ -13,7 +13,10 @@ from rlinf.errors import CheckpointError, NonFiniteError
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return, by name, a number of each tensor that is NaN or infinite; one pass over each, and one wait for a GPU, without a copy."""
+    """Return, by name, a number of each tensor that is NaN or infinite.
+
+    One pass over each tensor, without a copy. It waits for a GPU once, unless a number is bad.
+    """
     numbers = {
         name: tensor.detach()
         for name, tensor in tensors.items()
@@ -32,7 +35,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 def _suspects(tensors: list[Tensor]) -> list[Tensor]:
     """Return a number of each tensor that is finite only if every number of the tensor is.
 
-    On a GPU it is the largest magnitude, of many tensors by one kernel. On a CPU the sum takes a fraction of that time; it may
+    On a GPU it is the largest magnitude, of many tensors of one format by one kernel. On a CPU the sum takes a fraction of that time; it may
     also overflow, and so may a 2-norm.
     """
     on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]

@@ -132,11 +132,13 @@ class RolloutCollector:
     def __post_init__(self) -> None:
         self._stop = Event()
         self.blocks = own_blocks(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
+        several = self.num_worker_threads > 1
         self.worker_threads = [
             _WorkerThread(
-                self.make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"), Lane(self.device)
+                env, ThreadPoolExecutor(1, thread_name_prefix="rollout"), Lane(self.device, several and not env.on_gpu)
             )
             for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
+            for env in [self.make_env(len(rows))]
         ]
 
     def wait_until_ready(self) -> None:

@@ -14,10 +14,13 @@ class Lane:
 
     Kernels of a stream run in their order, and a thread that waits for its results waits for all kernels before them. Two
     threads on one stream would wait for each other's calls, so each lane has a stream, and waits once in a call.
+
+    ``own_stream``: False for an only lane, which has nobody to wait for, and whose cached memory serves updates too then; and for
+    a simulation on the GPU, which works on the default stream.
     """
 
-    def __init__(self, device: str) -> None:
-        self._on_gpu = device == "cuda"
+    def __init__(self, device: str, own_stream: bool = True) -> None:
+        self._on_gpu, self._own_stream = device == "cuda", own_stream
         self._stream: torch.cuda.Stream | None = None
         self._buffer: Tensor | None = None
 
@@ -29,7 +32,7 @@ class Lane:
         the default stream waits for the lane when the block ends, so neither sees weights that the other still uses.
         """
         # Autocast keeps casts of weights, made on the stream of the first thread, for all threads: these must share a stream.
-        if not self._on_gpu or torch.is_autocast_enabled("cuda"):
+        if not (self._on_gpu and self._own_stream) or torch.is_autocast_enabled("cuda"):
             yield
             return
         if self._stream is None:
@@ -48,9 +51,11 @@ class Lane:
 
     def fetch(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Return the results of a policy call on the CPU: by one copy, and one event that is waited for."""
-        if all(result.device.type == "cpu" for result in results):
+        elsewhere = [result for result in results if result.device.type != "cpu"]
+        if not elsewhere:
             return list(results)
-        return unpacked(self._received(packed(results)), results)
+        received = iter(unpacked(self._received(packed(elsewhere)), elsewhere))
+        return [result if result.device.type == "cpu" else next(received) for result in results]
 
     def _received(self, numbers: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -53,9 +53,10 @@ class WeightPush:
     def push(self, version: int) -> int:
         """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
 
-        A replica that holds this version already is not copied again. Frozen tensors are looked at in the first push,
-        and where something has written into them. Costs one all-gather for each FSDP unit with trained weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and
-        RLinfError if names or shapes differ, the copy does not equal the original, or another rank refused.
+        A replica that holds this version already is not copied again. Frozen tensors are looked at in the first push, and where
+        torch counts a write into them (it counts none through ``.data``). Costs one all-gather for each FSDP unit with trained
+        weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names
+        or shapes differ, the copy does not equal the original, or another rank refused.
         """
         base, self.version = self.version, None
         seen, self._seen = self._seen, {}

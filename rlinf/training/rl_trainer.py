@@ -242,8 +242,8 @@ class RLTrainer(ActionTrainer):
         """
         if self.algorithm.config.old_logprobs == "rollout":
             batch.old_logprobs, batch.values = self._rollout_numbers(batch)
-            return
-        batch.old_logprobs, batch.values = self.worker.evaluate(batch)
+        else:
+            batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:
             with self.reference.in_place():
                 batch.ref_logprobs, _ = self.worker.evaluate(batch)

@@ -126,7 +126,9 @@ def main() -> int:
         rows = checks[arguments.child].run(setting)
         write(arguments.output, json.dumps([asdict(row) for row in rows]))
         return 0
-    page = arguments.output or PAGES[bool(arguments.gpus)]
+    # Part of the checks, or a CPU, would replace what a GPU has shown.
+    is_whole = arguments.device == "cuda" and not arguments.only
+    page = arguments.output or (PAGES[bool(arguments.gpus)] if is_whole else None)
     names = [name for name in checks if name in (arguments.only or checks)]
     if "G0" not in names and any(checks[name].needs_model for name in names):
         names.insert(0, "G0")
@@ -140,7 +142,8 @@ def main() -> int:
                 print(f"{row.check} {row.what}: {row.value}  [{row.required}] {verdict}", flush=True)
             if log:
                 print(log, file=sys.stderr, flush=True)
-            write(page, table(rows, arguments, time.monotonic() - start))
+            if page is not None:
+                write(page, table(rows, arguments, time.monotonic() - start))
     return int(any(row.passed is False for row in rows))
 
 

@@ -35,12 +35,20 @@ def test_torch_refuses_what_does_not_repeat(own_settings, monkeypatch):
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     seed_everything(0, deterministic=True)
     assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, "the user's own stays"
+    seed_everything(0)
+    write(torch.zeros(2))
+    torch.use_deterministic_algorithms(True)
+    seed_everything(0)
+    assert torch.are_deterministic_algorithms_enabled(), "the caller's own choice stays"
 
 
 @pytest.mark.parametrize("width", [1, 7, 256, 257, 5000, 70_001])
 def test_sums_by_blocks_are_running_sums(width):
     numbers = torch.rand(3, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
     torch.testing.assert_close(sampling.sums_by_blocks(numbers), numbers.cumsum(-1), rtol=1e-12, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = sampling.sums_by_blocks(numbers.float())
+    torch.testing.assert_close(sums.double(), numbers.cumsum(-1), rtol=1e-5, atol=0)
     if width > 256:
         assert not torch.allclose(sampling.sums_by_blocks(numbers)[:, 1:], numbers.cumsum(-1)[:, :-1]), "control"
 

@@ -85,11 +85,15 @@ def test_a_failure_in_a_lane_leaves_nothing_that_is_not_waited_for(streams, monk
     assert streams == ["A waits for default", "default waits for A"]
 
 
-@pytest.mark.parametrize("device, autocast", [("cpu", False), ("cuda", True)])
-def test_a_policy_on_the_cpu_and_one_under_autocast_have_no_stream(streams, monkeypatch, device, autocast):
+@pytest.mark.parametrize(
+    "device, own_stream, autocast", [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)]
+)
+def test_a_policy_on_the_cpu_one_under_autocast_and_an_only_lane_have_no_stream(
+    streams, monkeypatch, device, own_stream, autocast
+):
     """Autocast keeps casts of weights for all threads, and a stream does not wait for another's casts."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast and kind == "cuda")
-    with Lane(device).running():
+    with Lane(device, own_stream).running():
         pass
     assert streams == []
 

@@ -139,13 +139,10 @@ def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
         on_gpu = False
 
     config = build_config(compose_config(["model=openvla_tiny", "env=tabletop", "rollout.num_envs=32"]))
+    monkeypatch.setattr(factory, "rank_memory_bytes", lambda device: 80e9)
     for device, count in (("cuda", 1), ("cpu", 2)):
         monkeypatch.setattr(factory, "resolve_device", lambda *_, device=device: device)
         assert factory.threads_of_rank(config, Env(), 1) == count
-        assert (
-            factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1).keywords[
-                "device"
-            ]
-            == device
-        )
+        made = factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1)
+        assert made.keywords["device"] == device
     assert lane_module.Lane("cuda")._on_gpu and not lane_module.Lane("cpu")._on_gpu

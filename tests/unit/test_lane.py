@@ -139,7 +139,7 @@ def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
         on_gpu = False
 
     config = build_config(compose_config(["model=openvla_tiny", "env=tabletop", "rollout.num_envs=32"]))
-    monkeypatch.setattr(factory, "rank_memory_bytes", lambda device: 80e9)
+    monkeypatch.setattr(factory, "rank_memory_bytes", lambda *_: 80 * 10**9)
     for device, count in (("cuda", 1), ("cpu", 2)):
         monkeypatch.setattr(factory, "resolve_device", lambda *_, device=device: device)
         assert factory.threads_of_rank(config, Env(), 1) == count

@@ -144,7 +144,7 @@ class GpuMemory:
 
 
 class Measured(NamedTuple):
-    """A policy on the meta device, the bytes of its passes, and why they could not be counted (empty: they are)."""
+    """A policy on the meta device (None: it cannot be built there), the bytes of its passes, and why they are unknown (empty: known)."""
 
     model: Any
     passes: Passes
@@ -153,18 +153,19 @@ class Measured(NamedTuple):
 
 def measure(config: RunConfig) -> Measured:
     """Count the bytes of the passes of a policy."""
-    plain = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False)
-    model = policy_on_meta_device(replace(config, model=plain))
-    for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
-        width = env_spec(config).state_dim or 1
-        statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
+    plain, model = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False), None
     try:
+        model = policy_on_meta_device(replace(config, model=plain))
+        for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
+            width = env_spec(config).state_dim or 1
+            statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
         model.processor = get_model_config_and_processor(config)[1]
         observe, precision = partial(_observation, config), config.model.precision
         return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
-    except (RLinfError, RuntimeError, TypeError, ValueError, OSError) as error:
-        # A plug-in may read numbers in its pass, or its tokenizer may not be on this machine.
-        return Measured(model, NOTHING, str(error).partition("\n")[0])
+    except Exception as error:  # of any type: a plug-in may do on the meta device whatever works on a real one only
+        if model is None and isinstance(error, RLinfError):
+            raise  # a fault of the configuration, which the real model has too
+        return Measured(model, NOTHING, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def phases_of(config: RunConfig) -> list[str]:
@@ -216,8 +217,13 @@ def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) 
         return estimate.engine
     share = options.gpu_memory_utilization
     if share is None:
-        share = share_beside(gpu_bytes, estimate.trainer + estimate.rollout_weights)
+        share = share_beside(gpu_bytes, _beside_engine(config, estimate))
     return 2 * BUCKET_BYTES["cuda"] + int(share * gpu_bytes)
+
+
+def _beside_engine(config: RunConfig, estimate: MemoryEstimate) -> int:
+    """Bytes of the policy on the GPU between its passes."""
+    return (0 if config.trainer.cpu_offload else estimate.trainer) + estimate.rollout_weights
 
 
 def _calls(config: RunConfig) -> tuple[int, int]:
@@ -268,12 +274,14 @@ def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
     return rows
 
 
-def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> int:
+def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> bool | int:
     """Return how many blocks ``model.gradient_checkpointing`` recomputes on a GPU. Raise ConfigError if the run does not fit there.
 
-    Where passes cannot be counted, ``auto`` recomputes all blocks.
+    Where passes cannot be counted, ``auto`` recomputes all blocks. True: all, of a policy whose blocks are not known.
     """
     measured = measure(config) if measured is None else measured
+    if measured.model is None:
+        return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
     num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
     _check_state(config, estimate, memory, gpu_bytes)
@@ -349,7 +357,7 @@ def engine_options(config: RunConfig, memory: MemoryEstimate, gpu_bytes: int) ->
     share = engine_share(
         options.gpu_memory_utilization,
         gpu_bytes,
-        memory.trainer + memory.rollout_weights,
+        _beside_engine(config, memory),
         2 * memory.num_parameters,
         key="rollout.vllm.gpu_memory_utilization",
         apart="rollout.backend=torch, or cluster.placement=split cluster.start=ray",

@@ -219,6 +219,40 @@ def test_a_rank_on_a_gpu_asks_before_it_reads_weights(monkeypatch, tmp_path):
         train.build(config)
 
 
+def test_a_policy_that_cannot_be_built_without_numbers_is_not_refused(monkeypatch, capsys):
+    from rlinf.commands import train
+
+    def fails(config):
+        raise AttributeError("no item()")
+
+    config = config_of("experiment=quickstart")
+    with pytest.raises(ConfigError, match="at most the 0.0 GB of the GPU"):
+        train._fit_to_gpu(config, 10**6)  # control: one that can be built is
+    monkeypatch.setattr(gpu_memory, "policy_on_meta_device", fails)
+    assert train._fit_to_gpu(config, 10**6) is True
+    printed = capsys.readouterr().out
+    assert "unknown: AttributeError: no item()" in printed and "set model.gradient_checkpointing=false" in printed
+    config.model.gradient_checkpointing = False
+    assert train._fit_to_gpu(config, 10**6) is False
+    monkeypatch.setattr(
+        gpu_memory, "policy_on_meta_device", lambda _: (_ for _ in ()).throw(ConfigError("a wrong key"))
+    )
+    with pytest.raises(ConfigError, match="a wrong key"):
+        train._fit_to_gpu(config, 10**6)
+
+
+def test_rank_0_estimates_for_all(monkeypatch):
+    from rlinf.commands import train
+
+    monkeypatch.setattr(train, "_ask_gpu", lambda *_: pytest.fail("another rank estimated"))
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    monkeypatch.setattr(train, "broadcast_object", lambda value, source: (3, None))
+    assert train._fit_to_gpu(config_of("experiment=quickstart"), 10**9) == 3
+    monkeypatch.setattr(train, "broadcast_object", lambda value, source: (0, ConfigError("does not fit")))
+    with pytest.raises(ConfigError, match="does not fit"):
+        train._fit_to_gpu(config_of("experiment=quickstart"), 10**9)
+
+
 def test_an_engine_wakes_after_the_cache_of_torch_is_empty(monkeypatch):
     from rlinf.engines.vllm_engine import VllmEngine
 

@@ -12,15 +12,15 @@ ALONE = 0.8
 """Share of a GPU of its own."""
 PASSES_BYTES = 10 * 10**9
 """Bytes that are left to the passes of a policy on the same GPU, and to libraries: an assumption."""
-PASSES_SHARE = 0.25
-"""Most that is left to them on a small GPU."""
+PASSES_SHARE, LEAST_PASSES = 0.25, 3 * 10**9
+"""On a small GPU, this share is left to them instead, or these bytes, half of which are libraries."""
 LEAST_CACHE = 10**9
 """Bytes besides its weights without which an engine is not worth starting."""
 
 
 def passes_beside(gpu_bytes: int) -> int:
     """Return the bytes that an engine leaves to passes."""
-    return min(PASSES_BYTES, int(PASSES_SHARE * gpu_bytes))
+    return min(PASSES_BYTES, max(LEAST_PASSES, int(PASSES_SHARE * gpu_bytes)))
 
 
 def share_beside(gpu_bytes: int, policy_bytes: int) -> float:

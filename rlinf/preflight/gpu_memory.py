@@ -362,6 +362,7 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
         refuse(found, card, f"model.val_micro_batch_size={fits}")
     if config.trainer.max_steps > 0 and memory.num_lanes and memory.acting > gpu_bytes:
+        _check_engine(config, memory, gpu_bytes)
         line, free = (
             memory.passes.acts,
             gpu_bytes - memory.acting + memory.num_lanes * memory.passes.acts.at(memory.acting_rows),
@@ -371,6 +372,17 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         step = config.cluster.num_processes * config.rollout.group_size
         found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
         refuse(found, card, f"rollout.num_envs={max(1, envs // step) * step}")
+
+
+def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
+    """Refuse an engine without whose share a rollout fits, with the largest share that does."""
+    free = gpu_bytes - memory.acting + memory.engine - 2 * BUCKET_BYTES["cuda"]
+    if memory.engine and config.rollout.vllm.kv_cache_memory_bytes is None and free >= gpu_bytes / 100:
+        refuse(
+            f"A rollout takes {memory.acting / GB:.1f} GB on each GPU, {memory.engine / GB:.1f} GB of them for an engine",
+            f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
+            f"rollout.vllm.gpu_memory_utilization={math.floor(100 * free / gpu_bytes) / 100:g}",
+        )
 
 
 def _divisor_up_to(number: int, most: int) -> int:

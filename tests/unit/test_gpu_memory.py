@@ -179,10 +179,11 @@ def test_few_simulators_draw_on_a_small_gpu(monkeypatch):
     config.env.num_processes = 3
     assert simulators_on_gpu(config, 80 * GB) == 2 * 3 + 3
     config.env.num_processes, config.cluster.num_processes = None, 16
+    config.rollout.num_envs = config.evaluation.num_envs = 512
     assert simulators_on_gpu(config, 80 * GB) == 2 * 2 + 4, "16 ranks share the cores of one machine"
     monkeypatch.setattr(gpu_memory, "world_size", lambda: 16)
     monkeypatch.setattr(gpu_memory, "local_world_size", lambda: 8)
-    assert simulators_on_gpu(config, 80 * GB) == 2 * 2 + 4, "on two machines no more than one for each env"
+    assert simulators_on_gpu(config, 80 * GB) == 2 * 4 + 8, "8 ranks do on each of two machines"
     monkeypatch.setattr(gpu_memory, "may_draw_on_gpu", lambda: False)
     assert simulators_on_gpu(config, 80 * GB) == 0
 
@@ -254,9 +255,25 @@ def test_the_share_of_an_engine_beside_a_policy(caplog):
     assert "which leaves 2.0 GB for its passes" in caplog.text
     with pytest.raises(ConfigError, match="An engine needs 18.0 GB"):
         engine_share(0.2, 80 * GB, policy_3b, 18 * GB, **words)  # control
-    assert engine_share(None, 8 * GB, GB // 2, GB, **words) == pytest.approx(5.5 / 8), (
-        "a small GPU keeps a quarter for passes"
-    )
+    assert engine_share(None, 8 * GB, GB // 2, GB, **words) == pytest.approx(4.5 / 8), "3 GB"
+    assert engine_share(None, 16 * GB, GB // 2, GB, **words) == pytest.approx(11.5 / 16), "a quarter"
+
+
+def test_an_engine_with_a_share_of_its_own_beside_a_small_policy(caplog):
+    config = config_of("experiment=quickstart_vllm")
+    measured = measure(config)
+    for size in (8, 24, 80):
+        fit_to_gpu(config, size * GB, measured)
+    assert not caplog.records
+    config.rollout.vllm.gpu_memory_utilization = 0.9
+    fit_to_gpu(config, 80 * GB, measured)
+    assert "leaves" in caplog.text, "less than is assumed, and enough"
+    with pytest.raises(
+        ConfigError, match=r"GB of them for an engine.*Set rollout.vllm.gpu_memory_utilization=(\S+)$"
+    ) as refused:
+        fit_to_gpu(config, 16 * GB, measured)
+    config.rollout.vllm.gpu_memory_utilization = float(str(refused.value).rpartition("=")[2])
+    fit_to_gpu(config, 16 * GB, measured)  # control: the share that was named fits
 
 
 def test_an_engine_beside_an_offloaded_policy_does_not_count_main_memory():

@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -264,18 +264,25 @@ def check_memory(label: str, config: RunConfig) -> list[Finding]:
     ranks, on_gpu = config.cluster.num_processes, resolve_device(config.cluster.device, 1) == "cuda"
     try:
         measured = measure(config)
+        if measured.model is None:
+            print(f"memory: unknown: {measured.unknown}")
+            return []
         memory_bytes = rank_memory_bytes("cuda" if on_gpu else "cpu", ranks)
         estimate, memory = estimate_gpu(config, memory_bytes, measured)
+        if on_gpu and memory.engine:
+            estimate = replace(estimate, engine=memory.engine)  # with the share that training would give it
         print(format_table(("role", "memory", "size"), [*estimate.rows(), *memory.rows(config.model.micro_batch_size)]))
         print(format_table(CARD_HEAD, card_rows(config, measured)))
         print(ASSUMED)
-        if on_gpu:
-            fit_to_gpu(config, memory_bytes, measured)
+        micro = config.model.micro_batch_size
+        needed = (estimate.total + memory.passing(micro)) * ranks
+        if on_gpu:  # where simulators are an assumption, and the rollout buffer is in main memory
+            needed = (memory.peak(micro, fit_to_gpu(config, memory_bytes, measured)) - memory.simulators) * ranks
     except RLinfError as error:
         return [Finding(label, NO, _reason(error))]
-    needed, free = (estimate.total + memory.passing(config.model.micro_batch_size)) * ranks, available_memory(ranks)
+    free = available_memory(ranks)
     if free is not None and needed > free:
-        return [
-            Finding(label, NO, f"needs {format_bytes(needed)}, {format_bytes(free)} are free; try model.is_lora=true")
-        ]
+        fewer = "a smaller model" if config.model.is_lora else "model.is_lora=true"
+        cure = "end other programs on the GPU" if on_gpu else f"try {fewer}"
+        return [Finding(label, NO, f"needs {format_bytes(needed)}, {format_bytes(free)} are free; {cure}")]
     return []

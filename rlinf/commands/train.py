@@ -39,12 +39,21 @@ from rlinf.distributed.parallel import (
     read_deferred,
     take_weights_of_rank_0,
 )
-from rlinf.distributed.process_group import barrier, local_world_size, rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.process_group import (
+    barrier,
+    broadcast_object,
+    local_world_size,
+    rank,
+    resolve_device,
+    set_num_threads,
+    world_size,
+)
 from rlinf.distributed.ray.watch import cluster_lost
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
+from rlinf.engines.config import VllmOptions
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError
+from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError, RLinfError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
@@ -151,8 +160,8 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build the parts of one rank. The configuration is validated and has its ``output_dir``."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
-    recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     set_num_threads(config.cluster.num_threads, local_world_size())
+    recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     seed_everything(config.seed, config.trainer.deterministic)
     resumed_from, state = _where_to_begin(config)
     has_players = reservation is not None and reservation.group is not None
@@ -166,9 +175,10 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint)
     if recomputed:
-        from rlinf.models.blocks import set_training_options  # imports torch's compiler
+        from rlinf.models.blocks import repeated_blocks, set_training_options  # imports torch's compiler
 
-        set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
+        if repeated_blocks(model):
+            set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
     parallel, sync = _on_ranks(config, model, device, memory, reservation if has_players else None)
     players = sync.generator if isinstance(sync.generator, Players) else None
     worker = _worker(config, parallel, state)
@@ -198,14 +208,33 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     return Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
 
 
-def _fit_to_gpu(config: RunConfig, memory: int) -> int:
-    """Return how many blocks are recomputed on a GPU of ``memory`` bytes. Raise ConfigError if the run does not fit there."""
-    from rlinf.preflight.gpu_memory import fit_to_gpu  # imports torch's compiler
+def _fit_to_gpu(config: RunConfig, memory: int) -> bool | int:
+    """Return how many blocks are recomputed on a GPU of ``memory`` bytes. Raise ConfigError if the run does not fit there.
 
-    recomputed = fit_to_gpu(config, memory)
-    if rank() == 0 and recomputed:
-        print(f"activations: the first {format_count(recomputed, 'block')} are recomputed", flush=True)
+    Rank 0 estimates, which takes up to a minute, and all ranks return or raise its result.
+    """
+    recomputed, refusal = broadcast_object(_ask_gpu(config, memory) if rank() == 0 else None, 0)
+    if refusal is not None:
+        raise refusal
     return recomputed
+
+
+def _ask_gpu(config: RunConfig, memory: int) -> tuple[bool | int, RLinfError | None]:
+    from rlinf.preflight.gpu_memory import fit_to_gpu, measure  # imports torch's compiler
+
+    try:
+        measured = measure(config)
+        recomputed = fit_to_gpu(config, memory, measured)
+    except RLinfError as refusal:
+        return 0, refusal
+    if measured.unknown:
+        print(f"memory of passes: unknown: {measured.unknown}", flush=True)
+    if recomputed:
+        which = "all blocks" if recomputed is True else f"the first {format_count(recomputed, 'block')}"
+        chosen = measured.unknown and config.model.gradient_checkpointing == "auto"
+        cure = "; if memory suffices without, set model.gradient_checkpointing=false" if chosen else ""
+        print(f"activations: {which} are recomputed{cure}", flush=True)
+    return recomputed, None
 
 
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
@@ -291,6 +320,8 @@ def _on_ranks(
     take_weights_of_rank_0(model)
     trained = trained_names(model)
     shell = None if reservation is None else PolicyShell.of(model)
+    has_engine = shell is None and rollout.backend == "vllm" and trainer.max_steps > 0
+    options = _engine_options(config, model, memory) if has_engine and device == "cuda" else rollout.vllm
     # Where players have the copies, a rank's own copy describes the policy and holds no numbers.
     rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
     parallel = make_parallel(
@@ -301,17 +332,18 @@ def _on_ranks(
     if shell is not None:
         placement = Placement.of(config)
         generator = Players(player_maker(config, shell, placement), config.cluster, placement, reservation, model)
-    elif rollout.backend == "vllm" and config.trainer.max_steps > 0:
+    elif has_engine:
         from rlinf.rollout.vllm_policy import VllmPolicy  # imports transformers
 
         envs_per_rank = rollout.num_envs // world_size()
-        options = rollout.vllm
-        if device == "cuda":
-            from rlinf.preflight.gpu_memory import engine_options
-
-            options = engine_options(config, estimate_memory(config, memory), memory)
         generator = VllmPolicy(rollout_model, options, envs_per_rank, torch.get_num_threads(), trained)
     return parallel, WeightPush(model, rollout_model, generator)
+
+
+def _engine_options(config: RunConfig, model: torch.nn.Module, memory: int) -> VllmOptions:
+    from rlinf.preflight.gpu_memory import engine_options  # imports torch's compiler
+
+    return engine_options(config, estimate_memory(config, memory, model), memory)
 
 
 def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWorker:

@@ -33,6 +33,8 @@ LINEAR = {
     functional.linear, functional.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm,
 }  # fmt: skip
 """Operations that autocast runs in 16 bits."""
+MOST_READS = 10_000
+"""Numbers that a phase may read. One that reads more is taken to loop until a number changes, which none does here."""
 
 
 class Line(NamedTuple):
@@ -218,7 +220,7 @@ class MetaBytes(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self._num_reads = 0
         self._known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(
@@ -227,6 +229,11 @@ class MetaBytes(TorchDispatchMode):
         kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             if name == "_local_scalar_dense":
+                self._num_reads += 1
+                if self._num_reads > MOST_READS:
+                    raise RuntimeError(
+                        f"a pass reads more than {MOST_READS:,} numbers, perhaps in a loop until one changes"
+                    )
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             if name == "_to_copy":
                 kwargs.pop("device", None)

@@ -5,6 +5,7 @@ Weights and optimiser are counted by ``rlinf.preflight.memory``, passes by ``rli
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import local_world_size, world_size
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.share import engine_share, share_beside
 from rlinf.engines.weight_handle import BUCKET_BYTES
@@ -25,6 +27,7 @@ from rlinf.envs.config import (
     select_tasks,
     with_share_of_cores,
 )
+from rlinf.envs.graphics.backend import may_draw_on_gpu
 from rlinf.errors import RLinfError
 from rlinf.models.blocks import repeated_blocks
 from rlinf.models.building import get_model_config_and_processor
@@ -37,6 +40,8 @@ from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_me
 from rlinf.preflight.placement import Placement
 from rlinf.preflight.refuse import refuse
 from rlinf.types import Observation
+
+logger = logging.getLogger("rlinf")
 
 GB = 10**9
 CARDS = (24, 40, 80, 141)
@@ -144,7 +149,7 @@ class GpuMemory:
 
 
 class Measured(NamedTuple):
-    """A policy on the meta device, the bytes of its passes, and why they could not be counted (empty: they are)."""
+    """A policy on the meta device (None: it cannot be built there), the bytes of its passes, and why they are unknown (empty: known)."""
 
     model: Any
     passes: Passes
@@ -153,18 +158,19 @@ class Measured(NamedTuple):
 
 def measure(config: RunConfig) -> Measured:
     """Count the bytes of the passes of a policy."""
-    plain = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False)
-    model = policy_on_meta_device(replace(config, model=plain))
-    for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
-        width = env_spec(config).state_dim or 1
-        statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
+    plain, model = replace(config.model, gradient_checkpointing=False, compile=False, cuda_graph=False), None
     try:
+        model = policy_on_meta_device(replace(config, model=plain))
+        for statistics in (getattr(model.config, "norm_stats", None) or {}).values():
+            width = env_spec(config).state_dim or 1
+            statistics.setdefault("proprio", unit_range_stats(1, width)["unit_range"]["proprio"])
         model.processor = get_model_config_and_processor(config)[1]
         observe, precision = partial(_observation, config), config.model.precision
         return Measured(model, measure_passes(model, observe, precision, phases_of(config)), "")
-    except (RLinfError, RuntimeError, TypeError, ValueError, OSError) as error:
-        # A plug-in may read numbers in its pass, or its tokenizer may not be on this machine.
-        return Measured(model, NOTHING, str(error).partition("\n")[0])
+    except Exception as error:  # of any type: a plug-in may do on the meta device whatever works on a real one only
+        if model is None and isinstance(error, RLinfError):
+            raise  # a fault of the configuration, which the real model has too
+        return Measured(model, NOTHING, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def phases_of(config: RunConfig) -> list[str]:
@@ -216,8 +222,13 @@ def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) 
         return estimate.engine
     share = options.gpu_memory_utilization
     if share is None:
-        share = share_beside(gpu_bytes, estimate.trainer + estimate.rollout_weights)
+        share = share_beside(gpu_bytes, _beside_engine(config, estimate))
     return 2 * BUCKET_BYTES["cuda"] + int(share * gpu_bytes)
+
+
+def _beside_engine(config: RunConfig, estimate: MemoryEstimate) -> int:
+    """Bytes of the policy on the GPU between its passes."""
+    return (0 if config.trainer.cpu_offload else estimate.trainer) + estimate.rollout_weights
 
 
 def _calls(config: RunConfig) -> tuple[int, int]:
@@ -240,15 +251,25 @@ def _gathered(model: Any) -> int:
 def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
     """Return the simulator processes of a rank that draw on its GPU, in rollouts and in the evaluation."""
     env = config.env
-    if not isinstance(env, ProcessEnvConfig) or not env.cameras or config.cluster.env_nodes:
+    if not isinstance(env, ProcessEnvConfig) or not env.cameras or config.cluster.env_nodes or not may_draw_on_gpu():
         return 0
-    ranks, count = config.cluster.num_processes, 0
+    count, all_ranks = 0, config.cluster.num_processes
+    ranks = local_world_size() if world_size() > 1 else all_ranks  # which share the cores of a machine
     lanes, rows = _calls(config)
-    evaluated = max(1, config.evaluation.num_envs // ranks)
+    evaluated = max(1, config.evaluation.num_envs // all_ranks)
     for threads, envs in ([(lanes, rows)] if config.trainer.max_steps > 0 else []) + [(1, evaluated)]:
         shared = with_share_of_cores(env, threads * ranks, most_simulators(env, gpu_bytes, threads))
         count += threads * min(envs, shared.num_processes or 1)
     return count
+
+
+def _most_processes(config: RunConfig, gpu_bytes: int, free: int) -> int:
+    """Return the largest ``env.num_processes``, at least 1, whose simulators take at most ``free`` bytes."""
+    for number in range(max(1, simulators_on_gpu(config, gpu_bytes)), 1, -1):
+        fewer = replace(config, env=replace(config.env, num_processes=number))
+        if SIMULATOR_BYTES * simulators_on_gpu(fewer, gpu_bytes) <= free:
+            return number
+    return 1
 
 
 def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
@@ -268,42 +289,58 @@ def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
     return rows
 
 
-def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> int:
+def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> bool | int:
     """Return how many blocks ``model.gradient_checkpointing`` recomputes on a GPU. Raise ConfigError if the run does not fit there.
 
-    Where passes cannot be counted, ``auto`` recomputes all blocks.
+    Where passes cannot be counted, ``auto`` recomputes all blocks. True: all, of a policy whose blocks are not known.
     """
     measured = measure(config) if measured is None else measured
+    if measured.model is None:
+        return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
     num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
-    _check_state(config, estimate, memory, gpu_bytes)
+    certain = replace(memory, simulators=0)  # no run is refused for bytes that are an assumption
+    _check_state(config, estimate, certain, gpu_bytes)
     if memory.engine:
         engine_options(config, estimate, gpu_bytes)
-    if memory.unknown:
-        return 0 if chosen is False else num_blocks
     micro = config.model.micro_batch_size
-    most = 0 if chosen is False else num_blocks
-    _check_passes(config, memory, gpu_bytes, most)
-    if chosen != "auto":
-        return most
-    found = memory.blocks_to_recompute(micro, FILLED * gpu_bytes)
-    return num_blocks if found is None else found
+    found = 0 if chosen is False else num_blocks
+    if not memory.unknown:
+        _check_passes(config, certain, gpu_bytes, found)
+        if chosen == "auto" and (fewest := memory.blocks_to_recompute(micro, FILLED * gpu_bytes)) is not None:
+            found = fewest
+    if memory.simulators and memory.peak(micro, found) > gpu_bytes:
+        most = _most_processes(config, gpu_bytes, gpu_bytes - certain.peak(micro, found))
+        logger.warning(
+            "The simulators of a rank are assumed to take %.1f GB of its GPU (%.2f GB each), and %.1f GB are left. If memory runs out, "
+            "set env.num_processes=%d, or MUJOCO_GL=osmesa to draw on the CPU.",
+            memory.simulators / GB, SIMULATOR_BYTES / GB, (gpu_bytes - certain.peak(micro, found)) / GB, most,
+        )  # fmt: skip
+    return found
 
 
 def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory, gpu_bytes: int) -> None:
     needed = memory.resident + memory.half_gradients
     if needed <= gpu_bytes:
         return
-    fixes = [] if config.model.is_lora else ["model.is_lora=true"]
-    fixes += [] if config.trainer.cpu_offload else ["trainer.cpu_offload=true"]
-    if memory.simulators and needed - memory.simulators <= gpu_bytes:
-        fixes = ["env.num_processes=1"]
+    frozen = not estimate.num_trainable
+    trains = f"Training {estimate.num_trainable / 1e9:.3g} of" if not frozen else "A frozen policy of"
+    parts = "weights, gradients, optimiser, libraries" if not frozen else "weights, libraries"
     refuse(
-        f"Training {estimate.num_trainable / 1e9:.3g} of {estimate.num_parameters / 1e9:.3g} billion weights takes "
-        f"{needed / GB:.1f} GB on each GPU before any pass (weights, gradients, optimiser, simulators, libraries)",
+        f"{trains} {estimate.num_parameters / 1e9:.3g} billion weights takes {needed / GB:.1f} GB on each GPU before any pass ({parts})",
         f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
-        ", or ".join(fixes) or "cluster.num_processes to more ranks, which share the weights",
+        _less_state(config, memory, frozen),
     )
+
+
+def _less_state(config: RunConfig, memory: GpuMemory, frozen: bool) -> str:
+    """Return settings with which a policy takes less of a GPU between its passes."""
+    fixes = ["rollout.vllm.sleep=true"] if memory.engine and not memory.engine_sleeps else []
+    fixes += [] if config.model.is_lora or frozen else ["model.is_lora=true"]
+    fixes += [] if config.trainer.cpu_offload or learns_head(config) else ["trainer.cpu_offload=true"]
+    if not (learns_head(config) or config.trainer.cpu_offload or config.trainer.shard_size):
+        fixes.append("cluster.num_processes to more ranks, which share the weights")
+    return ", or ".join(fixes) or "model to a smaller one"
 
 
 def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomputed: int) -> None:
@@ -314,7 +351,7 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         fix = (
             f"model.micro_batch_size={_divisor_up_to(micro, fits)}"
             if fits
-            else "model.is_lora=true, or a smaller model"
+            else _less_state(config, memory, frozen=False)
         )
         if config.model.gradient_checkpointing is False and memory.passes.saved:
             fix += ", or model.gradient_checkpointing=auto"
@@ -325,6 +362,7 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
         refuse(found, card, f"model.val_micro_batch_size={fits}")
     if config.trainer.max_steps > 0 and memory.num_lanes and memory.acting > gpu_bytes:
+        _check_engine(config, memory, gpu_bytes)
         line, free = (
             memory.passes.acts,
             gpu_bytes - memory.acting + memory.num_lanes * memory.passes.acts.at(memory.acting_rows),
@@ -334,6 +372,17 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         step = config.cluster.num_processes * config.rollout.group_size
         found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
         refuse(found, card, f"rollout.num_envs={max(1, envs // step) * step}")
+
+
+def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
+    """Refuse an engine without whose share a rollout fits, with the largest share that does."""
+    free = gpu_bytes - memory.acting + memory.engine - 2 * BUCKET_BYTES["cuda"]
+    if memory.engine and config.rollout.vllm.kv_cache_memory_bytes is None and free >= gpu_bytes / 100:
+        refuse(
+            f"A rollout takes {memory.acting / GB:.1f} GB on each GPU, {memory.engine / GB:.1f} GB of them for an engine",
+            f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
+            f"rollout.vllm.gpu_memory_utilization={math.floor(100 * free / gpu_bytes) / 100:g}",
+        )
 
 
 def _divisor_up_to(number: int, most: int) -> int:
@@ -349,7 +398,7 @@ def engine_options(config: RunConfig, memory: MemoryEstimate, gpu_bytes: int) ->
     share = engine_share(
         options.gpu_memory_utilization,
         gpu_bytes,
-        memory.trainer + memory.rollout_weights,
+        _beside_engine(config, memory),
         2 * memory.num_parameters,
         key="rollout.vllm.gpu_memory_utilization",
         apart="rollout.backend=torch, or cluster.placement=split cluster.start=ray",

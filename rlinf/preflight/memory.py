@@ -130,8 +130,8 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
 def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
     """Return the bytes of the vLLM engine of a rank or player and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
 
-    On a GPU (of ``gpu_bytes``; None: the one that is there) without a configured cache size, the engine takes the share
-    ``rollout.vllm.gpu_memory_utilization``.
+    Its cache has the configured size, or on CPUs a computed one. Else it takes the share ``rollout.vllm.gpu_memory_utilization`` of a
+    GPU of ``gpu_bytes`` (None: the one that is there).
     """
     if config.rollout.backend != "vllm":
         return 0
@@ -141,11 +141,10 @@ def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | N
     num_envs = config.rollout.num_envs // (Placement.of(config).num_players or ranks)
     arguments = engine_arguments(model, options, num_envs)
     cache = arguments["kv_cache_memory_bytes"]
-    if gpu_bytes is None and cache is None:
-        gpu_bytes = torch.cuda.mem_get_info()[1]
-    if gpu_bytes is not None and options.kv_cache_memory_bytes is None:
-        return 2 * BUCKET_BYTES["cuda"] + int(arguments["gpu_memory_utilization"] * gpu_bytes)
-    return weights + min(weights, 2 * BUCKET_BYTES["cpu"]) + cache
+    if cache is not None:
+        return weights + min(weights, 2 * BUCKET_BYTES["cpu"]) + cache
+    gpu_bytes = gpu_bytes or torch.cuda.mem_get_info()[1]
+    return 2 * BUCKET_BYTES["cuda"] + int(arguments["gpu_memory_utilization"] * gpu_bytes)
 
 
 def store_bytes(config: RunConfig) -> int | None:

@@ -264,12 +264,12 @@ def share_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
     given = config.rollout.gpu_memory_utilization
     if plan is None or plan.players or config.policy.device == "cpu" or not torch.cuda.is_available():
         return ALONE if given is None else given
-    sizes = sizes_of(config, plan)
-    whole = sizes.weights if plan.shards > 1 else 0  # shards are gathered while the engine generates
+    sizes, offloads = sizes_of(config, plan), config.train.fsdp_offload
+    whole = sizes.weights if plan.shards > 1 or offloads else 0  # shards are gathered while the engine generates
     return engine_share(
         given,
         rank_memory_bytes("cuda", 1),
-        sizes.state.total + whole,
+        (0 if offloads else sizes.state.total) + whole,
         sizes.weights,
         key="rollout.gpu_memory_utilization",
         apart="mode=disaggregated" if config.policy.lora is not None else "mode=disaggregated, or policy.lora.r=8",
@@ -290,14 +290,17 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         return [("memory", f"unknown: {error}")]
     state = sizes.state
     parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
+    where = "in main memory for each GPU" if config.train.fsdp_offload else "on each GPU"
     lines = [
         ("memory", f"{sizes.parameters:,} weights; {NOT_COUNTED}"),
-        ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
+        ("  policy", f"{format_bytes(state.total)} {where}: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":
         takes = ""
         if plan.tp_size:
-            takes = f"; the engine takes {share_of_engine(config, plan):.0%} of the GPU"
+            unseen = not torch.cuda.is_available() and config.rollout.gpu_memory_utilization is None
+            share = f"{share_of_engine(config, plan):.0%} of the GPU"
+            takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.players else share}"
         has_gpus = plan.players and plan.tp_size
         lines.append(
             ("  rollout", f"weights {format_bytes(sizes.weights // (plan.tp_size if has_gpus else 1))}{takes}")

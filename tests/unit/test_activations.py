@@ -73,6 +73,15 @@ def test_numbers_that_a_pass_reads_are_answered():
         bool((torch.empty(3, device="meta") > 0).all())  # control: outside, they are not
 
 
+def test_a_loop_until_a_number_changes_ends(monkeypatch):
+    monkeypatch.setattr(activations, "MOST_READS", 50)
+    with MetaBytes(nn.Linear(1, 1, device="meta")):
+        x = torch.empty(1, device="meta")
+        assert all(bool(x > 0) for _ in range(50))  # control: so many are answered
+        with pytest.raises(RuntimeError, match="more than 50 numbers"):
+            bool(x > 0)
+
+
 @pytest.mark.parametrize(("dtype", "masked", "kept"), [
     (torch.bfloat16, False, "flash"), (torch.float32, False, "efficient"), (torch.bfloat16, True, "efficient"),
 ])  # fmt: skip
@@ -177,16 +186,17 @@ def test_sixteen_bits_by_autocast_keep_less():
     assert half.updates.at(64) < 0.9 * full.updates.at(64)
 
 
-def test_a_policy_whose_pass_is_unknown_is_told(monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, AttributeError, ImportError, AssertionError, IndexError])
+def test_a_policy_whose_pass_is_unknown_is_told(monkeypatch, kind):
     config = config_of("experiment=quickstart")
 
     def preprocess(self, observed):
-        raise RuntimeError("reads numbers\nand more")
+        raise kind("reads numbers\nand more")
 
     model, _, _ = measure(config)
     monkeypatch.setattr(type(model), "preprocess", preprocess)
     _, passes, unknown = measure(config)
-    assert unknown == "reads numbers" and passes.updates.at(8) == 0
+    assert unknown == f"{kind.__name__}: reads numbers" and passes.updates.at(8) == 0
 
 
 def test_nothing_is_drawn_from_the_global_generator():

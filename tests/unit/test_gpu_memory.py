@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from rlinf.config.schema import build_config
 from rlinf.distributed.parallel import choose_sharding
 from rlinf.engines.share import engine_share, share_beside
 from rlinf.envs.config import most_simulators, with_share_of_cores
+from rlinf.envs.graphics import backend
 from rlinf.envs.libero.env import LiberoConfig
 from rlinf.errors import ConfigError
 from rlinf.models.blocks import repeated_blocks, set_training_options
@@ -43,6 +45,12 @@ FOR_24_GB = {
 
 def config_of(*words):
     return build_config(compose_config([*words, "cluster.device=cpu"]))
+
+
+@pytest.fixture(autouse=True)
+def draws_on_gpu(monkeypatch):
+    """Let simulators draw on a GPU, whatever this machine has."""
+    monkeypatch.setattr(gpu_memory, "may_draw_on_gpu", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +137,7 @@ def test_a_policy_that_cannot_be_trained_there_is_refused_before_weights_are_rea
                 size * GB,
                 gpu_memory.Measured(policy_on_meta_device(config_of(*words)), gpu_memory.NOTHING, "not counted"),
             )
-        assert str(error.value).endswith("Set model.is_lora=true, or trainer.cpu_offload=true")
+        assert "Set model.is_lora=true, or trainer.cpu_offload=true" in str(error.value)
 
 
 def test_rows_for_doctor_name_the_largest_micro_batches(oft):
@@ -170,9 +178,64 @@ def test_few_simulators_draw_on_a_small_gpu(monkeypatch):
     assert simulators_on_gpu(config, 80 * GB) == 64 + 64
     config.env.num_processes = 3
     assert simulators_on_gpu(config, 80 * GB) == 2 * 3 + 3
+    config.env.num_processes, config.cluster.num_processes = None, 16
+    config.rollout.num_envs = config.evaluation.num_envs = 512
+    assert simulators_on_gpu(config, 80 * GB) == 2 * 2 + 4, "16 ranks share the cores of one machine"
+    monkeypatch.setattr(gpu_memory, "world_size", lambda: 16)
+    monkeypatch.setattr(gpu_memory, "local_world_size", lambda: 8)
+    assert simulators_on_gpu(config, 80 * GB) == 2 * 4 + 8, "8 ranks do on each of two machines"
+    monkeypatch.setattr(gpu_memory, "may_draw_on_gpu", lambda: False)
+    assert simulators_on_gpu(config, 80 * GB) == 0
 
 
-def test_the_share_of_an_engine_beside_a_policy():
+@pytest.mark.parametrize(("environment", "devices", "drawn"), [
+    ({}, [0, None], True), ({"MUJOCO_GL": "osmesa"}, [0, None], False), ({"MUJOCO_GL": "egl"}, [None], False),
+    ({"MUJOCO_EGL_DEVICE_ID": "1"}, [0, None], False), ({"MUJOCO_EGL_DEVICE_ID": "0"}, [0, None], True),
+])  # fmt: skip
+def test_simulators_that_draw_in_software_take_nothing_of_a_gpu(monkeypatch, environment, devices, drawn):
+    for name in ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(backend.glob, "glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr(backend, "list_egl_devices", lambda: devices)
+    backend.may_draw_on_gpu.cache_clear()
+    assert backend.may_draw_on_gpu() is drawn
+    backend.may_draw_on_gpu.cache_clear()
+
+
+def test_no_run_is_refused_for_assumed_bytes_of_simulators(oft, monkeypatch, caplog):
+    config, measured = oft
+    monkeypatch.setattr(config.env, "num_processes", 64)
+    with caplog.at_level("WARNING", logger="rlinf"):
+        recomputed = fit_to_gpu(config, 24 * GB, measured)
+    (told,) = [record.getMessage() for record in caplog.records if "env.num_processes=" in record.getMessage()]
+    config.env.num_processes = int(re.search(r"env.num_processes=(\d+)", told)[1])
+    caplog.clear()
+    assert fit_to_gpu(config, 24 * GB, measured) <= recomputed and not caplog.records  # control: what was named fits
+    config.env.num_processes += 1
+    fit_to_gpu(config, 24 * GB, measured)
+    assert caplog.records, "one more does not"
+
+
+def test_fixes_that_are_named_can_help():
+    memory = memory_of()
+    words = ["experiment=libero_ppo_openvla_oft", *OFT]
+    assert gpu_memory._less_state(config_of(*words, "model.is_lora=false"), memory, False).startswith(
+        "model.is_lora=true, or trainer.cpu_offload=true, or cluster.num_processes"
+    )
+    assert "is_lora" not in gpu_memory._less_state(config_of(*words), memory, False)
+    config = config_of(*words, "trainer.cpu_offload=true")
+    assert gpu_memory._less_state(config, memory, False) == "model to a smaller one"
+    awake = memory_of(engine=1, engine_sleeps=False)
+    assert gpu_memory._less_state(config, awake, False) == "rollout.vllm.sleep=true"
+    config = config_of("experiment=libero_residual_openvla_oft", *OFT)
+    model = policy_on_meta_device(config)
+    with pytest.raises(ConfigError, match="A frozen policy of 7.* before any pass .*Set model to a smaller one"):
+        fit_to_gpu(config, 10 * GB, gpu_memory.Measured(model, gpu_memory.NOTHING, "not counted"))
+
+
+def test_the_share_of_an_engine_beside_a_policy(caplog):
     """Of 3 billion weights trained in full (62 GB) 8 of 80 and 69 of 141 GB are left, of a 7B with LoRA (18 GB) 52 of 80."""
     policy_3b, policy_7b = 62 * GB, 18 * GB
     shares = [share_beside(size * GB, policy_3b) for size in (24, 80, 141)]
@@ -181,12 +244,45 @@ def test_the_share_of_an_engine_beside_a_policy():
     words = {"key": "rollout.gpu_memory_utilization", "apart": "mode=disaggregated"}
     assert engine_share(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
     with pytest.raises(
-        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*at most 0.49. Set .*=0.48, or .*=null"
+        ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*at most 0.56.* Set .*=0.48, or .*=null"
     ):
         engine_share(0.8, 141 * GB, policy_3b, 6 * GB, **words)
-    with pytest.raises(ConfigError, match="An engine needs 15.0 GB for weights.*Set mode=disaggregated"):
+    with pytest.raises(ConfigError, match="An engine needs 15.0 GB for weights.*Set .*=0.2 .*mode=disaggregated"):
         engine_share(None, 80 * GB, policy_3b, 15 * GB, **words)
-    assert engine_share(0.5, 80 * GB, policy_7b, 15 * GB, **words) == 0.5  # control: what fits is taken
+    with caplog.at_level("WARNING", logger="rlinf"):
+        assert engine_share(0.5, 80 * GB, policy_7b, 15 * GB, **words) == 0.5 and not caplog.records
+        assert engine_share(0.2, 80 * GB, policy_3b, 15 * GB, **words) == 0.2
+    assert "which leaves 2.0 GB for its passes" in caplog.text
+    with pytest.raises(ConfigError, match="An engine needs 18.0 GB"):
+        engine_share(0.2, 80 * GB, policy_3b, 18 * GB, **words)  # control
+    assert engine_share(None, 8 * GB, GB // 2, GB, **words) == pytest.approx(4.5 / 8), "3 GB"
+    assert engine_share(None, 16 * GB, GB // 2, GB, **words) == pytest.approx(11.5 / 16), "a quarter"
+
+
+def test_an_engine_with_a_share_of_its_own_beside_a_small_policy(caplog):
+    config = config_of("experiment=quickstart_vllm")
+    measured = measure(config)
+    for size in (8, 24, 80):
+        fit_to_gpu(config, size * GB, measured)
+    assert not caplog.records
+    config.rollout.vllm.gpu_memory_utilization = 0.9
+    fit_to_gpu(config, 80 * GB, measured)
+    assert "leaves" in caplog.text, "less than is assumed, and enough"
+    with pytest.raises(
+        ConfigError, match=r"GB of them for an engine.*Set rollout.vllm.gpu_memory_utilization=(\S+)$"
+    ) as refused:
+        fit_to_gpu(config, 16 * GB, measured)
+    config.rollout.vllm.gpu_memory_utilization = float(str(refused.value).rpartition("=")[2])
+    fit_to_gpu(config, 16 * GB, measured)  # control: the share that was named fits
+
+
+def test_an_engine_beside_an_offloaded_policy_does_not_count_main_memory():
+    words = ["experiment=libero_ppo_openvla_oft", *OFT]
+    config = config_of(*words)
+    estimate = gpu_memory.estimate_memory(config, 80 * GB, policy_on_meta_device(config))
+    assert gpu_memory._beside_engine(config, estimate) == estimate.trainer + estimate.rollout_weights
+    config.trainer.cpu_offload = True
+    assert gpu_memory._beside_engine(config, estimate) == estimate.rollout_weights
 
 
 def test_adapters_on_the_meta_device_have_the_format_of_real_ones():
@@ -217,6 +313,40 @@ def test_a_rank_on_a_gpu_asks_before_it_reads_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "_policy", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="at most the 0.0 GB of the GPU"):
         train.build(config)
+
+
+def test_a_policy_that_cannot_be_built_without_numbers_is_not_refused(monkeypatch, capsys):
+    from rlinf.commands import train
+
+    def fails(config):
+        raise AttributeError("no item()")
+
+    config = config_of("experiment=quickstart")
+    with pytest.raises(ConfigError, match="at most the 0.0 GB of the GPU"):
+        train._fit_to_gpu(config, 10**6)  # control: one that can be built is
+    monkeypatch.setattr(gpu_memory, "policy_on_meta_device", fails)
+    assert train._fit_to_gpu(config, 10**6) is True
+    printed = capsys.readouterr().out
+    assert "unknown: AttributeError: no item()" in printed and "set model.gradient_checkpointing=false" in printed
+    config.model.gradient_checkpointing = False
+    assert train._fit_to_gpu(config, 10**6) is False
+    monkeypatch.setattr(
+        gpu_memory, "policy_on_meta_device", lambda _: (_ for _ in ()).throw(ConfigError("a wrong key"))
+    )
+    with pytest.raises(ConfigError, match="a wrong key"):
+        train._fit_to_gpu(config, 10**6)
+
+
+def test_rank_0_estimates_for_all(monkeypatch):
+    from rlinf.commands import train
+
+    monkeypatch.setattr(train, "_ask_gpu", lambda *_: pytest.fail("another rank estimated"))
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    monkeypatch.setattr(train, "broadcast_object", lambda value, source: (3, None))
+    assert train._fit_to_gpu(config_of("experiment=quickstart"), 10**9) == 3
+    monkeypatch.setattr(train, "broadcast_object", lambda value, source: (0, ConfigError("does not fit")))
+    with pytest.raises(ConfigError, match="does not fit"):
+        train._fit_to_gpu(config_of("experiment=quickstart"), 10**9)
 
 
 def test_an_engine_wakes_after_the_cache_of_torch_is_empty(monkeypatch):

@@ -305,7 +305,7 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
     words = [f"policy.model_name_or_path={tmp_path}", "train.param_dtype=bfloat16", "mode=colocated"]
     config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "rollout.gpu_memory_utilization=null")
     assert plan.tp_size == 1 and not plan.players
-    assert "the engine takes 80% of the GPU" in describe(config, plan, 100), "this machine has no GPU to share"
+    assert "the engine takes what the policy leaves" in describe(config, plan, 100), "this machine has no GPU to share"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = {}
     for size in (24, 80, 141):
@@ -322,6 +322,10 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
         ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*Set rollout.gpu_memory_utilization=0.49,"
     ):
         describe(config, plan, 100)
+    config.train.fsdp_offload = True
+    assert "in main memory for each GPU: weights" in describe(config, plan, 100)
+    assert share_of_engine(config, plan) == 0.8, "beside 6 GB of gathered weights"
+    config.train.fsdp_offload = False
     assert share_of_engine(config, None) == 0.8, "a player's engine has its own GPU"
     config.policy.device = "cpu"
     assert share_of_engine(config, plan) == 0.8  # control: on a CPU nothing is shared

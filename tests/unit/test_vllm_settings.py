@@ -457,6 +457,8 @@ def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engin
     found = estimate("rollout.num_envs=6")
     assert found.engine == 2 * found.weights + (6 * 2 + 1) * per_block
     assert ("rollout", "vLLM engine", format_bytes(found.engine)) in found.rows()
+    config = build_config(compose_config(["experiment=quickstart_vllm", "rollout.num_envs=6"]))
+    assert estimate_memory(config, 10**10).engine == found.engine, "no share of main memory"
     assert found.total - estimate("rollout.num_envs=6", "rollout.backend=torch").total == found.engine
     assert estimate("rollout.vllm.kv_cache_memory_bytes=4096").engine == 2 * found.weights + 4096
     assert estimate("trainer.max_steps=0").engine == 0

@@ -188,6 +188,18 @@ def list_egl_devices() -> list[int | None]:
     return _ask_driver(_EGL_DEVICES)
 
 
+@functools.cache
+def may_draw_on_gpu() -> bool:
+    """Return whether MuJoCo's simulators may draw on a GPU: with EGL, unless its devices here, or the chosen one, are software."""
+    wanted = os.environ.get("MUJOCO_GL", "").lower()
+    if wanted == "osmesa" or not glob.glob(NVIDIA_DEVICES):
+        return wanted != "osmesa"  # without a GPU here, the question is about another machine
+    numbers, chosen = list_egl_devices(), os.environ.get(EGL_DEVICE, "")
+    if chosen.isdigit() and int(chosen) < len(numbers):
+        return numbers[int(chosen)] is not None
+    return any(number is not None for number in numbers)
+
+
 def _ask_driver(script: str) -> list:
     """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
     result = _run([script], {name: value for name, value in os.environ.items() if name != VISIBLE})

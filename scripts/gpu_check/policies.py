@@ -66,9 +66,9 @@ def checkpoint_rows(rows: Rows, setting: Setting, folder: Path) -> None:
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     below = sum(path.stat().st_size for path in setting.model.glob("*.safetensors"))
     if setting.is_full:
-        rows.at_most("size of the checkpoint over that of the model below", size / below, 0.15)
+        rows.at_most("size of the checkpoint over the size of the model below", size / below, 0.15)
     else:
-        rows.not_measured("size of the checkpoint over that of the model below", NEEDS_FULL_SIZE)
+        rows.not_measured("size of the checkpoint over the size of the model below", NEEDS_FULL_SIZE)
     resumed = train(setting, "resumed", [f"resume={folder}", "trainer.max_steps=4"])
     rows.holds("iterations after a resume from adapters alone", len(rl_metrics(resumed)), 1)
 

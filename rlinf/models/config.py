@@ -71,8 +71,9 @@ class ModelConfig:
     features: str = option(
         "hidden",
         "What an off-policy head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over "
-        "images and prompt; token, a token from which these can be said again, which cloning trains along (RLT).",
-        choices=("hidden", "pooled", "token"),
+        "images and prompt; token, a token from which these can be said again, which cloning trains along (RLT); inputs, what `mlp` or `cnn` "
+        "itself reads, which the head `actor` sets.",
+        choices=("hidden", "pooled", "token", "inputs"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     gradient_checkpointing: bool = option(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
+from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.models.heads.kinds import ActorHead
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.offpolicy.sac import SAC
@@ -199,7 +199,7 @@ def run_both(kind: type, monkeypatch, num_updates: int, **changed) -> dict[str, 
         after, now = (torch.randn(B, A, generator=following).double() for _ in range(2))
         noises[:] = [now, after] if kind is SAC else [after]
         target = learner.target
-        learner.target = lambda batch, target=target: ours.setdefault(f"target {number}", target(batch))
+        learner.target = lambda batch, name=f"target {number}", target=target: ours.setdefault(name, target(batch))
         metrics = learner.update(batch)
         learner.target = target
         model.train(1, B)

@@ -358,10 +358,9 @@ def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
 
     Where a head chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
     """
-    head, chunk_numbers = algorithm.head, model.action_dim * model.action_chunks_len
-    num_inputs = model.feature_dim + chunk_numbers + HEADS.get(head.name).num_numbers_of(model)
+    head, kind = algorithm.head, HEADS.get(algorithm.head.name)
+    num_inputs = model.feature_dim + kind.num_base_numbers_of(model) + kind.num_numbers_of(model)
     num_weights = head.hidden_size * (num_inputs + (head.num_layers - 1) * head.hidden_size)
-    kind = HEADS.get(head.name)
     num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(head) if kind.chooses else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 

@@ -60,6 +60,7 @@ class MLPForRLActionPrediction(PlainPolicy):
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
     needs_state: ClassVar[bool] = True
+    without_state: ClassVar[str] = "model=cnn"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head", "log_std")
 
     @classmethod

@@ -110,7 +110,7 @@ def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     if ENVS.get(env.name).acts_in_choices(env):
         found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"
         refuse(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
-    if algorithm.name == "sac" and algorithm.entropy_in_target and head.chooses:
+    if getattr(algorithm, "entropy_in_target", False) and head.chooses:
         found = f"algorithm.entropy_in_target=true with algorithm.head.name={algorithm.head.name}, some of whose actions have no density"
         refuse(found, "a head of one action", "algorithm.entropy_in_target=false")
     if algorithm.head.name != ACTOR:
@@ -120,7 +120,7 @@ def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         ("algorithm.controls", algorithm.controls, False),
     ):
         if value != wanted:
-            found = f"{key}={override_text(value)} with algorithm.head.name={ACTOR}, below which there is no policy"
+            found = f"{key}={override_text(value)} with algorithm.head.name={ACTOR}, which has no policy below it"
             refuse(
                 found,
                 f"{key}={override_text(wanted)}",

@@ -105,7 +105,7 @@ def _check_run(config: RunConfig, name: str) -> None:
 
 
 def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that the actions are no choices, and that a head that acts alone is not compared with, or cloned into, a policy below it."""
+    """Check that actions are not choices, and that a head that acts alone is not compared with, or cloned into, a policy below it."""
     env, head = config.env, HEADS.get(algorithm.head.name)
     if ENVS.get(env.name).acts_in_choices(env):
         found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"

@@ -5,6 +5,11 @@ their batches from the same buffer and train on the same numbers of rows. They t
 an update is compared. One thread, unless ``--threads`` says otherwise.
 
     python benchmarks/offpolicy_update.py [--updates 200] [--critics 2] [--hidden-size 128] [--batch-size 128] [--threads 1]
+
+With ``--sb3-steps 2000``, SAC and TD3 from scratch on Pendulum-v1 follow, next to Stable-Baselines3: whole runs of one env and an update for
+each env step, with equal networks and batches, in turns. Their last env steps are counted, when updates are made.
+
+    python benchmarks/offpolicy_update.py --sb3-steps 2000 [--rounds 3]
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import argparse
 import copy
 import json
 import statistics
+import tempfile
 import time
 
 import torch
@@ -79,10 +85,79 @@ def filled_buffer(num_calls: int = 100) -> ReplayBuffer:
     return buffer
 
 
+def our_steps_per_second(name: str, steps: int) -> float:
+    """Train from scratch by the trainer of every run; return env steps per second of the iterations with updates."""
+    from rlinf.commands.train import train
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+    from rlinf.tracking.tracker import read_metrics
+
+    words = [
+        "model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env=gymnasium", "env.num_processes=0",
+        "env.new_each_episode=false", f"algorithm={name}", "algorithm.updates_per_env_step=1", "algorithm.warmup_env_steps=200",
+        "algorithm.batch_size=256", "algorithm.gamma=0.99", "algorithm.learning_rate=3e-4", "algorithm.tau=0.005",
+        "algorithm.head.hidden_size=256", "algorithm.head.layer_norm=false", "rollout.num_envs=1", f"trainer.max_steps={1 + steps // 200}",
+        "evaluation.num_episodes=1", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
+        "cluster.num_threads=1",
+    ]  # fmt: skip
+    if name == "td3":
+        words += ["algorithm.target_policy=true", "algorithm.target_every=2", "algorithm.policy_value=first"]
+    else:
+        words += ["algorithm.entropy_in_target=true", "algorithm.policy_value=min"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(compose_config([*words, f"output_dir={folder}"]))
+        train(config)
+        rates = [line["throughput/env_steps_per_s"] for line in read_metrics(folder) if "train/critic_loss" in line]
+    return len(rates) / sum(1 / rate for rate in rates)
+
+
+def their_steps_per_second(name: str, steps: int) -> float:
+    """Train the same with Stable-Baselines3."""
+    import stable_baselines3
+
+    settings = {
+        "policy_kwargs": {"net_arch": [256, 256]},
+        "batch_size": 256,
+        "learning_rate": 3e-4,
+        "buffer_size": 100_000,
+    }
+    settings |= {"learning_starts": 200, "train_freq": 1, "gradient_steps": 1, "device": "cpu", "seed": 0}
+    model = getattr(stable_baselines3, name.upper())("MlpPolicy", "Pendulum-v1", **settings)
+    model.learn(200)
+    start = time.perf_counter()
+    model.learn(steps, reset_num_timesteps=False)
+    return steps / (time.perf_counter() - start)
+
+
+def against_sb3(steps: int, rounds: int) -> None:
+    """Print env steps per second of both libraries, the medians of some rounds."""
+    for name in ("sac", "td3"):
+        pairs = [(our_steps_per_second(name, steps), their_steps_per_second(name, steps)) for _ in range(rounds)]
+        ours, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
+        ratios = [one / other for one, other in pairs]
+        result = {
+            "name": f"offpolicy_steps_{name}",
+            "ours": ours,
+            "sb3": theirs,
+            "unit": "env steps/s",
+            "ratio": statistics.median(ratios),
+        }
+        print(json.dumps(result | {"ratios": ratios, "steps": steps}), flush=True)
+
+
 def main() -> None:
     """Measure both, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("updates", 200), ("critics", 2), ("hidden-size", 128), ("batch-size", 128), ("threads", 1)):
+    defaults = {
+        "updates": 200,
+        "critics": 2,
+        "hidden-size": 128,
+        "batch-size": 128,
+        "threads": 1,
+        "sb3-steps": 0,
+        "rounds": 3,
+    }
+    for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -99,7 +174,9 @@ def main() -> None:
     found = {name: 1000 * statistics.median(each) for name, each in seconds.items()}
     result = {"name": "offpolicy_update", **found, "unit": "ms", "ratio": found["peer"] / found["ours"]}
     result |= {"fastest_ours": 1000 * min(seconds["ours"]), "sizes": vars(options)}
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
+    if options.sb3_steps:
+        against_sb3(options.sb3_steps, options.rounds)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ SMALL = [
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
     "cluster.num_threads=1",
     "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
+    "algorithm.head.name=residual",
 ]  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf.options import option
 
@@ -14,6 +16,9 @@ class AnyAlgorithmConfig:
     """What the configuration of every algorithm has."""
 
     name: str = option("ppo", "Registered algorithm.")
+
+    def complete(self, model: Any, is_alone: Callable[[], bool]) -> None:
+        """Fill in what follows from other sections; ``is_alone``: ``model`` has an encoder and no trained weights."""
 
 
 @dataclass

@@ -1,8 +1,10 @@
-"""Configuration of the off-policy algorithms, which train a small head on a frozen policy."""
+"""Configuration of the off-policy algorithms, which train a small head on a frozen policy, or alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlinf.algorithms.config import AnyAlgorithmConfig
 from rlinf.options import option
@@ -10,12 +12,19 @@ from rlinf.options import option
 LARGEST_SCALE = 2.0
 """The whole range of the env, in its halves."""
 
+ACTOR = "actor"
+"""The head that acts alone: SAC and TD3 from scratch."""
+
 
 @dataclass
 class HeadConfig:
     """The small network that learns. It is all that is trained of a policy, and a checkpoint keeps these settings with it."""
 
-    name: str = option("residual", "Registered head: what it makes of the action of the frozen policy.")
+    name: str | None = option(
+        None,
+        "Registered head: what it makes of the action of the frozen policy. null: residual, or where `mlp` or `cnn` were not trained, "
+        "actor, which learns from scratch.",
+    )
     scale: float = option(
         1.0,
         "Largest correction of a number of an action, in halves of the range of the env: what is missing to success must be smaller. "
@@ -38,7 +47,13 @@ class HeadConfig:
         "Weight of (a - b)^2, the distance to the chunk of the frozen policy, in the loss of the head `chunk`.",
         minimum=0,
     )
-    num_layers: int = option(2, "Hidden layers, each with layer normalisation.", minimum=1)
+    num_layers: int = option(2, "Hidden layers.", minimum=1)
+    layer_norm: bool = option(True, "Normalise each hidden layer of head and critics.")
+    log_std_min: float = option(-5.0, "Smallest logarithm of the deviation that a head of SAC gives.")
+    log_std_max: float = option(1.0, "Largest logarithm of the deviation that a head of SAC gives.")
+    tanh_epsilon: float = option(
+        0.0, "Added to 1 - tanh(u)^2 in the density of SAC, as some libraries do; 0: the exact density.", minimum=0
+    )
 
 
 @dataclass
@@ -52,6 +67,15 @@ class OffPolicyConfig(AnyAlgorithmConfig):
     learning_rate: float = option(5e-4, "Learning rate of head and critics.", minimum=0, maximum=1)
     tau: float = option(
         0.01, "Share by which the target critics move to the critics in each update.", minimum=0, maximum=1
+    )
+    target_every: int = option(1, "Updates of the critics for each movement of the targets.", minimum=1)
+    critic_loss_weight: float = option(
+        1.0, "Factor of the sum over the critics of the mean squared error.", minimum=1e-6
+    )
+    policy_value: str = option(
+        "mean",
+        "Value that the head climbs: of all critics the mean or the min, or the first.",
+        choices=("mean", "min", "first"),
     )
     updates_per_env_step: float = option(
         0.5, "Updates per env step (UTD): below 1, an update waits for several steps.", minimum=0
@@ -94,6 +118,13 @@ class OffPolicyConfig(AnyAlgorithmConfig):
         choices=("all", "successes", "assumed"),
     )
 
+    def complete(self, model: Any, is_alone: Callable[[], bool]) -> None:
+        """Choose the head if none is named. The head ``actor`` reads what the model reads."""
+        if self.head.name is None:
+            self.head.name = ACTOR if is_alone() else "residual"
+        if self.head.name == ACTOR:
+            model.features = "inputs"
+
     @property
     def num_offline_rows(self) -> int:
         """Transitions of each batch that are drawn from demonstrations."""
@@ -110,6 +141,7 @@ class SACConfig(OffPolicyConfig):
         None,
         "Entropy of the head, in units of its scale, towards which the weight is driven; null: -1/2 for each number of a chunk.",
     )
+    entropy_in_target: bool = option(False, "Add the weighted entropy of the next action to the target of the critics.")
 
 
 @dataclass
@@ -121,3 +153,6 @@ class TD3Config(OffPolicyConfig):
     target_noise_std: float = option(0.2, "Deviation of the noise of the target's actions.", minimum=0, maximum=10)
     target_noise_clip: float = option(0.5, "Largest noise of the target's actions.", minimum=0)
     actor_every: int = option(2, "Updates of the critics for each one of the head.", minimum=1)
+    target_policy: bool = option(
+        False, "Take the target's actions from a slow copy of the head, which moves with the target critics."
+    )

@@ -19,7 +19,8 @@ from rlinf.options import from_mapping
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
     "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla.\n"
-    "The algorithms sac and td3 train a head on a frozen policy, from a clone or model.model_path: docs/offpolicy.md."
+    "The algorithms sac and td3 train a head on a frozen policy, from a clone or model.model_path, or mlp and cnn from scratch:\n"
+    "docs/offpolicy.md."
 )
 
 

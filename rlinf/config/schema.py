@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlinf import models
 from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.config import AnyAlgorithmConfig, PPOConfig
 from rlinf.checkpoints.folders import resolve_checkpoint
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
@@ -186,6 +187,21 @@ def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
     return models.local_settings(config.model)
 
 
+def is_alone(config: RunConfig) -> bool:
+    """Return whether no weights of the policy were trained before RL, and a head can train an encoder of its own instead.
+
+    A run that goes on from a checkpoint says what it was.
+    """
+    with suppress(RLinfError, AttributeError):
+        sources = [each for each in (config.resume, config.init_from, config.checkpoint) if each not in (None, "auto")]
+        if sources:
+            return read_saved_config(resolve_checkpoint(sources[0]))["model"].get("features") == "inputs"
+        found = declared_policy(config)
+        is_new = config.sft.max_steps == 0 and config.model.model_path is None and config.model.url is None
+        return is_new and found is not None and found[0].implements("make_encoder")
+    return False
+
+
 def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
     try:
@@ -218,6 +234,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.rollout.num_chunks is None:
         with suppress(RLinfError):
             config.rollout.num_chunks = chunks_needed(config)
+    config.algorithm.complete(config.model, partial(is_alone, config))
     for dotted in SOURCES:
         *sections, key = dotted.split(".")
         owner = reduce(getattr, sections, config)

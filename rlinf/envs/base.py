@@ -209,6 +209,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return whether episodes can succeed; without, evaluations show returns alone."""
         return True
 
+    @classmethod
+    def acts_in_choices(cls, config: EnvConfig) -> bool:
+        """Return whether some number of an action is a choice, which the env rounds."""
+        return False
+
     def instruction_of(self, task_id: int) -> str | None:
         """Return the instruction of a task if all its episodes share one, else None."""
         return None

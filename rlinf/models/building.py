@@ -197,7 +197,12 @@ def _load_action_model(
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
-    """Refuse ``model.features=token`` for a policy without states of images and prompt."""
+    """Refuse ``model.features=token`` for a policy without states of images and prompt, and ``inputs`` without an encoder."""
+    if cfg.features == "inputs" and not model_class.implements("make_encoder"):
+        raise ConfigError(
+            f"model.features=inputs, which algorithm.head.name=actor sets, but {model_class.__name__} has no encoder that a head could "
+            "train; required: model=mlp or model=cnn. Set algorithm.head.name=residual model.features=hidden"
+        )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
             f"model.features=token, but {model_class.__name__} has no states of images and prompt that a token could say again; "

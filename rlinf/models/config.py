@@ -70,9 +70,9 @@ class ModelConfig:
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
     features: str = option(
         "hidden",
-        "What an off-policy head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over "
-        "images and prompt; token, a token from which these can be said again, which cloning trains along (RLT).",
-        choices=("hidden", "pooled", "token"),
+        "What a head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over images and prompt; "
+        "token, which cloning trains to hold these (RLT); inputs (of `mlp`, `cnn`), set by the head `actor`.",
+        choices=("hidden", "pooled", "token", "inputs"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     gradient_checkpointing: bool | str = option(

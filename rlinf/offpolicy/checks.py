@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import HeadConfig, OffPolicyConfig
+from rlinf.algorithms.offpolicy_config import ACTOR, HeadConfig, OffPolicyConfig
 from rlinf.checkpoints.folders import has_policy, is_checkpoint, policy_folder, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
@@ -55,6 +55,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         found = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
         refuse(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
+    _check_alone(config, algorithm)
     _check_saved(config, algorithm)
     _check_token(config)
     _check_learns(config, algorithm)
@@ -101,6 +102,30 @@ def _check_run(config: RunConfig, name: str) -> None:
             "weights without adapters",
             "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>",
         )
+
+
+def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+    """Check that actions are not choices, and that a head that acts alone is not compared with, or cloned into, a policy below it."""
+    env, head = config.env, HEADS.get(algorithm.head.name)
+    if ENVS.get(env.name).acts_in_choices(env):
+        found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"
+        refuse(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
+    if getattr(algorithm, "entropy_in_target", False) and head.chooses:
+        found = f"algorithm.entropy_in_target=true with algorithm.head.name={algorithm.head.name}, some of whose actions have no density"
+        refuse(found, "a head of one action", "algorithm.entropy_in_target=false")
+    if algorithm.head.name != ACTOR:
+        return
+    for key, value, wanted in (
+        ("sft.max_steps", config.sft.max_steps, 0),
+        ("algorithm.controls", algorithm.controls, False),
+    ):
+        if value != wanted:
+            found = f"{key}={override_text(value)} with algorithm.head.name={ACTOR}, which has no policy below it"
+            refuse(
+                found,
+                f"{key}={override_text(wanted)}",
+                f"{key}={override_text(wanted)}, or algorithm.head.name=residual",
+            )
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
@@ -333,10 +358,9 @@ def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
 
     Where a head chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
     """
-    head, chunk_numbers = algorithm.head, model.action_dim * model.action_chunks_len
-    num_inputs = model.feature_dim + chunk_numbers + HEADS.get(head.name).num_numbers_of(model)
+    head, kind = algorithm.head, HEADS.get(algorithm.head.name)
+    num_inputs = model.feature_dim + kind.num_base_numbers_of(model) + kind.num_numbers_of(model)
     num_weights = head.hidden_size * (num_inputs + (head.num_layers - 1) * head.hidden_size)
-    kind = HEADS.get(head.name)
     num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(head) if kind.chooses else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 

@@ -177,7 +177,7 @@ def offline_data(
     chunks = torch.from_numpy(dataset.outcomes.executed[slots.rows[:, None] + offsets])
     held = {
         "features": answers.features,
-        "base": policy.normalize(answers.chunks.to(policy.device)).cpu(),
+        "base": policy.base_of(answers.chunks.to(policy.device)).cpu(),
         "actions": policy.normalize(chunks.unsqueeze(1).to(policy.device))[:, 0].cpu(),
         "rewards": torch.from_numpy(slots.rewards),
         "executed": torch.from_numpy(slots.executed),
@@ -186,7 +186,8 @@ def offline_data(
     }
     replay = ReplayBuffer(
         max(2, num_slots), 1, feature_dim=head.feature_dim, num_candidates=head.num_candidates,
-        num_numbers=head.num_numbers, chunk_len=chunk_len, seed=seed,
+        num_numbers=head.num_numbers, base_numbers=head.base_numbers, chunk_len=chunk_len, seed=seed,
+        feature_dtype=answers.features.dtype,
     )  # fmt: skip
     for name, tensor in replay.tensors.items():
         tensor[:num_slots, 0] = held[name]

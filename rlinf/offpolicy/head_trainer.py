@@ -1,4 +1,4 @@
-"""Off-policy reinforcement learning of a head on a frozen policy: act, store, update after every few env steps."""
+"""Off-policy reinforcement learning of a head, on a frozen policy or alone: act, store, update after every few env steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head
-from rlinf.models.heads.kinds import DirectHead
 from rlinf.models.sampling import standard_normal
 from rlinf.offpolicy.controls import evaluate_controls, note_warmup
 from rlinf.offpolicy.corrections import Corrections
@@ -171,6 +170,7 @@ class HeadTrainer(ActionTrainer):
             num_numbers=head.num_numbers,
             chunk_len=self.policy.action_chunks_len,
             seed=derive_seed(seed, "replay"),
+            feature_dtype=self.policy.base.feature_dtype,
         )
         if self.policy.base_sha256 is None:
             self.policy.base_sha256 = tensors_digest(self.policy.base.state_dict())
@@ -286,7 +286,7 @@ class HeadTrainer(ActionTrainer):
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
         metrics |= {} if self.offline is None else self.offline.metrics()
-        if isinstance(self.policy.head, DirectHead):
+        if self.policy.head.acts_alone:
             metrics.pop("train/at_bound", None)  # its numbers are actions, at the bounds of the env: no scale cuts them
         if rank() == 0:
             self._corrections.write(self.loop.folder, step)
@@ -368,7 +368,7 @@ class HeadTrainer(ActionTrainer):
         policy, envs = self.policy, torch.from_numpy(self._own.start + rows)
         if proposal is None:
             chunks = torch.empty(0, policy.head.num_candidates, policy.action_chunks_len, policy.action_dim)
-            return Said(envs, torch.empty(0, policy.head.feature_dim), chunks)
+            return Said(envs, torch.empty(0, policy.head.feature_dim, dtype=policy.base.feature_dtype), chunks)
         features = proposal.features.cpu()
         if not bool(features.isfinite().all()):
             rows_of = (~features.isfinite().all(1)).sum()
@@ -383,7 +383,7 @@ class HeadTrainer(ActionTrainer):
         """Store observations. Those of an episode that was cut are followed by no action."""
         if len(said.envs):
             self.num_base_calls += len(said.envs)
-            self.replay.observe(said.envs, said.features, self.policy.normalize(said.chunks.to(self.policy.device)))
+            self.replay.observe(said.envs, said.features, self.policy.base_of(said.chunks.to(self.policy.device)))
 
     def _is_warm_up(self) -> bool:
         return self.loop.state.env_steps < self.config.warmup_env_steps
@@ -393,7 +393,7 @@ class HeadTrainer(ActionTrainer):
         """Return the actions ``[B, A]`` of all envs, in halves of the range of the env, and those without noise."""
         device, head = self.policy.device, self.policy.head
         features, uniforms = said.features.to(device), uniforms.to(device)
-        base = self.policy.normalize(said.chunks.to(device))
+        base = self.policy.base_of(said.chunks.to(device))
         greedy, _ = self.policy.decide(features, base, None)
         if self._is_warm_up():
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
@@ -401,7 +401,7 @@ class HeadTrainer(ActionTrainer):
             actions, chosen = self.policy.decide(features, base, standard_normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
         if episodes.values is None:
-            episodes.values = self.learner.values(features, base, actions).cpu().numpy()
+            episodes.values = self.learner.values(head.encoder(features), base, actions).cpu().numpy()
         return actions, greedy
 
     @waiting("rollout")
@@ -434,7 +434,7 @@ class HeadTrainer(ActionTrainer):
 
     def _note_corrections(self, executed: Tensor, greedy: Tensor) -> None:
         """Note what the head changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
-        if self._is_warm_up():
+        if self._is_warm_up() or not self.policy.head.base_numbers:
             self._corrections.pass_by()
             return
         base = self.policy.normalize(self._proposal.chunks)[:, 0]

@@ -6,6 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,9 +41,11 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             critics = Critics(config.head, head.num_critic_inputs, config.num_critics)
         self.critics = critics.to(self.device)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.target_encoder = copy.deepcopy(head.encoder).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
-        self.steps = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
-        self._live, self._slow = tuple(self.critics.parameters()), tuple(self.targets.parameters())
+        self._live = [*self.critics.parameters(), *head.encoder.parameters()]
+        self._slow = [*self.targets.parameters(), *self.target_encoder.parameters()]
+        self.steps = {"head": self._adam(self.own_parameters()), "critics": self._adam(self._live)}
         self.num_updates = 0
 
     @classmethod
@@ -70,6 +73,10 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Return the deviation of the noise with which the head explores; None: it learns its own."""
         return None
 
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the head that its own loss trains."""
+        return list(self.head.network.parameters())
+
     def _adam(self, parameters: Any) -> TrainStep:
         return TrainStep(MasterAdamW(parameters, decoupled=False, weight_decay=0.0, lr=self.config.learning_rate), 0.0)
 
@@ -79,12 +86,12 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             each.decay = share
 
     @abstractmethod
-    def next_actions(self, batch: Batch) -> Tensor:
-        """Return the actions ``[B, K, A]`` of the next observations, of which the target takes the best."""
+    def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the actions ``[B, K, A]`` of the next observations, of which the target takes the best, and ``[B, 1]`` to add to its value."""
 
     @abstractmethod
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the head and metrics; the critics do not learn from it."""
+        """Return the loss of the head and metrics; the critics do not learn from it, and ``batch.features`` are encoded."""
 
     def head_is_trained(self) -> bool:
         """Return whether the present update trains the head."""
@@ -93,15 +100,24 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
     def target(self, batch: Batch) -> Tensor:
         """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n max over K of min over M of Q(s', a')``."""
         with torch.no_grad():
-            values = self.targets.of_options(batch.next_features, batch.next_base, self.next_actions(batch))
+            actions, bonus = self.next_actions(batch)
+            values = self.targets.of_options(self.target_encoder(batch.next_features), batch.next_base, actions)
             if self.config.num_target_critics < len(values):
                 drawn = torch.randperm(len(values), generator=self.generator)[: self.config.num_target_critics]
                 values = values[drawn.to(values.device)]
-            return batch.returns + batch.discounts * values.amin(0).amax(1)
+            smallest = values.amin(0)
+            return batch.returns + batch.discounts * (smallest if bonus is None else smallest + bonus).amax(1)
 
     def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
-        """Return the mean value ``[B]`` of actions ``[B, A]``."""
-        return self.critics(features, base[:, 0], actions).mean(0)
+        """Return the value ``[B]`` of actions ``[B, A]`` that the head climbs (``policy_value``), at encoded features."""
+        found = self.critics(features, base[:, 0], actions)
+        match self.config.policy_value:
+            case "min":
+                return found.amin(0)
+            case "first":
+                return found[0]
+            case _:
+                return found.mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
         """Train critics and head on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
@@ -111,8 +127,11 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """
         batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
+        batch = replace(batch, features=self.head.encoder(batch.features))
         values = self.critics(batch.features, batch.base[:, 0], batch.actions)
         loss = (values - target).square().mean(1).sum()
+        if self.config.critic_loss_weight != 1:
+            loss = self.config.critic_loss_weight * loss
         self._step("critics", loss)
         metrics = {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "target_mean": target.mean()}
         if num_offline > 0:
@@ -120,11 +139,12 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             metrics |= {"q_mean_online": online.mean()} if online.numel() else {}
             metrics |= {"q_mean_offline": offline.mean()}
         if self.head_is_trained():
-            loss, more = self.head_loss(batch)
+            loss, more = self.head_loss(replace(batch, features=batch.features.detach()))
             self._step("head", loss)
             metrics |= {"policy_loss": loss.detach(), **more}
-        with torch.no_grad():
-            torch._foreach_lerp_(self._slow, self._live, self.config.tau)
+        if self.num_updates % self.config.target_every == 0:
+            with torch.no_grad():
+                torch._foreach_lerp_(self._slow, self._live, self.config.tau)
         self.num_updates += 1
         return metrics
 
@@ -167,7 +187,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
                 ) from error
 
     def _modules(self) -> dict[str, nn.Module]:
-        return {"critics": self.critics, "targets": self.targets}
+        return {"critics": self.critics, "targets": self.targets, "target_encoder": self.target_encoder}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps, besides the head, which is part of the policy."""

@@ -52,6 +52,7 @@ class ReplayBuffer:
         feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the head) and ``C``.
         seed: Of its own random numbers.
         base_numbers: Numbers of a chunk of the frozen policy; None: ``num_numbers``.
+        feature_dtype: Number format of the features.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ReplayBuffer:
         chunk_len: int,
         seed: int,
         base_numbers: int | None = None,
+        feature_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
         if self.num_slots < 2:
@@ -73,7 +75,7 @@ class ReplayBuffer:
                 f"Set algorithm.replay_capacity={1000 * num_envs}"
             )
         shape = (self.num_slots, num_envs)
-        self.features = torch.zeros(*shape, feature_dim)
+        self.features = torch.zeros(*shape, feature_dim, dtype=feature_dtype)
         self.base = torch.zeros(*shape, num_candidates, num_numbers if base_numbers is None else base_numbers)
         self.actions = torch.zeros(*shape, num_numbers)
         self.rewards = torch.zeros(*shape, chunk_len)
@@ -82,7 +84,8 @@ class ReplayBuffer:
         self.terminated = torch.zeros(shape, dtype=torch.bool)
         self.counts = torch.zeros(num_envs, dtype=torch.int64)
         self.generator = torch.Generator().manual_seed(seed)
-        self._transitions: Tensor | None = None
+        self._known, self._num_known = torch.empty(self.num_slots * num_envs, dtype=torch.int64), 0
+        self._changed: tuple[int, int] | None = (0, self.num_slots - 1)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -103,11 +106,11 @@ class ReplayBuffer:
     def observe(self, envs: Tensor, features: Tensor, base: Tensor) -> None:
         """Store the next observation of each of the envs (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
         slots = self.counts[envs] % self.num_slots
+        self._note(slots, (self.counts[envs] - 1) % self.num_slots)
         self.features[slots, envs], self.base[slots, envs] = features.cpu(), base.cpu()
         self.has_action[slots, envs] = False
         self.terminated[slots, envs] = False
         self.counts[envs] += 1
-        self._transitions = None
 
     def act(self, envs: Tensor, actions: Tensor, rewards: Tensor, executed: Tensor, terminated: Tensor) -> None:
         """Store the actions at the newest observation of each of the envs, and their outcome.
@@ -119,20 +122,35 @@ class ReplayBuffer:
             terminated: bool ``[K]``: the episode ended by its own rules; a time limit is not an end.
         """
         slots = (self.counts[envs] - 1) % self.num_slots
+        self._note(slots)
         self.actions[slots, envs], self.rewards[slots, envs] = actions.cpu(), rewards
         self.executed[slots, envs], self.terminated[slots, envs] = executed, terminated
         self.has_action[slots, envs] = True
-        self._transitions = None
+
+    def _note(self, *slots: Tensor) -> None:
+        """Note the first and the last slot that have changed."""
+        for each in slots:
+            if len(each):
+                first, last = int(each.min()), int(each.max())
+                known = self._changed
+                self._changed = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
 
     def transitions(self) -> Tensor:
         """Return the slots with an action whose outcome is known, as ``slot * num_envs + env``: int64, ascending."""
-        if self._transitions is None:
-            newest = torch.zeros(self.num_slots, self.num_envs, dtype=torch.bool)
-            envs = self.counts.nonzero().flatten()
-            newest[(self.counts[envs] - 1) % self.num_slots, envs] = True
-            known = self.has_action & (self.terminated | ~newest)
-            self._transitions = known.flatten().nonzero().flatten()
-        return self._transitions
+        if self._changed is not None:  # only these slots are looked at again: a large buffer has mostly others
+            first, last = self._changed
+            slots, newest = slice(first, last + 1), torch.where(self.counts > 0, (self.counts - 1) % self.num_slots, -1)
+            is_newest = torch.arange(first, last + 1)[:, None] == newest
+            fresh = (self.has_action[slots] & (self.terminated[slots] | ~is_newest)).flatten().nonzero().flatten()
+            fresh += first * self.num_envs
+            ends = torch.tensor([first * self.num_envs, (last + 1) * self.num_envs])
+            before, after = torch.searchsorted(self._known[: self._num_known], ends).tolist()
+            total = before + len(fresh) + self._num_known - after
+            if after < self._num_known and total != self._num_known:
+                self._known[before + len(fresh) : total] = self._known[after : self._num_known].clone()
+            self._known[before : before + len(fresh)] = fresh
+            self._num_known, self._changed = total, None
+        return self._known[: self._num_known]
 
     def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
         """Draw transitions uniformly, with replacement. Raise ConfigError for an empty buffer."""
@@ -155,20 +173,22 @@ class ReplayBuffer:
         here, returns = slots, torch.zeros(len(slots))
         discounts, going = torch.ones(len(slots)), torch.ones(len(slots), dtype=torch.bool)
         for _ in range(n_step):
-            executed = self.executed[here, envs] & going[:, None]
+            rows = here * self.num_envs + envs
+            executed = taken(self.executed, rows) & going[:, None]
             powers = gamma ** torch.arange(executed.shape[1], dtype=torch.float32)
-            returns += discounts * (self.rewards[here, envs] * powers * executed).sum(1)
+            returns += discounts * (taken(self.rewards, rows) * powers * executed).sum(1)
             discounts = discounts * gamma ** executed.sum(1).float()
-            discounts[going & self.terminated[here, envs]] = 0.0
+            discounts[going & taken(self.terminated, rows)] = 0.0
             following = (here + 1) % self.num_slots
             here = torch.where(going & (discounts > 0), following, here)
             known = self.has_action[here, envs] & (self.terminated[here, envs] | (here != newest[envs]))
             going = going & (discounts > 0) & known
             if not going.any():
                 break
+        rows = here * self.num_envs + envs
         return Batch(
-            self.features[slots, envs], self.base[slots, envs], self.actions[slots, envs],
-            returns, discounts, self.features[here, envs], self.base[here, envs],
+            taken(self.features, transitions), taken(self.base, transitions), taken(self.actions, transitions),
+            returns, discounts, taken(self.features, rows), taken(self.base, rows),
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -198,7 +218,7 @@ class ReplayBuffer:
             # What follows here is another episode, so an action whose outcome is not known yet teaches nothing.
             self.has_action[slots[-1], here] &= self.terminated[slots[-1], here]
             self.counts[here] += len(source)
-        self._transitions = None
+        self._changed = (0, self.num_slots - 1)
 
     def room_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return where a tensor of ``state_dict`` can be read before ``load_state_dict``: the buffer itself if it fits there."""
@@ -223,7 +243,7 @@ class ReplayBuffer:
                 tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])
-        self._transitions = None
+        self._changed = (0, self.num_slots - 1)
 
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
         """Check that an observation of a ``state_dict`` has the numbers of one here, which indexing would broadcast."""
@@ -235,15 +255,20 @@ class ReplayBuffer:
                 )
 
 
+def taken(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows, as ``slot * num_envs + env``, of a stored tensor ``[slots, envs, ...]``: quicker than by two indices."""
+    return tensor.flatten(0, 1).index_select(0, rows)
+
+
 def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | None = None) -> int:
     """Return the bytes of a replay buffer for a policy, which may be on the meta device.
 
     ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
     """
     size = config.replay_capacity if num_observations is None else num_observations
-    head, chunk_numbers = HEADS.get(config.head.name), model.action_dim * model.action_chunks_len
-    numbers = model.feature_dim + head.num_candidates_of(config.head) * chunk_numbers + head.num_numbers_of(model)
-    return size * (4 * numbers + 5 * model.action_chunks_len + 2)
+    head = HEADS.get(config.head.name)
+    numbers = head.num_candidates_of(config.head) * head.num_base_numbers_of(model) + head.num_numbers_of(model)
+    return size * (model.feature_dim * model.feature_dtype.itemsize + 4 * numbers + 5 * model.action_chunks_len + 2)
 
 
 def offline_bytes(config: OffPolicyConfig, model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Soft actor-critic of a head (Haarnoja et al. 2018), with critics that leave the entropy out (RLPD, Ball et al. 2023)."""
+"""Soft actor-critic of a head (Haarnoja et al. 2018); by default, the critics leave the entropy out (RLPD, Ball et al. 2023)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ class SAC(OffPolicyLearner):
         super().__init__(config, head, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
         self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
-        self.steps["head"] = self._adam([*head.parameters(), self.log_alpha])
+        self.steps["head"] = self._adam([*self.own_parameters(), self.log_alpha])
 
-    def next_actions(self, batch: Batch) -> Tensor:
-        return self.head.options(batch.next_features, batch.next_base, self.normal_for_options(len(batch.actions)))
+    def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        features, noise = self.head.encoder(batch.next_features), self.normal_for_options(len(batch.actions))
+        if not self.config.entropy_in_target:
+            return self.head.options(features, batch.next_base, noise), None
+        r, logprobs = self.head.draw(features, batch.next_base, noise)
+        return self.head.compose(batch.next_base, r).unsqueeze(1), -self.log_alpha.exp() * logprobs.unsqueeze(1)
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)

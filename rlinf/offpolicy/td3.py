@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import TD3Config
+from rlinf.models.heads.base import Head
 from rlinf.offpolicy.learner import OffPolicyLearner, share_at_bound
 from rlinf.offpolicy.replay import Batch
 
@@ -17,6 +19,18 @@ class TD3(OffPolicyLearner):
     config_class: ClassVar[type[TD3Config]] = TD3Config
     config: TD3Config
 
+    def __init__(self, config: TD3Config, head: Head, seed: int) -> None:
+        super().__init__(config, head, seed)
+        self.target_head = head
+        if config.target_policy:
+            self.target_head = copy.deepcopy(head).requires_grad_(False)
+            self._slow += self.target_head.network.parameters()
+            self._live += self.own_parameters()
+
+    def _modules(self) -> dict[str, nn.Module]:
+        more = {} if self.target_head is self.head else {"target_head": self.target_head.network}
+        return super()._modules() | more
+
     @classmethod
     def noise_std(cls, config: TD3Config) -> float | None:
         return config.noise_std
@@ -24,12 +38,14 @@ class TD3(OffPolicyLearner):
     def head_is_trained(self) -> bool:
         return super().head_is_trained() and self.num_updates % self.config.actor_every == 0
 
-    def next_actions(self, batch: Batch) -> Tensor:
+    def next_actions(self, batch: Batch) -> tuple[Tensor, None]:
         config, noise = self.config, self.normal_for_options(len(batch.actions))
         smoothing = (config.target_noise_std * noise).clamp(-config.target_noise_clip, config.target_noise_clip)
-        return self.head.options(
-            batch.next_features, batch.next_base, smoothing / config.noise_std
-        )  # a head multiplies by it
+        encoder = self.head.encoder if self.target_head is self.head else self.target_encoder
+        features = encoder(batch.next_features)
+        return self.target_head.options(
+            features, batch.next_base, smoothing / config.noise_std
+        ), None  # a head multiplies by it
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)

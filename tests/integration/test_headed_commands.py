@@ -31,7 +31,13 @@ RUN = [
     "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
     "trainer.max_steps=3",
 ]  # fmt: skip
-HEAD = ["algorithm=sac", "algorithm.warmup_env_steps=40", "algorithm.batch_size=16", "algorithm.replay_capacity=1000"]
+HEAD = [
+    "algorithm=sac",
+    "algorithm.head.name=residual",
+    "algorithm.warmup_env_steps=40",
+    "algorithm.batch_size=16",
+    "algorithm.replay_capacity=1000",
+]
 CLONED = ["model=mlp", "env.cameras=[]", "env.state=full", "sft.max_steps=80", "sft.num_demonstrations=40", "sft.batch_size=64",
           "sft.learning_rate=0.003"]  # fmt: skip
 

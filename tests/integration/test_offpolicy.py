@@ -274,7 +274,7 @@ def test_limits_are_rounded_down(number, text):
 
 def test_an_update_takes_longer_with_more_and_wider_critics():
     model = SimpleNamespace(feature_dim=256, action_dim=2, action_chunks_len=1)
-    of = [update_seconds(SACConfig(num_critics=n, head=HeadConfig(hidden_size=w), batch_size=b), model) for n, w, b in
+    of = [update_seconds(SACConfig(num_critics=n, head=HeadConfig(name="residual", hidden_size=w), batch_size=b), model) for n, w, b in
           ((2, 128, 128), (10, 128, 128), (10, 512, 128), (10, 512, 256))]  # fmt: skip
     assert of == sorted(of) and of[-1] > 10 * of[0]
 

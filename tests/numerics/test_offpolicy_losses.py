@@ -98,6 +98,20 @@ def test_the_density_of_a_squashed_gaussian_is_that_of_torch_and_integrates_to_o
     assert torch.trapezoid(density, r[:, 0]).item() == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("size", [3.0, 12.0, 60.0])
+def test_the_density_at_the_bounds_is_exact_where_the_textbook_formula_is_not(size):
+    u = torch.tensor([[size], [-size]], requires_grad=True)
+    log_std, noise = torch.zeros_like(u), torch.full_like(u, 0.5)
+    wanted = -0.125 - 0.5 * math.log(2 * math.pi) - 2 * math.log(2) + 2 * size + 2 * math.log1p(math.exp(-2 * size))
+    found = squashed_logprobs(u, noise, log_std)
+    assert found.tolist() == pytest.approx([wanted, wanted], rel=1e-6)
+    assert torch.autograd.grad(found.sum(), u)[0].flatten().tolist() == pytest.approx(
+        [2 * math.tanh(size), -2 * math.tanh(size)]
+    )
+    with_epsilon = squashed_logprobs(u.detach(), noise, log_std, 1e-6)
+    assert (abs(float(with_epsilon[0]) - wanted) > 1e-2) == (size > 3)  # the control
+
+
 def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without_entropy():
     learner, batch = a_learner(SAC, num_critics=4, num_target_critics=2), a_batch()
     state = learner.generator.get_state()
@@ -116,11 +130,11 @@ def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without
 def test_the_target_of_td3_has_clipped_noise_around_the_mode():
     learner, batch = a_learner(TD3, target_noise_std=3.0, target_noise_clip=0.1), a_batch()
     mode = torch.tanh(learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1)))
-    found = learner.next_actions(batch)[:, 0]
+    found = learner.next_actions(batch)[0][:, 0]
     lowest, highest = (batch.next_base[:, 0] + 0.5 * (mode + each).clamp(-1, 1) for each in (-0.1, 0.1))
     lowest, highest = lowest.clamp(-1, 1) - 1e-6, highest.clamp(-1, 1) + 1e-6
     assert ((found >= lowest) & (found <= highest)).all()
-    still = a_learner(TD3, target_noise_std=0.0).next_actions(batch)[:, 0]
+    still = a_learner(TD3, target_noise_std=0.0).next_actions(batch)[0][:, 0]
     torch.testing.assert_close(still, (batch.next_base[:, 0] + 0.5 * mode).clamp(-1, 1))
 
 
@@ -325,8 +339,8 @@ def test_noise_is_valued_as_it_is_and_may_have_another_width_than_a_chunk():
     assert head.compose(torch.rand(B, 1, A), r) is r and head.num_critic_inputs == F + A + 5
     learner, batch = SAC(SACConfig(head=settings), head, seed=1), a_batch()
     batch.actions = r
-    assert learner.target_entropy == -2.5 and learner.next_actions(batch).shape == (B, 1, 5)
-    assert not learner.next_actions(batch).isnan().any() and torch.equal(
+    assert learner.target_entropy == -2.5 and learner.next_actions(batch)[0].shape == (B, 1, 5)
+    assert not learner.next_actions(batch)[0].isnan().any() and torch.equal(
         head.options(batch.features, batch.base), torch.zeros(B, 1, 5)
     )
     learner.update(batch)
@@ -363,4 +377,12 @@ def test_the_benchmark_of_an_update_prints_its_numbers(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["name"] == "offpolicy_update" and found["ours"] > 0 and found["peer"] > 0
     assert found["ratio"] == pytest.approx(found["peer"] / found["ours"])
-    assert found["sizes"] == {"updates": 2, "critics": 3, "hidden_size": 8, "batch_size": 16, "threads": 1}
+    assert found["sizes"] == {
+        "updates": 2,
+        "critics": 3,
+        "hidden_size": 8,
+        "batch_size": 16,
+        "threads": 1,
+        "sb3_steps": 0,
+        "rounds": 3,
+    }

@@ -81,6 +81,7 @@ class Spaces(NamedTuple):
         uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
         render_fps: Env steps per second of simulated time, or None if unknown.
         packages: Distributions of its code and of its imports, such as the physics engine.
+        acts_in_choices: Its actions are whole numbers.
     """
 
     action_low: np.ndarray
@@ -93,6 +94,7 @@ class Spaces(NamedTuple):
     uses_mujoco: bool
     render_fps: float | None
     packages: tuple[str, ...]
+    acts_in_choices: bool
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
@@ -149,7 +151,8 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
         horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
         fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
-        return Spaces(low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
+        acts_in_choices = np.issubdtype(env.action_space.dtype, np.integer)
+        return Spaces(low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, packages, acts_in_choices)
     finally:
         env.close()
 
@@ -234,6 +237,10 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def tells_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether ``info`` of a step tells success, or a return counts as one."""
         return config.success_return is not None or _said_by(*_key(config), True)[0]
+
+    @classmethod
+    def acts_in_choices(cls, config: GymnasiumConfig) -> bool:
+        return spaces_of(config).acts_in_choices
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:

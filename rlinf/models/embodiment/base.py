@@ -51,7 +51,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         has_logprobs: Actions have log-probabilities, so policy gradients can train it.
         predicts_values: ``ActionPrediction.values`` equal the values of ``evaluate_actions`` for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
-        feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled`` or ``token`` (``model.features``).
+        feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled``, ``token`` or ``inputs`` (``model.features``).
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
         manifest: Of a remote policy: the conditions under which it was made; None: not known here.
@@ -191,6 +191,18 @@ class ActionModel(Module, metaclass=ABCMeta):
     def feature_dim(self) -> int:
         """``F``, width of the features of ``propose``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        """Number format in which the features are stored."""
+        return torch.float32
+
+    def make_encoder(self) -> tuple[nn.Module, int]:
+        """Return a new trainable encoder of the features ``inputs``, and the width of its output.
+
+        Under ``feature_kind=inputs``, ``propose`` returns what the policy reads, as numbers, and a chunk in the middle of its range.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encoder of its own")
 
     @property
     def num_sft_uniforms(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,14 @@ from torch import Tensor, nn
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
+from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.types import EnvSpec, Observation
 
 LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
+
+MAX_WORDS = 32
+"""Words of an instruction that a replay buffer keeps."""
 
 
 @dataclass
@@ -113,12 +118,64 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         inputs = {"images": to_device(images, self.device), "words": to_device(words, self.device)}
         return inputs | (super().preprocess(observation) if config.state_dim else {})
 
+    @property
+    def feature_dim(self) -> int:
+        """As of ``mlp``; under ``inputs``, the bytes of images, words and state."""
+        config = self.config
+        if self.feature_kind != "inputs":
+            return super().feature_dim
+        return config.image_size**2 * 3 * config.num_images_in_input + 4 * (MAX_WORDS + config.state_dim)
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.feature_kind == "inputs" else torch.float32
+
+    def make_encoder(self) -> tuple[nn.Module, int]:
+        """Return a copy of the convolutions and word vectors, which reads the bytes of ``_as_numbers``."""
+        return _Encoder(self), self.config.feature_dim + self.config.state_dim
+
+    def _as_numbers(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
+        if words.shape[1] > MAX_WORDS:
+            raise ConfigError(
+                f"An instruction has {words.shape[1]} words; required: at most {MAX_WORDS} for SAC or TD3 from scratch. "
+                "Set env.instruction='do the task', or algorithm=ppo"
+            )
+        rows = nn.functional.pad(words, (0, MAX_WORDS - words.shape[1])).to(torch.int32)
+        parts = [images.flatten(1), rows.view(torch.uint8)] + ([] if state is None else [state.view(torch.uint8)])
+        return torch.cat(parts, 1)
+
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Words of each row."""
         return [len(each.split()) for each in observation.instruction]
 
     def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
-        pixels = images.permute(0, 3, 1, 2).to(self.encoder[0].weight.dtype).contiguous()
-        features = self.encoder((pixels / 255.0 - self.config.image_mean) / self.config.image_std)
-        features = features * (1.0 + self.words(words))
-        return features if state is None else torch.cat([features.float(), state], dim=1)
+        return _encoded(self, images, words, state)
+
+
+class _Encoder(nn.Module):
+    """The encoder of a policy, copied, on the bytes of ``_as_numbers``."""
+
+    def __init__(self, policy: CNNForRLActionPrediction) -> None:
+        super().__init__()
+        self.config = policy.config
+        self.encoder, self.words = copy.deepcopy(policy.encoder), copy.deepcopy(policy.words)
+        self.requires_grad_(True)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        side, state_dim = self.config.image_size, self.config.state_dim
+        images, words, state = numbers.split(
+            [numbers.shape[1] - 4 * (MAX_WORDS + state_dim), 4 * MAX_WORDS, 4 * state_dim], 1
+        )
+        rows = words.clone().view(torch.int32).long()  # a view of another type needs memory that is aligned to it
+        state = state.clone().view(torch.float32) if state_dim else None
+        with without_autocast(images):
+            return _encoded(self, images.unflatten(1, (side, side, -1)), rows, state).float()
+
+
+def _encoded(parts: Any, images: Tensor, words: Tensor, state: Tensor | None) -> Tensor:
+    """Return features of images, words and state by the ``encoder``, ``words`` and ``config`` of ``parts``."""
+    config = parts.config
+    pixels = images.permute(0, 3, 1, 2).to(parts.encoder[0].weight.dtype).contiguous()
+    features = parts.encoder((pixels / 255.0 - config.image_mean) / config.image_std)
+    features = features * (1.0 + parts.words(words))
+    return features if state is None else torch.cat([features.float(), state], dim=1)

@@ -119,14 +119,15 @@ class HeadedPolicy(ActionModel, nn.Module):
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
         chunks, features, sample = self.base.propose(inputs, count, uniforms.reshape(shape), resumable=self.head.steers)
-        return Proposal(chunks.float(), features.float(), sample)
+        return Proposal(chunks.float(), features.to(self.base.feature_dtype), sample)
 
     @torch.no_grad()
     def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for features and base chunks, and the number of its option, int64 ``[B]``.
+        """Return the action ``[B, A]`` for features of ``propose_to_head`` and ``base_of`` its chunks, and the number of its option, int64 ``[B]``.
 
         ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
+        features = self.head.encoder(features)
         options = self.head.options(features, base, noise)
         if self.critics is None:
             return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
@@ -136,6 +137,10 @@ class HeadedPolicy(ActionModel, nn.Module):
         """Turn chunks ``[B, N, C, D]`` in env units into halves of the range of the env, clipped: ``[B, N, C * D]``."""
         middle, half = self._middle_and_half()
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
+
+    def base_of(self, chunks: Tensor) -> Tensor:
+        """Return what the head reads of chunks ``[B, N, C, D]``, normalised."""
+        return self.normalize(chunks)[..., : self.head.base_numbers]
 
     @torch.no_grad()
     def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
@@ -171,11 +176,11 @@ class HeadedPolicy(ActionModel, nn.Module):
             uniforms = uniforms.to(self.device)
             drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
         proposal = self.propose_to_head(inputs, drawn)
-        features, base = proposal.features, self.normalize(proposal.chunks)
+        features, base = proposal.features, self.base_of(proposal.chunks)
         actions, _ = self.decide(features, base, noise)
-        mean, log_std = self.head.outputs(features, base)
+        mean, log_std = self.head.outputs(self.head.encoder(features), base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
-        return ActionPrediction(self.executed(proposal, actions), actions, logits, features.new_zeros(num_rows))
+        return ActionPrediction(self.executed(proposal, actions), actions, logits, mean.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
@@ -233,7 +238,7 @@ def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
             f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
-            "because a head corrects by shares of this range. Set algorithm=ppo, or give the env bounds"
+            "because a head acts in shares of this range. Set algorithm=ppo, or give the env bounds"
         )
 
 
@@ -245,8 +250,9 @@ def make_head(config: HeadConfig, feature_dim: int, base: ActionModel, noise_std
             "Set algorithm.head.name=residual"
         )
     check_steered(config, base)
-    head = HEADS.get(config.name)
-    return head(config, feature_dim, base.action_dim * base.action_chunks_len, noise_std, head.num_numbers_of(base))
+    head, own = HEADS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
+    numbers = head.num_base_numbers_of(base), noise_std, head.num_numbers_of(base)
+    return head(config, feature_dim, *numbers, *own)
 
 
 def check_steered(config: HeadConfig, base: ActionModel) -> None:

@@ -61,6 +61,7 @@ class MLPForRLActionPrediction(PlainPolicy):
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
     needs_state: ClassVar[bool] = True
+    without_state: ClassVar[str] = "model=cnn"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head", "log_std")
 
     @classmethod
@@ -159,10 +160,24 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @property
     def feature_dim(self) -> int:
-        """Width of the last hidden layer; under ``pooled``, of the network's input, the only position."""
+        """Width of the last hidden layer; under ``pooled``, of the network's input, the only position; under ``inputs``, of the state."""
+        if self.feature_kind == "inputs":
+            return self.config.state_dim
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
+    def make_encoder(self) -> tuple[nn.Module, int]:
+        """Return an encoder that does nothing: a head reads the state itself."""
+        return nn.Identity(), self.config.state_dim
+
+    def _as_numbers(self, state: Tensor) -> Tensor:
+        """Return the inputs of each row as one row of numbers."""
+        return state
+
     def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+        if self.feature_kind == "inputs":
+            numbers = self._as_numbers(**inputs)
+            middle = torch.zeros(len(numbers), 1, self.action_chunks_len, self.action_dim, device=numbers.device)
+            return Proposal(self.action_normalizer.unnormalize(middle).float(), numbers, None)
         encoded = self._features(**inputs)
         with without_autocast(encoded):
             hidden = self.policy[:-1](encoded.to(self.policy[0].weight.dtype))

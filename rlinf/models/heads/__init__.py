@@ -8,6 +8,7 @@ HEADS: Registry = Registry(
     "head",
     "rlinf.heads",
     {
+        "actor": "rlinf.models.heads.kinds:ActorHead",
         "chunk": "rlinf.models.heads.kinds:ChunkHead",
         "direct": "rlinf.models.heads.kinds:DirectHead",
         "edit": "rlinf.models.heads.kinds:EditHead",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.models.embodiment.modules.float32 import without_autocast
 
-INITIAL_LOG_STD, LOG_STD_RANGE = -1.0, (-5.0, 1.0)
+INITIAL_LOG_STD = -1.0
 
 
 class Head(nn.Module):
@@ -26,8 +26,11 @@ class Head(nn.Module):
         base_numbers: Numbers of a chunk of the frozen policy.
         noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
         num_numbers: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_numbers``.
+        encoder: Trained by the critics; what it makes of the features, ``[B, encoded_dim]``, is what head and critics read.
+        encoded_dim: None: ``feature_dim``.
 
     Attributes:
+        acts_alone: ``r`` is the action, so no scale cuts it.
         chooses: It has several ``options``, among which the critics choose.
         steers: Its actions are the noise from which the frozen policy samples, and are not executed by the env.
         begins_as_base: A new one acts greedily as the frozen policy does.
@@ -36,6 +39,7 @@ class Head(nn.Module):
     chooses: ClassVar[bool] = False
     steers: ClassVar[bool] = False
     begins_as_base: ClassVar[bool] = False
+    acts_alone: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -44,14 +48,18 @@ class Head(nn.Module):
         base_numbers: int,
         noise_std: float | None = None,
         num_numbers: int | None = None,
+        encoder: nn.Module | None = None,
+        encoded_dim: int | None = None,
     ) -> None:
         super().__init__()
+        self.encoder = nn.Identity() if encoder is None else encoder
+        self.encoded_dim = feature_dim if encoded_dim is None else encoded_dim
         num_numbers = base_numbers if num_numbers is None else num_numbers
         self.config, self.feature_dim, self.noise_std = config, feature_dim, noise_std
         self.base_numbers, self.num_numbers = base_numbers, num_numbers
         num_outputs = num_numbers * (2 if noise_std is None else 1)
-        widths = [feature_dim + base_numbers] + [config.hidden_size] * config.num_layers
-        self.network = perceptron(widths, num_outputs)
+        widths = [self.encoded_dim + base_numbers] + [config.hidden_size] * config.num_layers
+        self.network = perceptron(widths, num_outputs, config.layer_norm)
         with torch.no_grad():  # r is 0 at first
             self.network[-1].weight.zero_()
             self.network[-1].bias.zero_()
@@ -68,10 +76,15 @@ class Head(nn.Module):
         """Return ``A`` of a head on ``model``, a policy that may be on the meta device."""
         return model.action_dim * model.action_chunks_len
 
+    @classmethod
+    def num_base_numbers_of(cls, model: Any) -> int:
+        """Return the numbers that it reads of each chunk of ``model``."""
+        return model.action_dim * model.action_chunks_len
+
     @property
     def num_critic_inputs(self) -> int:
         """Numbers that a critic reads: features, the greedy chunk of the frozen policy, and an action."""
-        return self.feature_dim + self.base_numbers + self.num_numbers
+        return self.encoded_dim + self.base_numbers + self.num_numbers
 
     @property
     def num_candidates(self) -> int:
@@ -84,7 +97,7 @@ class Head(nn.Module):
         return self.num_numbers
 
     def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the possible actions ``[B, K, A]`` for features ``[B, F]`` and base chunks ``[B, N, A]``.
+        """Return the possible actions ``[B, K, A]`` for encoded features ``[B, F]`` and base chunks ``[B, N, A]``.
 
         ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
@@ -110,7 +123,7 @@ class Head(nn.Module):
         if self.noise_std is not None:
             return found, None
         mean, log_std = found.chunk(2, 1)
-        return mean, log_std.clamp(*LOG_STD_RANGE)
+        return mean, log_std.clamp(self.config.log_std_min, self.config.log_std_max)
 
     def mode(self, features: Tensor, base: Tensor) -> Tensor:
         """Return the numbers ``[B, A]`` without noise, as in an evaluation."""
@@ -123,22 +136,26 @@ class Head(nn.Module):
             drawn = (torch.tanh(mean) + self.noise_std * noise).clamp(-1.0, 1.0)
             return drawn, drawn.new_zeros(len(drawn))
         u = mean + log_std.exp() * noise
-        return torch.tanh(u), squashed_logprobs(u, noise, log_std)
+        return torch.tanh(u), squashed_logprobs(u, noise, log_std, self.config.tanh_epsilon)
 
 
-def squashed_logprobs(u: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+def squashed_logprobs(u: Tensor, noise: Tensor, log_std: Tensor, epsilon: float = 0.0) -> Tensor:
     """Return the log-densities ``[B]`` of ``tanh(u)`` with ``u = mean + exp(log_std) * noise``, all ``[B, A]``.
 
-    Haarnoja et al. 2018, appendix C: ``log N(u) - sum log(1 - tanh(u)^2)``, the latter as ``2 (log 2 - u - softplus(-2u))``.
+    Haarnoja et al. 2018, appendix C: ``log N(u) - sum log(1 - tanh(u)^2)``, the latter as ``2 (log 2 - u - softplus(-2u))``,
+    which is finite where ``tanh(u)`` rounds to 1. With ``epsilon`` it is ``log(1 - tanh(u)^2 + epsilon)``.
     """
     normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    if epsilon == 0:
+        slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    else:
+        slope = (1 - torch.tanh(u).square() + epsilon).log()
     return (normal - slope).sum(1)
 
 
-def perceptron(widths: list[int], num_outputs: int) -> nn.Sequential:
-    """Return linear layers, each but the last followed by layer normalisation and ReLU."""
+def perceptron(widths: list[int], num_outputs: int, layer_norm: bool = True) -> nn.Sequential:
+    """Return linear layers, each but the last followed by ReLU, and by layer normalisation before it."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(fan_in, fan_out), nn.LayerNorm(fan_out), nn.ReLU()]
+        layers += [nn.Linear(fan_in, fan_out), *([nn.LayerNorm(fan_out)] if layer_norm else []), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], num_outputs))

@@ -12,7 +12,7 @@ from rlinf.models.embodiment.modules.float32 import without_autocast
 
 
 class Critics(nn.Module):
-    """``E`` networks with layer normalisation that value an action; they share no weights.
+    """``E`` networks that value an action; they share no weights.
 
     The first layer is one product for all, because they read the same numbers.
 
@@ -24,13 +24,14 @@ class Critics(nn.Module):
 
     def __init__(self, config: HeadConfig, num_inputs: int, num_critics: int) -> None:
         super().__init__()
-        self.num_critics, width = num_critics, config.hidden_size
+        self.num_critics, self.layer_norm, width = num_critics, config.layer_norm, config.hidden_size
         self.first = nn.Linear(num_inputs, num_critics * width)
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.gains, self.shifts = nn.ParameterList(), nn.ParameterList()
         for number in range(config.num_layers):
-            self.gains.append(torch.ones(num_critics, 1, width))
-            self.shifts.append(torch.zeros(num_critics, 1, width))
+            if config.layer_norm:
+                self.gains.append(torch.ones(num_critics, 1, width))
+                self.shifts.append(torch.zeros(num_critics, 1, width))
             num_outputs, bound = width if number < config.num_layers - 1 else 1, 1 / math.sqrt(width)  # as nn.Linear
             self.weights.append(torch.empty(num_critics, width, num_outputs).uniform_(-bound, bound))
             self.biases.append(torch.empty(num_critics, 1, num_outputs).uniform_(-bound, bound))
@@ -52,7 +53,9 @@ class Critics(nn.Module):
         """Return values ``[E, B]`` of features ``[B, F]``, base actions ``[B, A]`` and actions ``[B, A]``."""
         with without_autocast(features):  # evaluation runs under autocast, training does not: both choose alike
             x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
-            for gain, shift, weight, bias in zip(self.gains, self.shifts, self.weights, self.biases, strict=True):
-                x = torch.relu(torch.addcmul(shift, nn.functional.layer_norm(x, x.shape[-1:]), gain))
-                x = torch.baddbmm(bias, x, weight)
+            for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+                if self.layer_norm:
+                    normal = nn.functional.layer_norm(x, x.shape[-1:])
+                    x = torch.addcmul(self.shifts[number], normal, self.gains[number])
+                x = torch.baddbmm(bias, torch.relu(x), weight)
             return x.squeeze(-1)

@@ -23,8 +23,23 @@ class ResidualHead(Head):
 class DirectHead(Head):
     """``r``, from the features alone: begins in the middle of the env's range. A correction is measured against it."""
 
+    acts_alone = True
+
     def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
         return super().outputs(features, torch.zeros_like(base))
+
+    def compose(self, base: Tensor, r: Tensor) -> Tensor:
+        return r
+
+
+class ActorHead(Head):
+    """``r``, without a frozen policy: SAC and TD3 from scratch. An encoder of its own, if any, learns with the critics."""
+
+    acts_alone = True
+
+    @classmethod
+    def num_base_numbers_of(cls, model: Any) -> int:
+        return 0
 
     def compose(self, base: Tensor, r: Tensor) -> Tensor:
         return r

@@ -43,8 +43,8 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.target_encoder = copy.deepcopy(head.encoder).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
-        self._live = [*self.critics.parameters(), *head.encoder.parameters()]
-        self._slow = [*self.targets.parameters(), *self.target_encoder.parameters()]
+        self._live: list[Tensor] = [*self.critics.parameters(), *head.encoder.parameters()]
+        self._slow: list[Tensor] = [*self.targets.parameters(), *self.target_encoder.parameters()]
         self.steps = {"head": self._adam(self.own_parameters()), "critics": self._adam(self._live)}
         self.num_updates = 0
 

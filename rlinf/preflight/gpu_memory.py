@@ -360,7 +360,8 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         line = memory.passes.scores
         fits = max(1, math.floor((gpu_bytes - memory.resident - line.fixed) / max(line.row, 1.0)))
         found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
-        refuse(found, card, f"model.val_micro_batch_size={fits}")
+        fewer = f"model.val_micro_batch_size={fits}"
+        refuse(found, card, fewer if fits < memory.scoring_rows else _less_state(config, memory, frozen=False))
     if config.trainer.max_steps > 0 and memory.num_lanes and memory.acting > gpu_bytes:
         _check_engine(config, memory, gpu_bytes)
         line, free = (
@@ -371,7 +372,11 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         envs = rows * memory.num_lanes * config.cluster.num_processes
         step = config.cluster.num_processes * config.rollout.group_size
         found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
-        refuse(found, card, f"rollout.num_envs={max(1, envs // step) * step}")
+        fits = max(1, envs // step) * step
+        fewer = f"rollout.num_envs={fits}"
+        refuse(
+            found, card, fewer if fits < config.rollout.num_envs else _less_state(config, memory, learns_head(config))
+        )
 
 
 def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:

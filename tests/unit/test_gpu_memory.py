@@ -225,6 +225,16 @@ def test_fixes_that_are_named_can_help():
         "model.is_lora=true, or trainer.cpu_offload=true, or cluster.num_processes"
     )
     assert "is_lora" not in gpu_memory._less_state(config_of(*words), memory, False)
+    config, row = config_of(*words, "model.val_micro_batch_size=1"), Line(0, 100 * GB)
+    passes = Passes(Line(0, 0), row, Line(0, 0), Line(0, 0))
+    with pytest.raises(ConfigError, match="takes .* in scoring; .*Set trainer.cpu_offload=true, or"):
+        gpu_memory._check_passes(config, memory_of(passes=passes, scoring_rows=1), 80 * GB, 0)
+    with pytest.raises(ConfigError, match="Set model.val_micro_batch_size=1$"):
+        gpu_memory._check_passes(config, memory_of(passes=passes, scoring_rows=2), 120 * GB, 0)  # control
+    passes = Passes(row, Line(0, 0), Line(0, 0), Line(0, 0))
+    config.rollout.num_envs = config.rollout.group_size
+    with pytest.raises(ConfigError, match="in a rollout; .*Set trainer.cpu_offload=true, or"):
+        gpu_memory._check_passes(config, memory_of(passes=passes), 80 * GB, 0)
     config = config_of(*words, "trainer.cpu_offload=true")
     assert gpu_memory._less_state(config, memory, False) == "model to a smaller one"
     awake = memory_of(engine=1, engine_sleeps=False)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rlinf.distributed.devices import own_device
+
 
 class Lane:
     """Runs the policy calls of one worker thread, and brings their results to the CPU. On a CPU it does nothing.
@@ -47,7 +49,7 @@ class Lane:
 
     def send(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on the device of the policy, without waiting for it."""
-        return tensor.pin_memory().to("cuda", non_blocking=True) if self._on_gpu else tensor
+        return tensor.pin_memory().to(own_device(), non_blocking=True) if self._on_gpu else tensor
 
     def fetch(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Return the results of a policy call on the CPU: by one copy, and one event that is waited for."""

@@ -242,7 +242,7 @@ def lora_on_ranks(folder):
     torch.set_num_threads(1)
     config = config_of(*LORA)
     config.cluster.device = "cpu"
-    held, sync = _on_ranks(config, policy_of(config), "cpu", None)
+    held, sync = _on_ranks(config, policy_of(config), "cpu", 10**12, None)
     worker = worker_of(held, config)
     gradients, sent = adapter_gradients(worker, config), []
     with pytest.MonkeyPatch.context() as patch:

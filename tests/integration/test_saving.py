@@ -99,7 +99,7 @@ def loop_of(tmp_path, monkeypatch):
             stop_signal=StopSignal(announce=False),
         )  # fmt: skip
         loop.trainer = SimpleNamespace(
-            model=None, optimizer=None, manifest=lambda: None, state_dict=dict, ends_run=False
+            model=None, optimizer=None, manifest=lambda: None, state_dict=dict, ends_run=False, last_tag=""
         )
         return loop, calls
 

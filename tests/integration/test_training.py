@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -374,8 +375,9 @@ def test_a_signal_between_the_evaluation_before_rl_and_the_first_step_loses_no_l
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
 def test_the_last_evaluation_of_cloning_is_made_once_however_often_it_is_interrupted(tmp_path, monkeypatch, within):
     steps = ["trainer.max_steps=0", "sft.max_steps=2", "sft.num_demonstrations=8", "sft.batch_size=16"]
-    for resume in ([], [f"resume={tmp_path / 'run'}"]):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    for resume in ([], [f"resume={tmp_path / 'run'}"]) if within else ([],):
+        # With its result the run is over, and ends as without a signal.
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) if within else nullcontext():
             stop_in_evaluation(patch, 1, within)
             train(config_of(tmp_path / "run", *steps, *resume))
     assert_goes_on_as_one_without_a_stop(tmp_path, steps, "sft_000002")

@@ -34,7 +34,10 @@ def offered(line, capsys):
         ("rlinf train cluster.dead", ["cluster.deadlines."]),
         ("rlinf train cluster.deadlines.pu", ["cluster.deadlines.push="]),
         ("rlinf train algorithm=grpo algorithm.scale", ["algorithm.scale_by_std="]),
-        ("rlinf train experiment=metaworld_residual algorithm.ta", ["algorithm.tau=", "algorithm.target_entropy="]),
+        (
+            "rlinf train experiment=metaworld_residual algorithm.ta",
+            ["algorithm.tau=", "algorithm.target_every=", "algorithm.target_entropy="],
+        ),
         ("rlinf train algorithm.ta", []),
         ("rlinf train no_such_section.k", []),
         ("rlinf train env=no_such_env env.ta", ["env.tasks="]),

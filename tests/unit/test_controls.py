@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.algorithms.offpolicy_config import SACConfig
+from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.evaluator import evaluate_policy
@@ -134,7 +134,7 @@ def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_hea
         state=SimpleNamespace(evaluations={"before_rl": {"success_rate": 0.1}}),
         progress=SimpleNamespace(note=lambda text: None),
     )
-    config = SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30))
+    config = SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30, head=HeadConfig(name="residual")))
     note_warmup(SimpleNamespace(loop=loop, config=config), begins_as_base)
     assert ("noise in the warm-up reaches" in caplog.text) is warns
     assert not warns or f"the frozen policy reaches {10 if frozen is None else 30}.0 %" in caplog.text

@@ -17,7 +17,7 @@ With ``--commands`` it is the processor time that commands take before they answ
 of its children, in seconds, because wall time would measure the other programs of the machine, too. The first run of each command in each
 tree fills the caches of Python and of the disk, and is left out. ``first_step`` is the time until a run of ``tabletop_ppo_mlp`` prints its
 first iteration, evaluation before it included; the others are the time of the whole command. ``sizes`` has the numbers of each command;
-``ours``, ``peer`` and ``ratio`` are those of the first.
+``ours``, ``peer`` and ``ratio`` belong to the first command.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def compare_sft(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_first(ours: dict[str, Any], theirs: dict[str, Any], control: float) -> None:
-    """Stop unless the first losses and gradients are the same, and those of another mask differ."""
+    """Stop unless the first losses and gradients are the same, and another mask gives others."""
     gap, norm_gap = abs(ours["loss"] - theirs["loss"]), abs(ours["norm"] - theirs["norm"]) / theirs["norm"]
     print(
         f"first step: losses {gap:.1e} apart, gradient norms {norm_gap:.1e}; with prompts learned {abs(control - theirs['loss']):.1e}"

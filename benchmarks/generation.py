@@ -8,7 +8,7 @@ ones of the vocabulary), and return their log-probabilities. ``ours`` is ``Huggi
 
 In float32, ours and the peer must choose the same greedy tokens, or the script stops. Times are medians of alternating calls.
 Beside them: what it takes to bring new weights to the engine. Ours uses the trainer's own tensors; vLLM gets a copy through
-shared memory. ``ratio`` of the last line is that of the worst case.
+shared memory. ``ratio`` of the last line belongs to the worst case.
 
     python benchmarks/generation.py [--device cuda] [--dtype float32] [--batch-sizes 16 32] [--num-tokens 7 56]
 """

@@ -14,7 +14,7 @@ iteration, ``peer`` the largest that is accepted.
 ``--runs`` takes folders of runs. Those of one process that trains and plays, which differ in ``rollout.num_envs``, give the model. All
 others (more ranks, processes or players) are compared with what it predicts for them, so a small cluster can check the model before a
 large one is rented. Then it prints a table for 1 to 1024 GPUs with as many envs on each GPU as the largest run of one process had.
-``--example`` prints that of a 7B policy whose numbers are estimates. ``--oft`` prints where they come from, with every assumption: samples
+``--example`` prints this table for a 7B policy, from estimates. ``--oft`` prints where they come from, with every assumption: samples
 per second of OpenVLA-OFT 7B with LoRA on 8 H100, from FLOPs and launches, with and without three changes.
 
 Every function of the model is arithmetic on numbers that a short run has measured. A phase is a line: seconds that do not depend on the
@@ -99,7 +99,7 @@ class Machine:
     latency_s: float = 20e-6
 
     def gather_s(self, num_bytes: float, gpus: int) -> float:
-        """Return the seconds in which all of ``gpus`` GPUs get ``num_bytes`` of which each has an equal share."""
+        """Return the seconds of an all-gather: each of ``gpus`` GPUs holds an equal share of ``num_bytes`` and gets the rest."""
         if gpus == 1 or not num_bytes:
             return 0.0
         inside, machines = min(gpus, self.gpus), math.ceil(gpus / self.gpus)
@@ -160,7 +160,7 @@ class Iteration:
         seconds: Of the iteration.
         busy_s: Resource to the seconds for which it is busy.
         memory: Bytes of samples in the main memory of a machine.
-        limit: The resource that is busiest; or what is not enough at all.
+        limit: The busiest resource, or the one that does not suffice at all.
     """
 
     trainers: int

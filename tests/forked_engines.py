@@ -35,7 +35,7 @@ def _imported_with(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 @cache
 def _server() -> tuple[ForkServer, dict[str, str | None]]:
-    """Return the server, whose environment is that of an engine on CPUs, and what its modules have read of it."""
+    """Return the server, which has the environment of an engine on CPUs, and the variables that its modules have read."""
     environment, server = engine_environment(1, []), ForkServer()
     server.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:

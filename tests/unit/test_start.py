@@ -17,7 +17,7 @@ from rlinf.commands.hydra_app import run_training
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed import launch, process_group, start
+from rlinf.distributed import deadlines, launch, process_group, start
 from rlinf.distributed.start import LaunchContext, first_host, launch_context, refuse_differences, refuse_shared_gpus
 from rlinf.errors import ConfigError
 from rlinf.options import to_mapping
@@ -199,6 +199,8 @@ def started_on_gpus(monkeypatch, gpus, started_early=False):
     """Let two ranks, threads here, do their part of a launch on GPUs; return what each of them raised or did."""
     store, ended = dist.HashStore(), [None, None]
     rank_of = threading.local()
+    # A process has one rank, and one clock: two threads would leave it at a wait of the other one.
+    monkeypatch.setattr(deadlines, "clock", deadlines.Clock())
     monkeypatch.setattr(launch, "gpu_uuids", lambda: gpus[rank_of.number])
     monkeypatch.setattr(launch, "isolate_rank", lambda gpus, rank: None)
     monkeypatch.setattr(launch, "_join_group", lambda *_: None)

@@ -40,7 +40,9 @@ def test_updates_by_hand():
     assert Algorithm.updates(config) == Updates(16, 3, 15, table)
 
 
-@pytest.mark.parametrize("words", [["model.value_head=false"], ["algorithm.old_logprobs=rollout", "algorithm.kl_coef=1"]])
+@pytest.mark.parametrize(
+    "words", [["model.value_head=false"], ["algorithm.old_logprobs=rollout", "algorithm.kl_coef=1"]]
+)
 def test_a_policy_gradient_is_checked(words):
     base = ["model=mlp", "env=tabletop", "env.cameras=[]", "cluster.device=cpu", "algorithm=ppo"]
     Algorithm.check(build_config(compose_config(base)), None)

@@ -169,7 +169,8 @@ def test_a_policy_acts_on_normalised_states_wherever_it_computes(kind):
         assert torch.equal(other.predict_values(**near), plain.predict_values(**near))
     normal.input_moments.update(torch.from_numpy(state).unsqueeze(1), torch.ones(6, 1, dtype=torch.bool))
     before = copy.deepcopy(normal.input_moments.state_dict())
-    hand = np.float32((state - state.mean(0, dtype=np.float64)) / np.sqrt(state.var(0, dtype=np.float64) + 1e-8))
+    mean, var = of_numpy(state.astype(np.float64))
+    hand = np.float32((state - mean) / np.sqrt(var + 1e-8))
     inputs, by_hand = normal.preprocess(seen(6, state)), plain.preprocess(seen(6, hand))
     acted, expected = (p.predict_action_batch(do_sample=False, **i) for p, i in ((normal, inputs), (plain, by_hand)))
     normal.train()
@@ -252,6 +253,13 @@ def test_moments_are_counted_after_the_update_and_scored_as_played(tmp_path, mon
         open_checkpoint(found, other, ["env", "precision", "lora", "renderer"])
     opened = open_checkpoint(found, other, ["env", "normalization"])
     assert torch.equal(opened.policy.input_moments.mean, moments.mean)
+
+
+def test_a_rollout_that_was_played_ahead_is_compared_at_the_moments_of_then(tmp_path):
+    ahead = ["rollout.worker_processes=1", "cluster.max_staleness=1", "algorithm.tis_cap=2.0", "trainer.max_steps=3"]
+    run = build(run_config(tmp_path, *RUN, *ahead, "algorithm.critic_warmup_steps=0"))
+    run.execute()  # the gate stops it otherwise
+    assert run.rl.model.input_moments.count.item() == pytest.approx(3 * 32 + FIRST_COUNT)
 
 
 def test_control_moments_that_change_before_a_rollout_is_scored_are_seen_by_the_gate(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ SHORT = [
 PPO = ["experiment=quickstart", *SHORT]
 GRPO = ["experiment=quickstart_grpo", "rollout.group_size=2", *SHORT]
 STATE = ["model=mlp", "env.tasks=[reach]", "env.cameras=[]", *SHORT]
+NORMALISED = [*STATE, "model.init_config.normalize_state=true", "algorithm.scale_rewards=true"]
 SHARDED = [*PPO, "cluster.num_processes=2", "trainer.sharding=fsdp2"]
 SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
 
@@ -47,7 +48,7 @@ def check_equal(folder, other, last="rl_000003"):
     check_equal_runs(folder, other, last, ("before_rl", "step_000002", "after_rl"), 6)
 
 
-@pytest.mark.parametrize("overrides", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("overrides", [PPO, GRPO, NORMALISED], ids=["ppo", "grpo", "normalised"])
 def test_a_run_with_two_players_is_bit_for_bit_the_run_of_one_process(runs, overrides):
     colocated = runs(f"colocated {overrides[0]}", *overrides)
     split = runs(f"split {overrides[0]}", *overrides, *SPLIT)

@@ -54,7 +54,9 @@ def environment(tree: Path, threads: int) -> dict[str, str]:
 
 def run(tree: Path, command: list[str], threads: int) -> str:
     """Run a command of a tree; return what it prints."""
-    command = [sys.executable, *command]
+    # Kept to as many cores as threads: the script of an old tree may set threads of its own.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    command = ["taskset", "-c", cores, sys.executable, *command]
     done = subprocess.run(
         command, cwd=tree, env=environment(tree, threads), check=True, stdout=subprocess.PIPE, text=True
     )

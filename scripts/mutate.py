@@ -88,6 +88,7 @@ TESTS = {
         "tests/numerics/test_token_losses.py",
     ],
     "rlinf/algorithms/base.py": [
+        "tests/unit/test_algorithm_base.py",
         "tests/numerics/test_loss_gradients.py",
         "tests/numerics/test_loss_of_algorithms.py",
         "tests/numerics/test_decoupled_loss.py",

@@ -44,12 +44,12 @@ def _become_worker(asked: socket.socket) -> None:
     runpy.run_path(default_worker.__file__, run_name="__main__")
 
 
-def _serve(name: str) -> None:
+def _serve(path: str) -> None:
     """Fork the workers for which daemons ask, until the process of the tests ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     parent = multiprocessing.parent_process().sentinel
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + name)
+        listener.bind(path)
         listener.listen()
         while parent not in wait([listener, parent]):
             asked, _ = listener.accept()
@@ -68,10 +68,12 @@ def forked_workers() -> Iterator[None]:
     """
     from ray._private.parameter import RayParams
 
-    absent, name = RayParams.update_if_absent, f"rlinf-workers-{os.getpid()}"
-    server = fork(_serve, (name,))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NAME, name)
+    absent = RayParams.update_if_absent
+    # Whoever connects starts a program of this user: the folder lets in nobody else.
+    with tempfile.TemporaryDirectory(prefix="rlinf-") as folder, pytest.MonkeyPatch.context() as patch:
+        path = f"{folder}/workers"
+        server = fork(_serve, (path,))
+        patch.setenv(NAME, path)
         patch.setattr(
             RayParams, "update_if_absent", lambda self, **more: absent(self, **more | {"worker_path": str(START)})
         )

@@ -9,13 +9,16 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from processes import is_running, processes_of
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 WRAPPER = "libnss_wrapper.so"
@@ -57,13 +60,18 @@ def missing() -> str:
     return f"SLURM is not installed ({', '.join(absent)}): bash scripts/setup.sh --slurm" if absent else ""
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on; all are held until the last is found, so they differ."""
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Yield ports that no other process is given meanwhile; a daemon that reuses addresses, as these do, can listen there.
+
+    Each has a socket that is bound and does not listen.
+    """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("", 0))
+        yield [one.getsockname()[1] for one in sockets]
 
 
 def own_address() -> str:
@@ -107,11 +115,14 @@ class Slurm:
         return Job(self, number)
 
     def start(self, stack: ExitStack) -> None:
-        """Start the daemons, and wait until both nodes are idle; ``stack`` ends them."""
+        """Start the daemons, and wait until both nodes are idle; ``stack`` ends them, and a watcher if this process is killed."""
         folder = self.folder
+        mark = f"SLURM_CONF={self.environment['SLURM_CONF']}"
+        watcher = stack.enter_context(subprocess.Popen([sys.executable, __file__, mark], stdin=subprocess.PIPE))
+        stack.callback(watcher.stdin.close)
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)
-        controller, *ports = free_ports(1 + len(NODES))
+        controller, *ports = stack.enter_context(held_ports(1 + len(NODES)))
         nodes = "".join(NODE.format(name=name, port=port) for name, port in zip(NODES, ports, strict=True))
         settings = SETTINGS.format(folder=folder, port=controller, user=getpass.getuser())
         (folder / "slurm.conf").write_text(f"{settings}{nodes}PartitionName=all Nodes=ALL Default=YES State=UP\n")
@@ -184,3 +195,19 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
         finally:
             slurm.call("scancel", "--full", f"--user={getpass.getuser()}")
             until(lambda: not slurm.call("squeue", "--noheader"), "scancel")
+
+
+def end_when_alone(mark: str) -> None:
+    """Wait for the end of standard input, so of its writer; then kill all processes whose environment holds ``mark``."""
+    sys.stdin.read()
+    while found := [pid for pid in processes_of(mark) if is_running(pid)]:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which may reach the whole group of the tests
+        signal.signal(number, signal.SIG_IGN)
+    end_when_alone(sys.argv[1])

@@ -18,7 +18,7 @@ FIRST_COUNT = 1e-4
 class RunningMoments(nn.Module):
     """Mean and variance of ``n`` numbers over all rows so far, as buffers that a checkpoint holds.
 
-    ``EPSILON``, ``CLIP`` and ``FIRST_COUNT`` are those of Stable-Baselines3's ``VecNormalize``.
+    ``EPSILON``, ``CLIP`` and ``FIRST_COUNT`` have the values of Stable-Baselines3's ``VecNormalize``.
 
     Attributes:
         mean, var: float64 ``[n]``. The variance is the population's.

@@ -35,7 +35,7 @@ from rlinf.distributed.process_group import (
 from rlinf.distributed.start import started_here
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
-from rlinf.evaluation.compare import check_tells_success, compare
+from rlinf.evaluation.compare import compare
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
@@ -172,7 +172,6 @@ def _open(config: RunConfig, env: VectorEnv) -> _Opened:
     if settings.compare:
         baseline = evaluation_folder(settings.compare)
         before = EvaluationResult.from_json(baseline / run_folder.RESULT_FILE)
-        check_tells_success(before, "evaluation.compare")
         _check_comparable(baseline, before, manifest, env, specs, config)
     if settings.split == "train":
         warnings.append(TRAINING_SPLIT)
@@ -206,7 +205,7 @@ def _play(
         stop=stop_rule(settings.stop_when, opened.before, len(specs)),
         look_every=_most_envs(settings),
     )
-    progress = _Progress(partial, known, len(specs), config.tracking.progress)
+    progress = _Progress(partial, known, len(specs), config.tracking.progress, env.tells_success(env.config))
     result = evaluate_policy(opened.model, env, specs, **sampling_of(config), on_result=progress.add, plan=plan)
     if settings.stop_when is not None:
         result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
@@ -326,11 +325,16 @@ class _Progress:
     """Keeps each result, and shows on rank 0 how far its share is."""
 
     def __init__(
-        self, partial: PartialResults, known: Sequence[EpisodeResult], num_episodes: int, updates: bool
+        self,
+        partial: PartialResults,
+        known: Sequence[EpisodeResult],
+        num_episodes: int,
+        updates: bool,
+        tells_success: bool,
     ) -> None:
-        self._partial = partial
+        self._partial, self._tells_success = partial, tells_success
         self._num_episodes = len(known) + len(share_of(range(num_episodes - len(known)), rank(), world_size()))
-        self._successes = sum(result.success for result in known)
+        self._results = list(known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:
             self._line.note(f"{len(known)} of {num_episodes} episodes are known from {partial.path}")
@@ -340,12 +344,15 @@ class _Progress:
         """Count one episode."""
         go_on()
         self._partial.add(result)
-        self._successes += result.success
+        self._results.append(result)
         self._show()
 
     def _show(self) -> None:
         done = self._partial.num_results
-        self._line.update("evaluation", done, self._num_episodes, successes=self._successes)
+        shown = {"return": sum(one.episode_return for one in self._results) / len(self._results)}
+        if self._tells_success or any(one.success_told or one.success for one in self._results):
+            shown = {"successes": sum(one.success for one in self._results)} | shown
+        self._line.update("evaluation", done, self._num_episodes, **shown)
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
-from rlinf.evaluation.compare import EPISODES, check_tells_success, compare
+from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
     EpisodeRecord,
@@ -153,7 +153,11 @@ class Auditor:
             moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
         """
         self.play("clean", "as evaluated")
-        check_tells_success(self.results["clean"], "An audit")
+        if not self.results["clean"].total.is_told:
+            raise ConfigError(
+                f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
+                "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
+            )
         self._baselines()
         self._instructions()
         self._pictures()

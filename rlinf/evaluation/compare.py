@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.answers import AnswerResult
-from rlinf.evaluation.intervals import paired_difference_interval
+from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
@@ -25,6 +26,7 @@ QUESTIONS = "questions"
 """Name in ``evaluation.allow_mismatch`` that lets the lists of questions differ."""
 SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval may be read at any moment"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
+RETURN_METHOD = "Returns: exact sign test, two-sided, without episodes of equal returns; 95 % interval of the mean difference: percentile bootstrap of the pairs"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,63 @@ class SequentialPairs(Pairs):
         )
 
 
+@dataclass(frozen=True)
+class ReturnPairs:
+    """Returns of the episodes that two policies played.
+
+    Attributes:
+        a, b: The returns of each policy, episode by episode.
+    """
+
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+    @cached_property
+    def differences(self) -> list[float]:
+        """Return of the second policy minus the first policy's, of each episode."""
+        return [second - first for first, second in zip(self.a, self.b, strict=True)]
+
+    @property
+    def difference(self) -> float:
+        """Mean of ``differences``."""
+        return sum(self.differences) / len(self.differences)
+
+    @property
+    def higher_a(self) -> int:
+        """Number of episodes in which the first policy has the higher return."""
+        return sum(difference < 0 for difference in self.differences)
+
+    @property
+    def higher_b(self) -> int:
+        """Number of episodes in which the second policy has the higher return."""
+        return sum(difference > 0 for difference in self.differences)
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of ``difference``; infinite for a single episode."""
+        return bootstrap_interval(self.differences)
+
+    @property
+    def p_value(self) -> float:
+        """p-value of the sign test (Dixon and Mood 1946, JASA 41:557); ``mcnemar_exact`` is its binomial tail."""
+        return mcnemar_exact(self.higher_a, self.higher_b)
+
+    @property
+    def change(self) -> str:
+        """Difference and interval as text: ``+12.3 (95 % +4.1 to +20.5)``."""
+        low, high = self.interval
+        return f"{self.difference:+.4g}" + (f" (95 % {low:+.4g} to {high:+.4g})" if len(self.a) > 1 else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return means, difference, interval (null for a single episode), counts and p-value as JSON values."""
+        means = {f"mean_{name}": sum(values) / len(values) for name, values in (("a", self.a), ("b", self.b))}
+        return {
+            "episodes": len(self.a), **means, "difference": self.difference,
+            "interval": list(self.interval) if len(self.a) > 1 else None,
+            "higher_a": self.higher_a, "higher_b": self.higher_b, "p_value": self.p_value,
+        }  # fmt: skip
+
+
 @dataclass
 class Comparison:
     """A paired comparison of two evaluations.
@@ -126,6 +185,8 @@ class Comparison:
         mismatches: Accepted differences of conditions.
         unit: What the pairs are: episodes or questions.
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
+        returns: Task to the returns of its episodes; empty for questions, and for evaluations that could end early.
+        tells_success: Episodes can succeed; else ``returns`` is all there is to compare.
     """
 
     per_task: dict[str, Pairs]
@@ -135,6 +196,8 @@ class Comparison:
     mismatches: list[str] = field(default_factory=list)
     unit: str = EPISODES
     sequential: SequentialPairs | None = None
+    returns: dict[str, ReturnPairs] = field(default_factory=dict)
+    tells_success: bool = True
 
     @property
     def total(self) -> Pairs:
@@ -143,18 +206,30 @@ class Comparison:
             return self.sequential
         return Pairs(*map(sum, zip(*map(astuple, self.per_task.values()), strict=True)))
 
+    @cached_property
+    def return_total(self) -> ReturnPairs | None:
+        """Returns of all tasks together; None without ``returns``."""
+        a, b = (sum((getattr(one, name) for one in self.returns.values()), ()) for name in ("a", "b"))
+        return ReturnPairs(a, b) if a else None
+
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return everything as JSON values; ``total`` is null if the env tells no success, ``returns`` without any."""
+        tasks = self.per_task.items() if self.tells_success else ()
+        returns = {task: pairs.as_dict() for task, pairs in self.returns.items()}
         return {
-            "a": self.a, "b": self.b, "method": self.method, "test": self.test, "total": self.total.as_dict(),
-            "per_task": {task: pairs.as_dict() for task, pairs in self.per_task.items()},
+            "a": self.a, "b": self.b, "method": self.method, "test": self.test,
+            "total": self.total.as_dict() if self.tells_success else None,
+            "per_task": {task: pairs.as_dict() for task, pairs in tasks},
+            "returns": {"total": self.return_total.as_dict(), "per_task": returns} if self.return_total else None,
             "num_unpaired": self.num_unpaired, "mismatches": self.mismatches, "unit": self.unit,
         }  # fmt: skip
 
     @property
     def method(self) -> str:
         """How p-values and intervals are computed."""
-        return METHOD if self.sequential is None else SEQUENTIAL_METHOD
+        of_success = METHOD if self.sequential is None else SEQUENTIAL_METHOD
+        used = ((of_success, self.tells_success), (RETURN_METHOD, bool(self.returns)))
+        return ". ".join(method for method, is_used in used if is_used)
 
     @property
     def test(self) -> str:
@@ -162,22 +237,46 @@ class Comparison:
         return "McNemar" if self.sequential is None else "sequential"
 
     def table(self) -> str:
-        """Return a text table, one line per task and the total, and a sentence about the total."""
+        """Return a text table, one line per task and the total, and sentences about the total."""
+        lines = [f"a: {self.a}", f"b: {self.b}", *(self._success_rows() if self.tells_success else self._return_rows())]
+        lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
+        lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
+        return "\n".join([*lines, self.verdict(), f"{self.method}."])
+
+    def _success_rows(self) -> list[str]:
         rows = [*self.per_task.items(), ("total", self.total)]
         width = max(len(name) for name, _ in rows)
         head = f"{'task'.ljust(width)}    a k/n    b k/n   b - a  only a  only b  p ({self.test})"
-        lines = [f"a: {self.a}", f"b: {self.b}", head]
+        lines = [head]
         for name, pairs in rows:
             lines.append(
                 f"{name.ljust(width)}  {pairs.a.count:>7}  {pairs.b.count:>7}  {format_points(pairs.difference):>6}  "
                 f"{pairs.only_a:>6}  {pairs.only_b:>6}  {format_p_value(pairs.p_value).removeprefix('p = ')}"
             )
-        lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
-        lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
-        return "\n".join([*lines, self.verdict(), f"{self.method}."])
+        return lines
+
+    def _return_rows(self) -> list[str]:
+        rows = [*self.returns.items(), ("total", self.return_total)]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{'task'.ljust(width)}  episodes  a higher  b higher  p (sign)  return b - a"]
+        for name, pairs in rows:
+            p_value = format_p_value(pairs.p_value).removeprefix("p = ")
+            counts = f"{len(pairs.a):>8}  {pairs.higher_a:>8}  {pairs.higher_b:>8}  {p_value:>8}"
+            lines.append(f"{name.ljust(width)}  {counts}  {pairs.change}")
+        return lines
 
     def verdict(self) -> str:
-        """Return the total in one sentence."""
+        """Return the total of success and of returns, each in one sentence, as far as there are any."""
+        sentences = [self._success_verdict()] if self.tells_success else []
+        if self.return_total is not None:
+            total = self.return_total
+            sentences.append(
+                f"return b - a = {total.change}, higher in b in {total.higher_b} and in a in {total.higher_a} of {len(total.a)} "
+                f"episodes, {format_p_value(total.p_value)}"
+            )
+        return "\n".join(sentences)
+
+    def _success_verdict(self) -> str:
         total = self.total
         return (
             f"b - a = {format_points(total.difference)} percentage points, 95 % interval {format_points(*total.interval)}, "
@@ -203,14 +302,13 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
 def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
     """Pair two results by task, initial state and seed.
 
-    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if ``result_a`` has no success,
-    an episode occurs twice, or the lists differ more than ``allow_mismatch`` says.
+    Raise ManifestMismatchError if actions were drawn in different ways, and ConfigError if an episode occurs twice, or the
+    lists differ more than ``allow_mismatch`` says.
 
     Args:
         allow_mismatch: ``"episodes"`` compares the common ones of two lists; ``"greedy"``, ``"temperature"`` and
             ``"seed"`` accept a difference in how actions were drawn.
     """
-    check_tells_success(result_a, "A comparison")
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
     mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
@@ -221,20 +319,24 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
         allow_mismatch = [*allow_mismatch, EPISODES]  # it has the beginning of the other's list
     comparison = _pair(first, second, EPISODES, cure, allow_mismatch)
     comparison.mismatches = [str(one) for one in mismatches]
+    comparison.tells_success = result_a.total.is_told or result_b.total.is_told
     if short is not None:
         order = [episode_of(one) for one in short.results if episode_of(one) in first and episode_of(one) in second]
         num_planned = max(one.stopping["num_planned"] for one in stopped)
         _make_sequential(comparison, [(first[key], second[key]) for key in order], num_planned)
+    else:
+        comparison.returns = _pair_returns(result_a, result_b)
     return comparison
 
 
-def check_tells_success(result: EvaluationResult, what: str) -> None:
-    """Raise ConfigError for a result of an env that tells no success, which ``what`` counts."""
-    if not result.total.is_told:
-        raise ConfigError(
-            f"{what} counts successes, and none of {result.total.episodes} episodes has told success, only returns; required: "
-            "an env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
-        )
+def _pair_returns(result_a: EvaluationResult, result_b: EvaluationResult) -> dict[str, ReturnPairs]:
+    """Return the returns of the common episodes by task."""
+    second = {episode_of(one): one.episode_return for one in result_b.results}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in result_a.results:
+        if episode_of(one) in second:
+            found.setdefault(one.task, []).append((one.episode_return, second[episode_of(one)]))
+    return {task: ReturnPairs(*zip(*pairs, strict=True)) for task, pairs in found.items()}
 
 
 def _make_sequential(

@@ -1,9 +1,11 @@
-"""Confidence intervals of a success rate, and of the difference of two on the same episodes."""
+"""Confidence intervals of a success rate, of a mean, and of differences on the same episodes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
@@ -83,6 +85,23 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     t = STUDENT_T_95[degrees - 1] if degrees <= len(STUDENT_T_95) else tail
     spread = t * deviation / math.sqrt(count)
     return mean, mean - spread, mean + spread
+
+
+NUM_RESAMPLES = 10_000
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the 95 % percentile bootstrap interval of a mean (Efron 1979, Annals of Statistics 7:1).
+
+    They are the 2.5 % and 97.5 % quantiles of the means of ``NUM_RESAMPLES`` samples, each of as many values, drawn with
+    replacement by a fixed seed. A single value has infinite ends.
+    """
+    if len(values) == 1:
+        return -math.inf, math.inf
+    numbers, generator, count = np.asarray(values, dtype=np.float64), np.random.default_rng(0), len(values)
+    means = [numbers[generator.integers(count, size=(100, count))].mean(1) for _ in range(NUM_RESAMPLES // 100)]
+    low, high = np.quantile(means, (0.025, 0.975)).tolist()
+    return low, high
 
 
 def difference_interval(successes: tuple[int, int], trials: tuple[int, int], z: float = Z_95) -> tuple[float, float]:

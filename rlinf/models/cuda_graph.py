@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rlinf.errors import ConfigError
 
+logger = logging.getLogger("rlinf")
 MAX_GRAPHS = 16
 """Recordings kept; the one that was used least recently goes first."""
 FEWEST_ROWS, MOST_DOUBLED = 8, 64
@@ -43,7 +45,8 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._recordings: dict[tuple[int, Any, Any, Any], _Recording] = {}
+        self._has_dropped = False
         self._lock = threading.Lock()
         self._pool: Any = None
         self._wait_for_last: Callable[[], None] | None = None
@@ -79,7 +82,7 @@ class CudaGraphs:
                 recording = self._record(function, tensors, settings, list(weights()), padded_rows(rows))
             self._recordings[key] = recording
             if len(self._recordings) > MAX_GRAPHS:
-                del self._recordings[next(iter(self._recordings))]
+                self._drop_oldest()
             for place, given in zip(recording.inputs, tensors, strict=True):
                 if place is not None:
                     place[:rows].copy_(given)
@@ -87,6 +90,22 @@ class CudaGraphs:
             results = tuple(output[:rows].clone() for output in recording.outputs)
             self._wait_for_last = _wait_for_present()
             return results
+
+    def _drop_oldest(self) -> None:
+        """Give up the recording that was used least recently; at the first one, say what that costs."""
+        if not self._has_dropped:
+            rows = sorted({key[0] for key in self._recordings})
+            logger.warning(
+                "model.cuda_graph=true: policy calls have had %d sets of shapes, with %s rows and so %d or more lengths of prompts; %d "
+                "recordings are kept. Each call with a dropped one is recorded again, which takes about as long as three calls without a "
+                "graph. Set model.cuda_graph=false, or env.tasks to tasks with fewer lengths of instructions",
+                len(self._recordings),
+                ", ".join(map(str, rows)),
+                -(-len(self._recordings) // len(rows)),
+                MAX_GRAPHS,
+            )
+        self._has_dropped = True
+        del self._recordings[next(iter(self._recordings))]
 
     def _record(
         self,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf.errors import RLinfError
 
-COPIES_AT_ONCE = 2**28
+COPIES_AT_ONCE = 2**29
 """Bytes of float32 gradients that are made before the 16-bit ones are given up."""
 
 

@@ -115,13 +115,13 @@ class RunData(FolderData):
     def gain(self) -> dict[str, Any] | None:
         """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``.
 
-        None if one is missing, if the env tells no success, or if episodes or the way of drawing actions differ.
+        None if one is missing, or if episodes or the way of drawing actions differ.
         """
         if self.before is None or self.after is None:
             return None
         first, second = self.before.result, self.after.result
         same_episodes = {one.spec for one in first.results} == {one.spec for one in second.results}
-        if not second.total.is_told or not same_episodes or sampling_differences(first, second):
+        if not same_episodes or sampling_differences(first, second):
             return None
         comparison = compare(first, second)
         comparison.a, comparison.b = self.before.name, self.after.name

@@ -53,8 +53,18 @@ class RunGroup:
 
     @property
     def success_rates(self) -> list[float]:
-        """Success rates of the closing evaluations of the counted runs."""
-        return [one.result.success_rate for one in map(closing_evaluation, self.counted) if one is not None]
+        """Success rates of the closing evaluations of the counted runs that tell success."""
+        return [one.result.success_rate for one in self.closing if one.result.total.is_told]
+
+    @property
+    def returns(self) -> list[float]:
+        """Mean returns of the closing evaluations of the counted runs."""
+        return [one.result.return_mean for one in self.closing]
+
+    @property
+    def closing(self) -> list[Evaluation]:
+        """The closing evaluations of the counted runs."""
+        return [one for one in map(closing_evaluation, self.counted) if one is not None]
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
@@ -128,16 +138,19 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
 def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
     """Return the summary of a sweep: a line per run, and a line per configuration with mean, least and interval."""
     groups = group_runs(read_runs(folders))
-    rows = [("run", "seed", "success", "k/n", "folder")]
+    rows = [("run", "seed", "success", "k/n", "return", "folder")]
     for group in groups:
         for run in group.runs:
             closing = closing_evaluation(run)
             total = None if closing is None else closing.result.total
-            numbers = ("-", "-") if total is None else (f"{total.success_rate:.1%}", total.count)
-            rows.append((group.label, seed_in_words(group, run), *numbers, os.path.relpath(run.folder)))
-    together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds")]
+            is_told = total is not None and total.is_told
+            numbers = (f"{total.success_rate:.1%}", total.count) if is_told else ("-", "-")
+            earned = "-" if total is None else total.return_text
+            rows.append((group.label, seed_in_words(group, run), *numbers, earned, os.path.relpath(run.folder)))
+    together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds", "return")]
     for group in groups:
-        together.append((group.label, str(len(group.success_rates)), *rates_in_words(group.success_rates)))
+        words = (*rates_in_words(group.success_rates), returns_in_words(group.returns))
+        together.append((group.label, str(len(group.closing)), *words))
     place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
     lines = ["", *_columns(rows), "", *_columns(together)]
     return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
@@ -166,6 +179,14 @@ def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:
     return f"{mean:.1%}", f"{min(rates):.1%}", interval
 
 
+def returns_in_words(returns: Sequence[float]) -> str:
+    """Return the mean over runs and its 95 % interval as text; "-" without runs."""
+    if not returns:
+        return "-"
+    mean, low, high = mean_interval(returns)
+    return f"{mean:.4g}" + (f" (95 % {low:.4g} to {high:.4g})" if len(returns) > 1 else "")
+
+
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -184,10 +205,14 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
     output, groups = Path(output), group_runs(runs)
     drawn = groups[:NUM_COLOURS]
     title = f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
+    is_told = any(group.success_rates or not group.closing for group in groups)
     cards = [
         card(name, _series(drawn, metric, x), x_label, "success rate", percent=True)
         for name, metric, x, x_label in SUCCESS_CURVES
+        if is_told
     ]
+    earned = _series(drawn, "eval/return_mean", "env_steps")
+    cards.append(card("Return of evaluations against env steps", earned, "env steps", "return"))
     small = [
         card(name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, **options)
         for name, metrics, y_label, options in RL_CURVES
@@ -195,7 +220,7 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
     rows = [_run_row(group, run, output) for group in groups for run in group.runs]
     return write_page(
         output, "runs.html", title, groups=groups, success_curves=cards, curves=small, rows=rows, note=_note(groups),
-        rates_in_words=rates_in_words, mean_interval=mean_interval,
+        rates_in_words=rates_in_words, returns_in_words=returns_in_words, mean_interval=mean_interval,
     )  # fmt: skip
 
 
@@ -239,10 +264,12 @@ def _note(groups: Sequence[RunGroup]) -> str:
 
 
 def _run_row(group: RunGroup, run: RunData, output: Path) -> tuple[str, ...]:
-    """Return label, seed, success, interval and folder of a run, and its page if there is one."""
+    """Return label, seed, success, interval, return and folder of a run, and its page if there is one."""
     closing = closing_evaluation(run)
     total = None if closing is None else closing.result.total
-    numbers = ("-", "-") if total is None else (str(total), format_interval(*total.interval))
+    is_told = total is not None and total.is_told
+    numbers = (str(total), format_interval(*total.interval)) if is_told else ("-", "-")
+    earned = "-" if total is None else total.return_text
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
     page = f"{relative}/{REPORT_FILE}" if (run.folder / REPORT_FILE).is_file() else ""
-    return group.label, seed_in_words(group, run), *numbers, relative, page
+    return group.label, seed_in_words(group, run), *numbers, earned, relative, page

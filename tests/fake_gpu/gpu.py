@@ -45,7 +45,7 @@ PADDED = 8
 BOOKKEEPING, BACKWARD = ("optim/", "distributed/parallel.py", "distributed/transfers.py"), " accumulate"
 """Where gradients are gathered, clipped and stepped; ``accumulate`` calls the backward pass."""
 
-aten = torch.ops.aten
+aten, DEVICE = torch.ops.aten, torch.ops.prim.device.default
 Model = TypeVar("Model", bound=nn.Module)
 
 VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh"}
@@ -107,6 +107,11 @@ def why_not() -> str | None:
 def environment() -> dict[str, str]:
     """Return the environment of a new interpreter that can enter ``FakeGpu``."""
     return {**os.environ, "LD_PRELOAD": str(library())}
+
+
+KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
+KERNELS.impl("silu_backward", lambda *_: NotImplemented)  # never reached: tensors are fake
+"""Operations with a kernel of their own on a GPU, which a CPU build takes apart into smaller ones."""
 
 
 # -- the counts --------------------------------------------------------------------------------------------------------
@@ -240,6 +245,8 @@ class FakeGpu(TorchDispatchMode):
         return model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # as many questions as there are operations
+            return args[0].fake_device
         kwargs = kwargs or {}
         leaves = list(_flat((*args, *kwargs.values())))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -269,8 +276,7 @@ class FakeGpu(TorchDispatchMode):
             isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in _flat((*args, *kwargs.values()))
         ):
             args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
-        with self.fake:
-            return func(*args, **kwargs)
+        return self.fake.dispatch(func, (), args, kwargs)  # as ``with self.fake``, without its way through torch
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)

@@ -76,10 +76,9 @@ def test_policy_calls_and_updates_wait_for_their_results_only():
 
 def test_the_optimiser_launches_few_kernels():
     for (case, phase), budget in BUDGETS.items():
-        largest = 80 if case == "openvla_oft, all weights" else 60  # 5 GB of gradients are summed in parts
-        assert budget["bookkeeping"] <= largest, (case, phase)
+        assert budget["bookkeeping"] <= 60, (case, phase)
 
 
 def test_oft_with_adapters_fits_a_card_of_24_gb():
-    """19.0 GB: weights 15.3, masters 0.5, moments 0.9, sums of gradients and gradients 0.7, activations 1.6."""
-    assert BUDGETS["openvla_oft, 7.5 billion, LoRA", "update"]["peak_mb"] <= 19_200
+    """18.8 GB: weights 15.3, masters 0.45, moments 0.9, float32 sums of gradients 0.45, activations of the last layers 1.7."""
+    assert BUDGETS["openvla_oft, 7.5 billion, LoRA", "update"]["peak_mb"] <= 19_050

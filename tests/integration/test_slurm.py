@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,28 @@ def slurm(tmp_path_factory):
         pytest.skip(lacking)
     with slurm_cluster.two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
+
+
+TWO_NODES = """
+import sys, time
+from pathlib import Path
+import slurm_cluster
+with slurm_cluster.two_nodes(Path(sys.argv[1])):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_test_run_leaves_no_daemon(tmp_path):
+    if lacking := slurm_cluster.missing():
+        pytest.skip(lacking)
+    mark, folder = f"SLURM_CONF={tmp_path}/slurm.conf", Path(slurm_cluster.__file__).parent
+    words = [sys.executable, "-c", TWO_NODES, str(tmp_path)]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "ready\n"
+        assert len(processes_of(mark)) >= 4, "control: two nodes, their controller and munged"
+        run.kill()
+    slurm_cluster.until(lambda: not processes_of(mark), "daemons stay")
 
 
 def ranks_of(mark: str) -> dict[str, int]:
@@ -70,7 +94,6 @@ def test_a_refused_word_does_not_go_back_into_the_queue(slurm, tmp_path):
 def test_ray_starts_on_the_nodes_of_a_job(slurm, tmp_path):
     """A rank and a player, which Ray places on two nodes."""
     pytest.importorskip("ray", reason="Ray is not installed: bash scripts/setup.sh --ray")
-    (port,) = slurm_cluster.free_ports(1)
     words = [
         *SMALL,
         "trainer.max_steps=2",
@@ -78,7 +101,8 @@ def test_ray_starts_on_the_nodes_of_a_job(slurm, tmp_path):
         "cluster.num_players=1",
         f"output_dir={tmp_path}/run",
     ]
-    job = slurm.submit(FOLDER / "slurm_ray.sh", *words, PORT=str(port), RAY_memory_monitor_refresh_ms="0")
-    fields = job.wait()
+    with slurm_cluster.held_ports(1) as (port,):
+        job = slurm.submit(FOLDER / "slurm_ray.sh", *words, PORT=str(port), RAY_memory_monitor_refresh_ms="0")
+        fields = job.wait()
     assert fields["JobState"] == "COMPLETED", job.output()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] > 0

@@ -13,7 +13,7 @@ from rollout_batches import rollout_batch
 from run_results import differing_weights, metrics_of, untimed_metrics, weights_of
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.base import Algorithm, AnyAlgorithm, LossCounts
+from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.cli import main
 from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
@@ -187,11 +187,6 @@ def test_a_trainer_of_its_own_is_listed(search, capsys, monkeypatch, command):
     assert "random_search" not in capsys.readouterr().out, "control"
     main([command, "plugins=[random_search.py]"])
     assert "random_search" in capsys.readouterr().out
-
-
-def test_an_algorithm_without_a_trainer_says_so():
-    with pytest.raises(NotImplementedError, match="AnyAlgorithm does not implement make_trainer"):
-        AnyAlgorithm.make_trainer(None, None, None)
 
 
 def rollout(**fields: torch.Tensor) -> RolloutBatch:

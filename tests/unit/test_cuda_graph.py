@@ -264,6 +264,20 @@ def test_the_graphs_least_recently_used_go_first(tapes, monkeypatch):
     assert len(tapes) == 4
 
 
+def test_a_run_with_more_shapes_than_recordings_is_told_once(tapes, monkeypatch, caplog):
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 4)
+    graphs, weight = CudaGraphs(), torch.ones(1)
+    with caplog.at_level("WARNING", logger="rlinf"):
+        for rows, length in [(8, 1), (16, 1), (8, 2), (16, 2), (8, 1)]:
+            graphs.run(lambda x: (x * weight,), [torch.ones(rows, length)], weights=lambda: [weight])
+        assert not caplog.records, "control: four are kept"
+        for length in (3, 4, 5):
+            graphs.run(lambda x: (x * weight,), [torch.ones(8, length)], weights=lambda: [weight])
+    (told,) = [record.getMessage() for record in caplog.records]
+    for words in ("5 sets of shapes", "8, 16 rows", "3 or more lengths", "4 recordings", "model.cuda_graph=false"):
+        assert words in told
+
+
 def test_autocast_is_part_of_what_is_recorded(tapes, monkeypatch):
     monkeypatch.setattr(
         cuda_graph, "_autocast_dtype", lambda: torch.bfloat16 if torch.is_autocast_enabled("cpu") else None

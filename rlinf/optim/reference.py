@@ -29,8 +29,11 @@ class Reference:
     def _changing(self) -> dict[str, Tensor]:
         """Return the tensors of the model that training changes."""
         trained: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        saved = self._model.state_dict().keys()
-        return trained | {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
+        for path, module in self._model.named_modules():
+            own = dict(module.named_buffers(path, recurse=False))
+            unsaved = {f"{path}.{name}".removeprefix(".") for name in module._non_persistent_buffers_set}
+            trained |= {name: buffer for name, buffer in own.items() if name not in unsaved}
+        return trained
 
     def parts(self) -> dict[str, Tensor]:
         """Return the kept weights by name, sharded as the model is; writing into them changes what is kept."""

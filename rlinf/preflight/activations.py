@@ -105,22 +105,41 @@ def measure_passes(
     if not (blocks := repeated_blocks(model)):
         return Passes(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
-    less = [_measure(model, observe(rows), rows, precision, [kind]).updates[kind] for rows in (FEW, MORE)]
+    less = [
+        _measure(model, observe(rows), rows, precision, [kind], found.sequences).updates[kind]
+        for rows, found in ((FEW, few), (MORE, more))
+    ]
     for block in blocks:
         del block.forward  # of the instance; the one of the class is back
     return Passes(acts, scores, updates, Line.through(*less), tuple(max(0.0, size / MORE) for size in more.saved[kind]))
 
 
 class _Peaks:
-    """Peaks of one number of rows; ``saved``: for each kind of update, what recomputing each block saves."""
+    """Peaks of one number of rows.
+
+    Attributes:
+        peaks: Bytes of acting and of scoring.
+        updates: Bytes of each kind of update.
+        saved: For each kind of update, the bytes that recomputing each block saves.
+        sequences: Samples of acting, which another count of updates can take.
+    """
 
     def __init__(self) -> None:
         self.peaks = {"acts": 0, "scores": 0}
         self.updates: dict[str, int] = {}
         self.saved: dict[str, list[int]] = {}
+        self.sequences: Tensor | None = None
 
 
-def _measure(model: ActionModel, observation: Observation, rows: int, precision: str, phases: Iterable[str]) -> _Peaks:
+def _measure(
+    model: ActionModel,
+    observation: Observation,
+    rows: int,
+    precision: str,
+    phases: Iterable[str],
+    known: Tensor | None = None,
+) -> _Peaks:
+    """Count the bytes of each phase. With ``known`` sequences, of updates only: none is sampled or scored."""
     found, phases = _Peaks(), list(phases)
     for phase in phases:
         with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
@@ -131,11 +150,13 @@ def _measure(model: ActionModel, observation: Observation, rows: int, precision:
                     found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
                     continue
                 sequences = None
-                if phase == "rl":
+                if phase == "rl" and known is not None:
+                    sequences = known.clone()
+                elif phase == "rl":
                     uniforms = torch.full((rows, model.num_uniforms), 0.5)
                     prediction = model.predict_action_batch(uniforms=uniforms, **inputs)
                     model.rollout_logprobs(prediction)
-                    sequences = prediction.sequences[:, -model.num_sampled :].clone()
+                    sequences = found.sequences = prediction.sequences[:, -model.num_sampled :].clone()
                     del prediction
                     found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
                     memory.peak = memory.now
@@ -241,7 +262,8 @@ class MetaBytes(TorchDispatchMode):
                 return self._counted(torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta"))
             if name in ("index", "index_put_"):
                 args = (args[0], _without_masks(args[1]), *args[2:])
-        return tree_map_only(Tensor, self._counted, func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        return self._counted(result) if isinstance(result, Tensor) else tree_map_only(Tensor, self._counted, result)
 
     def _counted(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

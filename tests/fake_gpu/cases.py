@@ -1,27 +1,27 @@
-"""The models whose work on a GPU is counted: full width, four layers."""
+"""The models whose work on a GPU is counted: full width, two layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-TOWERS = "vision_overrides: [{depth: 4}, {depth: 4}]"
-LLAMA = "text_config: {vocab_size: 32064, pad_token_id: 32000, num_hidden_layers: 4}"
-GEMMA = "num_heads: 8, num_kv_heads: 1, head_dim: 256, depth: 4"
+TOWERS = "vision_overrides: [{depth: 2}, {depth: 2}]"
+LLAMA = "text_config: {vocab_size: 32064, pad_token_id: 32000, num_hidden_layers: 2}"
+GEMMA = "num_heads: 8, num_kv_heads: 1, head_dim: 256, depth: 2"
 PI0 = (
     f"vlm: {{width: 2048, mlp_dim: 16384, {GEMMA}}}, expert: {{width: 1024, mlp_dim: 4096, {GEMMA}}}, "
-    "vision: {hidden_size: 1152, num_hidden_layers: 4, num_attention_heads: 16, intermediate_size: 4304, image_size: 224, "
+    "vision: {hidden_size: 1152, num_hidden_layers: 2, num_attention_heads: 16, intermediate_size: 4304, image_size: 224, "
     "patch_size: 14}, num_steps: 4, noise_method: flow_sde, freeze_vlm: true, use_quantile_norm: true"
 )
 INTERNVL = [
     f"model.init_config.vlm_config.{part}_config.{name}={value}"
     for part, sizes in {
         "text": {
-            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 4, "num_attention_heads": 14,
+            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2, "num_attention_heads": 14,
             "num_key_value_heads": 2, "max_position_embeddings": 1024,
         },
         "vision": {
-            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16,
+            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 16,
             "image_size": "[224,224]", "patch_size": "[14,14]",
         },
     }.items()

@@ -23,10 +23,10 @@ from tests.fake_gpu.gpu import Counts, FakeGpu
 from tests.fake_gpu.runs import ActionRun, make_state
 
 QWEN = {
-    "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 2, "num_attention_heads": 12,
     "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
-"""Qwen2.5 1.5B with four layers."""
+"""Qwen2.5 1.5B with two layers."""
 NEW_TOKENS = 4
 
 

@@ -5,14 +5,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.fake_gpu.cases import CASES
 from tests.fake_gpu.child import call
 
 HERE = __name__
 RANKS = 8
 WORDS = ["experiment=libero_ppo_openvla_oft", "model.override_config={}", "model.unnorm_key=null", "cluster.device=cpu"]
 WHOLE = ["model.init_config={n_action_bins: 256}"]
-FOUR_LAYERS = CASES["openvla_oft, all weights"].settings[1:2]
+FOUR_LAYERS = [
+    "model.init_config={text_config: {vocab_size: 32064, pad_token_id: 32000, num_hidden_layers: 4}, "
+    "vision_overrides: [{depth: 4}, {depth: 4}]}"
+]
 TOLERANCE = 0.01
 """``StateBytes`` divides exactly; a shard is padded to whole rows of its tensor."""
 

@@ -1,4 +1,4 @@
-"""300 small updates in bf16 move weights as float32 training does: every family, replicas and FSDP2 shards of two ranks.
+"""100 small updates in bf16 move weights as float32 training does: every family, replicas and FSDP2 shards of two ranks.
 
 The gradients are given. Every unit of a model computes the sum of its weights times given numbers, so gathering, backward
 pass, reduction and optimiser are those of training, while the gradients are known exactly.
@@ -28,7 +28,7 @@ from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep
 from rlinf.training.train_worker import TrainWorker
 
-STEPS, RESUMED = 300, 2
+STEPS, RESUMED = 100, 2
 LEARNING_RATES = (5e-6, 2e-5)
 LANGUAGE = [
     "model.hidden_size=16", "model.init_config.text_config.hidden_size=16", "model.init_config.mlp_stem_dim=16",
@@ -55,7 +55,7 @@ ACTION = {
 TOKENS = {"HuggingFacePolicy": None, "HuggingFacePolicy, LoRA": {"rank": 4}}
 SHARDED = [*(name for name in ACTION if name != "cnn"), *TOKENS]
 """All but ``cnn``, which has no repeated blocks. ``mlp`` has no weights in 16 bits."""
-AT_BOTH = ("openvla_oft", "openvla_oft, LoRA", "pi0")
+AT_BOTH = ("openvla_oft", "pi0")
 """Shards of them are trained at both learning rates, those of others at the smaller one, whose steps are lost sooner."""
 
 

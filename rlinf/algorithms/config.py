@@ -16,6 +16,12 @@ class AnyAlgorithmConfig:
     """What the configuration of every algorithm has."""
 
     name: str = option("ppo", "Registered algorithm.")
+    preset: str | None = option(
+        None,
+        "sb3: the settings with which PPO, SAC or TD3 is Stable-Baselines3's, but for those that an experiment or the command line "
+        "sets (docs/golden.md). null: none.",
+        choices=("sb3",),
+    )
 
     def complete(self, model: Any, is_alone: Callable[[], bool]) -> None:
         """Fill in what follows from other sections; ``is_alone``: ``model`` has an encoder and no trained weights."""

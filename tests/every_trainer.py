@@ -28,6 +28,11 @@ CLONING = ["sft.num_demonstrations=8", "sft.batch_size=15"]
 ACTIONS = {
     "cloning": [*CLONING, "trainer.max_steps=0"],
     "ppo": ["algorithm.critic_warmup_steps=1", "trainer.warmup_steps=6"],
+    "normalised ppo": [
+        "model.init_config.normalize_state=true",
+        "algorithm.scale_rewards=true",
+        "algorithm.critic_warmup_steps=0",
+    ],
     "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
     "rloo": ["algorithm=rloo", "rollout.group_size=4", "algorithm.kl_coef=0.1"],
     "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],

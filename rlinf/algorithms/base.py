@@ -168,6 +168,11 @@ class Algorithm(AnyAlgorithm, ABC):
         return self.config.kl_coef > 0
 
     @property
+    def discount(self) -> float:
+        """Discount per policy call of the return by whose deviation rewards are scaled; 1 without an option ``gamma``."""
+        return getattr(self.config, "gamma", 1.0)
+
+    @property
     def max_resamples(self) -> int:
         """How many times an iteration may play new episodes to replace ``uninformative_envs``."""
         return 0

@@ -68,6 +68,11 @@ class AlgorithmConfig(AnyAlgorithmConfig):
     normalize_advantages: bool = option(
         True, "Shift and scale advantages to mean 0, deviation 1 over the whole rollout."
     )
+    scale_rewards: bool = option(
+        False,
+        "Divide rewards by the standard deviation of the running discounted return, and cut them at 10 (Engstrom et al. 2020). "
+        "Reported returns stay as they are.",
+    )
 
 
 @dataclass

@@ -107,7 +107,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def is_trained_in_full(model: Any, name: str) -> bool:
-    """Return whether the parameter ``name`` is trained in full (not adapted) alongside the LoRA adapters."""
+    """Return whether the tensor ``name`` is trained in full (not adapted) alongside the LoRA adapters."""
     return name.split(".")[0] in model.trained_in_full
 
 
@@ -127,7 +127,7 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
-    full = {name: state[name] for name, _ in model.named_parameters() if is_trained_in_full(model, name)}
+    full = {name: tensor for name, tensor in state.items() if is_trained_in_full(model, name)}
     write_safetensors(folder / ADAPTER_FILE, adapter_state_dict(model, state_dict))
     write_safetensors(folder / FULL_FILE, full)
     config = copy.copy(model.peft_config["default"])
@@ -267,7 +267,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE
     if full_file.is_file():
-        saved, own = load_file(full_file), dict(model.named_parameters())
+        saved, own = load_file(full_file), model.state_dict()
         check_loaded(saved, full_file)
         unknown = sorted(set(saved) - set(own))
         if unknown:

@@ -22,7 +22,7 @@ from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads import HEADS
 from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
-from rlinf.preflight.compatibility import check_dataset
+from rlinf.preflight.compatibility import check_dataset, check_moments
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.refuse import refuse
 
@@ -48,6 +48,7 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if policy is not None and not policy[0].implements("_propose"):
         found = f"{name} with model.model_type={config.model.model_type}, which does not implement propose"
         refuse(found, "a policy that proposes chunks and features", "algorithm=ppo")
+    check_moments(config, policy, name, "algorithm=ppo")
     if algorithm.head.name not in HEADS:
         fix = f"algorithm.head.name={closest(algorithm.head.name, HEADS) or 'residual'}"
         refuse(f"algorithm.head.name={algorithm.head.name}", f"one of {', '.join(HEADS)}", fix)

@@ -16,7 +16,7 @@ from rlinf.errors import CheckpointError
 
 
 class Reference:
-    """A copy of a model's trained weights, of this rank's shards of them, to compute with in their place.
+    """A copy of a model's trained weights, of this rank's shards of them, and of its buffers, to compute with in their place.
 
     Frozen weights exist once: with LoRA the copy holds the adapters only.
     """
@@ -24,7 +24,13 @@ class Reference:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._give_up_gathered()
-        self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self._kept = {name: tensor.detach().clone() for name, tensor in self._changing().items()}
+
+    def _changing(self) -> dict[str, Tensor]:
+        """Return the tensors of the model that training changes."""
+        trained: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        saved = self._model.state_dict().keys()
+        return trained | {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
 
     def parts(self) -> dict[str, Tensor]:
         """Return the kept weights by name, sharded as the model is; writing into them changes what is kept."""
@@ -70,9 +76,9 @@ class Reference:
     @torch.no_grad()
     def _exchange(self) -> None:
         self._give_up_gathered()
-        parameters = dict(self._model.named_parameters())
+        tensors = self._changing()
         for name, kept in self._kept.items():
-            own, other = local_part(parameters[name])[0], local_part(kept)[0]
+            own, other = local_part(tensors[name])[0], local_part(kept)[0]
             present = own.clone()
             own.copy_(other)
             other.copy_(present)

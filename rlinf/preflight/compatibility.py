@@ -106,6 +106,17 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
             check_compiler(resolve_device(config.cluster.device, 1))
 
 
+def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, found: str, fix: str) -> None:
+    """Check that a policy which normalises its state has statistics of it, where ``found`` learns without rollouts that give some."""
+    is_new = config.model.model_path is None and config.init_from is None and config.resume is None
+    if is_new and policy is not None and getattr(policy[1], "normalize_state", False):
+        required = (
+            "a policy that has been trained by RL, because only its rollouts give the mean and variance of the state"
+        )
+        cure = f"model.init_config.normalize_state=false, or {fix}, or init_from=<its checkpoint>"
+        refuse(f"model.init_config.normalize_state=true with {found}", required, cure)
+
+
 def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
     device = resolve_device(config.cluster.device, 1)

@@ -52,7 +52,11 @@ def build_manifest(
     return Manifest(
         **conditions_of(config),
         model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
-        normalization={"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key)},
+        normalization={
+            "unnorm_key": unnorm_key,
+            "statistics": statistics.get(unnorm_key),
+            **_normalized_state(config, settings),
+        },
         preprocessing={
             "image_size": config.model.image_size or settings.get("image_sizes"),
             "cameras": list(config.env.cameras),
@@ -70,6 +74,14 @@ def build_manifest(
         probe=fingerprint,
         git_revision=git_revision(),
     )
+
+
+def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return of which env the state is that a policy normalises by its running moments; a new run must have the same."""
+    if not settings.get("normalize_state"):
+        return {}
+    names = ("name", "id", "state")
+    return {"state": {name: getattr(config.env, name) for name in names if hasattr(config.env, name)}}
 
 
 def _processor_settings(processor: Any) -> dict[str, Any] | None:

@@ -59,6 +59,7 @@ def check_start(config: RunConfig, command: str) -> None:
     if seed != config.seed:
         found = f"seed={config.seed}, and {folder} was made with seed={seed}"
         refuse(found, "one seed in a run", f"seed={seed}, or for a new run {begin_again}")
+    _check_reward_scale(config, folder, state)
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     refuse_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
@@ -71,6 +72,18 @@ def check_start(config: RunConfig, command: str) -> None:
         found = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
         required = f"at least the {state['step']} iterations that it has done"
         refuse(found, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
+
+
+def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any]) -> None:
+    """Check that the rewards keep the units in which the critic of a resumed run has learnt."""
+    if state["phase"] != "rl" or state["step"] == 0:
+        return
+    before, now = (
+        each.get("scale_rewards", False) for each in (read_saved_config(folder)["algorithm"], vars(config.algorithm))
+    )
+    if before != now:
+        found = f"algorithm.scale_rewards={override_text(now)}, and {folder} was made with {override_text(before)}"
+        refuse(found, "one unit of rewards in a run", f"algorithm.scale_rewards={override_text(before)}")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:

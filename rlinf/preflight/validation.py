@@ -34,6 +34,7 @@ from rlinf.preflight.compatibility import (
     check_evaluation,
     check_inputs,
     check_model,
+    check_moments,
     check_performance,
     check_precision,
     check_rollout,
@@ -445,6 +446,7 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
         refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
+    check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"

@@ -82,6 +82,9 @@ METRICS: dict[str, Metric] = {
     "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
     "train/kl_to_reference": Metric("Estimated KL(policy || reference policy).", "nat"),
+    "train/reward_scale": Metric(
+        "Number by which rewards were divided, under `algorithm.scale_rewards`: advantages, returns and value losses are in units of it.",
+        "reward"),
     "train/advantage_mean": Metric("Mean advantage before normalisation.", "reward"),
     "train/return_mean": Metric(
         "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the "

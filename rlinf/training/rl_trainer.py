@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import AlgorithmConfig
+from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_sums
 from rlinf.cluster.players import Players
 from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed import deadlines
@@ -80,6 +81,7 @@ class RLTrainer(ActionTrainer):
         super().__init__(parts, collector)
         self.algorithm = algorithm
         self.gate = parity_gate(parts.config)
+        self.return_moments = RunningMoments(1) if algorithm.config.scale_rewards else None
         self.reference: Reference | None = None
         self._issued: dict[int, _Issued] = {}
         self._updated = False  # the policy, since the last rollout was issued
@@ -91,6 +93,8 @@ class RLTrainer(ActionTrainer):
             state.phase = "rl"
             self.worker.start_phase(rl_trainer_config(trainer, state.rollbacks))
         self._issue_again()  # before anything is saved, because a checkpoint has the rollouts under way
+        if self.return_moments is not None:
+            loop.restore(self._reward_scale())
         if trainer.on_collapse == "rollback" and state.checkpoint_name is None:
             state.start_saved = True  # to go back to, if nothing is ever better
             loop.save()
@@ -137,6 +141,8 @@ class RLTrainer(ActionTrainer):
         metrics = self._check(batch, step)
         clock.lap("logprob")
         metrics |= rollout_metrics(batch)
+        metrics |= self._scale_rewards(batch)
+        read = batch.loss_mask.clone()
         metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))
         flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
         plan = MinibatchPlan(batch.loss_mask, self.collector.blocks, config.trainer.minibatch_size, seed)
@@ -146,6 +152,7 @@ class RLTrainer(ActionTrainer):
                 updates.append(self.worker.update(flat, minibatch, algorithm, step))
                 if len(updates) == 1:
                     self.gate.check_first_update(updates[0], step)
+        self._count_states(batch, read, len(updates))
         state.policy_version += len(updates)
         self._updated |= bool(updates) and not algorithm.policy_is_frozen(step)
         clock.lap("update")
@@ -185,14 +192,44 @@ class RLTrainer(ActionTrainer):
                 self._issued[ahead.step] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Note the rollouts that are under way in the loop's state, and return the weights that play them."""
+        """Note the rollouts that are under way in the loop's state; return the weights that play them, and the scale of rewards."""
         self.loop.state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
-        return {
+        return self._reward_scale() | {
             f"{each.ahead.name}.{name}": part
             for each in self._issued.values()
             if each.weights is not None
             for name, part in each.weights.parts().items()
         }
+
+    def _reward_scale(self) -> dict[str, Tensor]:
+        """Return the statistics of returns, by which rewards are scaled, under their names in a checkpoint."""
+        found = {} if self.return_moments is None else self.return_moments.state_dict()
+        return {f"return_moments.{name}": tensor for name, tensor in found.items()}
+
+    def _scale_rewards(self, batch: RolloutBatch) -> dict[str, float]:
+        """Divide the rewards of a rollout by one number, under ``algorithm.scale_rewards`` (a collective call).
+
+        It is the deviation of the running discounted return over all rollouts, this one included (Engstrom et al. 2020, section 3).
+        One number for all keeps equal returns equal. Returns begin at 0, because a rollout begins with fresh episodes.
+        """
+        if self.return_moments is None:
+            return {}
+        sums = discounted_sums(batch.rewards, batch.episode_ids, self.algorithm.discount)
+        self.return_moments.update(sums.unsqueeze(-1), batch.loss_mask)
+        scale = float(self.return_moments.std)
+        batch.action_rewards = (batch.action_rewards / scale).clamp(-CLIP, CLIP)
+        return {"train/reward_scale": scale}
+
+    def _count_states(self, batch: RolloutBatch, read: Tensor, num_updates: int) -> None:
+        """Count the states of a rollout in the policy's statistics, if it has any (a collective call).
+
+        It follows the updates, so a rollout is scored and learnt from with the statistics with which it was played. ``read`` is the
+        ``loss_mask`` before the algorithm has dropped samples. Without an update the weights keep their version, and the policy must, too.
+        """
+        moments = self.model.input_moments
+        if moments is not None and num_updates:
+            moments.update(torch.from_numpy(batch.observation.state).unflatten(0, read.shape), read)
+            self._updated = True
 
     @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf.algorithms.running_moments import RunningMoments
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
@@ -45,7 +46,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     Attributes:
         fsdp_wrap_modules: Class names of the repeated blocks, which are sharded as units, recomputed and compiled.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
-        trained_in_full: First parts of the names of parameters that are trained, without an adapter, alongside LoRA.
+        trained_in_full: First parts of the names of tensors that training changes, without an adapter, alongside LoRA.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         processor: Prompts and images to tensors; set by ``build_policy``.
         has_logprobs: Actions have log-probabilities, so policy gradients can train it.
@@ -186,6 +187,11 @@ class ActionModel(Module, metaclass=ABCMeta):
         The default has one number for each uniform: 0 is the median of the samples.
         """
         return torch.special.ndtr(noise.double()).float()
+
+    @property
+    def input_moments(self) -> RunningMoments | None:
+        """Statistics by which the policy normalises its state, which RL updates after each iteration; None: it does not."""
+        return getattr(self, "state_moments", None)  # no class attribute: it would hide the module
 
     @property
     def feature_dim(self) -> int:

@@ -36,7 +36,7 @@ class CNNConfig(MLPConfig):
         num_words: Rows of the table of word vectors; a word's row is its CRC-32 modulo this number.
         state_dim: Width of ``Observation.state``, which is read in addition to the images; 0: not read.
         image_mean, image_std: Of images in [0, 1].
-        hidden_sizes, initial_log_std, norm_stats, architectures, dtype: See ``MLPConfig``.
+        hidden_sizes, initial_log_std, activation, value_gain, normalize_state, norm_stats, architectures, dtype: See ``MLPConfig``.
     """
 
     model_type: ClassVar[str] = "cnn"
@@ -149,7 +149,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         return [len(each.split()) for each in observation.instruction]
 
     def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
-        return _encoded(self, images, words, state)
+        return _encoded(self, images, words, self._normalized(state))
 
 
 class _Encoder(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.algorithms.running_moments import RunningMoments
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
@@ -20,6 +21,8 @@ from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+
 
 @dataclass
 class MLPConfig(PlainConfig):
@@ -29,6 +32,9 @@ class MLPConfig(PlainConfig):
         state_dim: Width of ``Observation.state``.
         hidden_sizes: Widths of the hidden layers of policy and critic.
         initial_log_std: Logarithm of the initial deviation, in normalised action units.
+        activation: Between the layers, a key of ``ACTIVATIONS``.
+        value_gain: Gain of the orthogonal initialisation of the critic's last layer.
+        normalize_state: Normalise the state by its running mean and variance over the rollouts of RL.
         norm_stats, architectures, dtype: See ``PlainConfig``.
     """
 
@@ -38,6 +44,9 @@ class MLPConfig(PlainConfig):
     state_dim: int = 1
     hidden_sizes: list[int] | None = None
     initial_log_std: float = -0.5
+    activation: str = "tanh"
+    value_gain: float = math.sqrt(2.0)
+    normalize_state: bool = False
 
     def __post_init__(self) -> None:
         self.hidden_sizes = list(self.hidden_sizes or [256, 256])
@@ -46,6 +55,12 @@ class MLPConfig(PlainConfig):
             raise field_error(
                 f"hidden_sizes is {self.hidden_sizes}; required: 1 or more each", "hidden_sizes=[256,256]"
             )
+        if self.activation not in ACTIVATIONS:
+            found = f"activation is {self.activation!r}; required: {' or '.join(ACTIVATIONS)}"
+            raise field_error(found, "activation=tanh")
+        if self.normalize_state and not self.state_dim:
+            found = f"normalize_state=true for {self.model_type} with state_dim=0; required: a state to normalise"
+            raise field_error(found, "normalize_state=false")
 
 
 class MLPForRLActionPrediction(PlainPolicy):
@@ -59,7 +74,7 @@ class MLPForRLActionPrediction(PlainPolicy):
     base_model_prefix = "mlp"
     main_input_name = "state"
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std", "state_moments")
     needs_state: ClassVar[bool] = True
     without_state: ClassVar[str] = "model=cnn"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head", "log_std")
@@ -89,10 +104,11 @@ class MLPForRLActionPrediction(PlainPolicy):
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value  # without effect here, where policy and critic share no weights
         self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
-        widths = [self._add_encoder(config), *config.hidden_sizes]
-        self.policy = _perceptron([*widths, self.num_logprobs])
+        self.state_moments = RunningMoments(config.state_dim) if config.normalize_state else None
+        widths, activation = [self._add_encoder(config), *config.hidden_sizes], ACTIVATIONS[config.activation]
+        self.policy = _perceptron([*widths, self.num_logprobs], activation)
         self.log_std = nn.Parameter(torch.full((self.num_logprobs,), float(config.initial_log_std)))
-        self.value_head = _perceptron([*widths, 1]) if value_head else None
+        self.value_head = _perceptron([*widths, 1], activation) if value_head else None
         self.post_init()
 
     def _add_encoder(self, config: MLPConfig) -> int:
@@ -101,7 +117,11 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     def _features(self, state: Tensor) -> Tensor:
         """Features ``[B, F]`` of the result of ``preprocess``."""
-        return state
+        return self._normalized(state)
+
+    def _normalized(self, state: Tensor | None) -> Tensor | None:
+        """Return the state as the network reads it."""
+        return state if state is None or self.state_moments is None else self.state_moments.normalize(state)
 
     @classmethod
     def _new_heads(cls, config: MLPConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
@@ -110,8 +130,12 @@ class MLPForRLActionPrediction(PlainPolicy):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            small = module.out_features == self.num_logprobs and module is self.policy[-1]
-            nn.init.orthogonal_(module.weight, 0.01 if small else math.sqrt(2.0))
+            gain = math.sqrt(2.0)
+            if module is self.policy[-1]:
+                gain = 0.01
+            elif self.value_head is not None and module is self.value_head[-1]:
+                gain = self.config.value_gain
+            nn.init.orthogonal_(module.weight, gain)
             nn.init.zeros_(module.bias)
         elif module is self:
             nn.init.constant_(self.log_std, self.config.initial_log_std)
@@ -221,10 +245,10 @@ def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -
     """A state needs no processor."""
 
 
-def _perceptron(widths: list[int]) -> nn.Sequential:
+def _perceptron(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:
     layers: list[nn.Module] = []
     for index, (fan_in, fan_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
-        layers += [nn.Linear(fan_in, fan_out)] + ([nn.Tanh()] if index < len(widths) - 2 else [])
+        layers += [nn.Linear(fan_in, fan_out)] + ([activation()] if index < len(widths) - 2 else [])
     return nn.Sequential(*layers)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,7 +61,11 @@ Row = dict[str, Any]
 def overrides_of(task: str, algorithm: str, seed: int, steps: int) -> list[str]:
     """Return the overrides of a run of ours; ``steps`` are rounded up to whole iterations."""
     chosen = [f"experiment=gymnasium_{task}_{algorithm}", "algorithm.preset=sb3", f"seed={seed}"]
-    chosen += [f"evaluation.num_episodes={NUM_EPISODES}", f"evaluation.num_envs={NUM_EPISODES}", "evaluation.probe=false"]
+    chosen += [
+        f"evaluation.num_episodes={NUM_EPISODES}",
+        f"evaluation.num_envs={NUM_EPISODES}",
+        "evaluation.probe=false",
+    ]
     chosen += ["cluster.num_threads=1", "trainer.save_every_minutes=0", "tracking.tensorboard=false"]
     rollout = configured(chosen).rollout
     return [*chosen, f"trainer.max_steps={-(-steps // (rollout.num_envs * rollout.num_chunks))}"]
@@ -80,10 +83,20 @@ def run_ours(overrides: list[str]) -> Row:
     """Train in a process of its own; return the curve, and seconds of training."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "run")
-        command = [sys.executable, "-m", "rlinf", "train", *overrides, f"output_dir={folder}", "tracking.progress=false"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlinf",
+            "train",
+            *overrides,
+            f"output_dir={folder}",
+            "tracking.progress=false",
+        ]
         subprocess.run(command, check=True, cwd=scratch, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = [[line["rollout/env_steps_total"], line["eval/return_mean"]] for line in lines if "eval/return_mean" in line]
+    curve = [
+        [line["rollout/env_steps_total"], line["eval/return_mean"]] for line in lines if "eval/return_mean" in line
+    ]
     seconds = sum(line.get("time/cpu_s", 0.0) for line in lines)
     return {"curve": curve, "wall_s": lines[-1]["time/total_s"], "cpu_s": seconds}
 
@@ -115,7 +128,9 @@ def replay_settings(config: Any) -> Row:
     """Return what SAC and TD3 have in common."""
     algorithm = config.algorithm
     if algorithm.updates_per_env_step != 1:
-        raise SystemExit(f"algorithm.updates_per_env_step={algorithm.updates_per_env_step}; required of this comparison: 1")
+        raise SystemExit(
+            f"algorithm.updates_per_env_step={algorithm.updates_per_env_step}; required of this comparison: 1"
+        )
     return {
         "learning_rate": algorithm.learning_rate, "buffer_size": algorithm.replay_capacity, "gamma": algorithm.gamma,
         "learning_starts": algorithm.warmup_env_steps, "batch_size": algorithm.batch_size, "tau": algorithm.tau,
@@ -231,7 +246,8 @@ def start(row: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(Path(__file__).resolve())]
+    env["PYTHONWARNINGS"] = "ignore"  # of old ids, whose numbers are published
+    command = [sys.executable, str(Path(__file__).resolve())]
     subprocess.run([*command, "--run", json.dumps(row), "--out", str(path)], check=True, env=env)
     done = json.loads(path.read_text())
     print(f"{path.stem}: {done['curve'][-1][1]:.1f} after {done['cpu_s']:.0f} s of a processor", flush=True)
@@ -245,7 +261,9 @@ def rows_in(folder: Path | None) -> list[Row]:
     """Return the recorded rows and those of a folder, which go before them."""
     found = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     found += [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))] if folder else []
-    return sorted({tuple(row[name] for name in KEY): row for row in found}.values(), key=lambda row: [row[k] for k in KEY])
+    return sorted(
+        {tuple(row[name] for name in KEY): row for row in found}.values(), key=lambda row: [row[k] for k in KEY]
+    )
 
 
 def record(rows: list[Row]) -> None:
@@ -294,10 +312,14 @@ def table(rows: list[Row]) -> str:
     for (task, algorithm, steps), group in groups_of(rows).items():
         for library, runs in group.items():
             if runs:
-                numbers = ["{:.0f} ({:.0f} to {:.0f})".format(*with_interval([[f(r) for r in runs]])) for f in (final, area)]
+                numbers = [
+                    "{:.0f} ({:.0f} to {:.0f})".format(*with_interval([[f(r) for r in runs]])) for f in (final, area)
+                ]
                 numbers += [f"{np.mean([row[name] for row in runs]):.0f}" for name in ("wall_s", "cpu_s")]
                 name = f"{task}, {algorithm}, {steps:,}"
-                lines.append(f"| {name} | {library}, {len(runs)} | {' | '.join(numbers)} | {PUBLISHED.get((task, algorithm), '')} |")
+                lines.append(
+                    f"| {name} | {library}, {len(runs)} | {' | '.join(numbers)} | {PUBLISHED.get((task, algorithm), '')} |"
+                )
     return "\n".join(lines)
 
 
@@ -382,7 +404,13 @@ def main() -> None:
     if rows:
         arguments.out.mkdir(parents=True, exist_ok=True)
         draw(rows, arguments.out / "golden.png")
-    sizes = {"tasks": tasks, "algorithms": algorithms, "seeds": arguments.seeds, "steps": arguments.steps, "runs": len(rows)}
+    sizes = {
+        "tasks": tasks,
+        "algorithms": algorithms,
+        "seeds": arguments.seeds,
+        "steps": arguments.steps,
+        "runs": len(rows),
+    }
     print(json.dumps({"name": "golden", **verdict(rows), "sizes": sizes}))
 
 

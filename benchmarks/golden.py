@@ -102,7 +102,7 @@ def run_ours(overrides: list[str]) -> Row:
 
 
 def ppo_settings(config: Any) -> Row:
-    """Return the settings of Stable-Baselines3 that are those of our configuration."""
+    """Return the settings of our configuration under the names of Stable-Baselines3."""
     algorithm, trainer, rollout, model = config.algorithm, config.trainer, config.rollout, config.model.init_config
     steps = rollout.num_envs * rollout.num_chunks
 
@@ -258,7 +258,7 @@ def path_of(row: Row, folder: Path) -> Path:
 
 
 def rows_in(folder: Path | None) -> list[Row]:
-    """Return the recorded rows and those of a folder, which go before them."""
+    """Return the recorded rows and the rows of a folder, which go before them."""
     found = json.loads(RECORD.read_text()) if RECORD.is_file() else []
     found += [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))] if folder else []
     return sorted(

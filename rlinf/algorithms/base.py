@@ -96,9 +96,10 @@ class AnyAlgorithm:
 
 
 class Algorithm(AnyAlgorithm, ABC):
-    """A policy-gradient algorithm: two methods, no I/O. Only ``compute_advantages`` may ask the other ranks.
+    """A policy-gradient algorithm, no I/O. Only ``compute_advantages`` and ``of_minibatch`` may ask the other ranks.
 
     Attributes:
+        clip_share: Share of the clip ranges in this iteration (``clip_decay``), which the trainer sets.
         needs_values: The model must have a value head.
         needs_whole_episodes: Returns count whole episodes (one episode per env and iteration).
         needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
@@ -110,6 +111,7 @@ class Algorithm(AnyAlgorithm, ABC):
     needs_whole_episodes: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     penalizes_rewards: ClassVar[bool] = False
+    clip_share: float = 1.0
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -202,6 +204,10 @@ class Algorithm(AnyAlgorithm, ABC):
         the same on all ranks. ``loss_mask`` may be cleared for samples that teach nothing.
         """
 
+    def of_minibatch(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return this rank's rows of a minibatch as the loss reads them (a collective call)."""
+        return batch
+
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
         """Return the loss of one flattened micro-batch, already divided by the counts of the whole minibatch."""
         config = self.config
@@ -217,8 +223,10 @@ class Algorithm(AnyAlgorithm, ABC):
         weights = None
         if config.tis_cap is not None:
             weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
-        bounds = (config.clip_range_low, config.clip_range_high, config.dual_clip)
-        total, sums = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, *bounds, weights)
+        low, high = self.clip_share * config.clip_range_low, self.clip_share * config.clip_range_high
+        total, sums = clipped_policy_loss(
+            logprobs, old_logprobs, advantages, mask, low, high, config.dual_clip, weights
+        )
         policy_loss = total / counts.units
         metrics = {name: value / counts.units for name, value in sums.items()}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf.optim.schedule import DECAYS
 from rlinf.options import option
 
 LEVELS = ("token", "action", "chunk")
@@ -16,6 +17,12 @@ class AnyAlgorithmConfig:
     """What the configuration of every algorithm has."""
 
     name: str = option("ppo", "Registered algorithm.")
+    preset: str | None = option(
+        None,
+        "sb3: the settings with which PPO, SAC or TD3 is Stable-Baselines3's, but for those that an experiment or the command line "
+        "sets (docs/golden.md). null: none.",
+        choices=("sb3",),
+    )
 
     def complete(self, model: Any, is_alone: Callable[[], bool]) -> None:
         """Fill in what follows from other sections; ``is_alone``: ``model`` has an encoder and no trained weights."""
@@ -36,6 +43,9 @@ class AlgorithmConfig(AnyAlgorithmConfig):
     )
     clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
     clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
+    clip_decay: str = option(
+        "none", "How both ranges decay over the iterations of a run; none: they stay.", choices=tuple(DECAYS)
+    )
     dual_clip: float | None = option(
         None,
         "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.",
@@ -59,9 +69,7 @@ class AlgorithmConfig(AnyAlgorithmConfig):
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
-    normalize_advantages: bool = option(
-        True, "Shift and scale advantages to mean 0, deviation 1 over the whole rollout."
-    )
+    normalize_advantages: bool = option(True, "Shift and scale advantages to mean 0, deviation 1.")
     scale_rewards: bool = option(
         False,
         "Divide rewards by the standard deviation of the running discounted return, and cut them at 10 (Engstrom et al. 2020). "
@@ -73,6 +81,11 @@ class AlgorithmConfig(AnyAlgorithmConfig):
 class PPOConfig(AlgorithmConfig):
     """Proximal policy optimisation (Schulman et al. 2017) with generalised advantage estimation."""
 
+    normalize_over: str = option(
+        "rollout",
+        "What normalised advantages have mean 0 and deviation 1 over: the rollout, or each minibatch by itself.",
+        choices=("rollout", "minibatch"),
+    )
     gamma: float = option(0.97, "Discount per policy call.", minimum=0, maximum=1)
     gae_lambda: float = option(0.95, "GAE lambda.", minimum=0, maximum=1)
     value_coef: float = option(0.5, "Weight of the value loss.", minimum=0)

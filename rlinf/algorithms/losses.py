@@ -54,7 +54,8 @@ def clipped_policy_loss(
         weights: Factors of the losses in the same shape, without gradient; None means 1.
 
     Returns:
-        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020) and ``clip_fraction``.
+        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020), ``clip_fraction`` (the clipped loss is the larger
+        one) and ``outside_fraction`` (the ratio is outside the bounds).
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -69,6 +70,7 @@ def clipped_policy_loss(
         metrics = {
             "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
             "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
+            "outside_fraction": (((ratio < 1 - clip_range_low) | (ratio > 1 + clip_range_high)) & mask).sum().float(),
         }
     return torch.where(mask, losses, 0.0).sum(), metrics
 

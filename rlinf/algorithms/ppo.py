@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from rlinf.algorithms.advantages import gae
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.algorithms.config import PPOConfig
 from rlinf.algorithms.losses import value_loss
-from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize
+from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize, normalize_rows
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
@@ -36,8 +37,15 @@ class PPO(Algorithm):
             "train/advantage_mean": masked_mean(per_action, action_mask),
             "train/return_mean": masked_mean(batch.returns, mask),
         }
-        batch.advantages = masked_normalize(per_action, action_mask) if config.normalize_advantages else per_action
+        over_rollout = config.normalize_advantages and config.normalize_over == "rollout"
+        batch.advantages = masked_normalize(per_action, action_mask) if over_rollout else per_action
         return metrics
+
+    def of_minibatch(self, batch: RolloutBatch) -> RolloutBatch:
+        if not self.config.normalize_advantages or self.config.normalize_over == "rollout":
+            return batch
+        mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+        return replace(batch, advantages=normalize_rows(batch.advantages, mask))
 
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
         config = self.config

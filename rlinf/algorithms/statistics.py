@@ -38,6 +38,25 @@ def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Ten
     return torch.where(mask, normal, 0.0).to(advantages.dtype)
 
 
+def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Shift and scale the rows of a minibatch, of which each rank has any number, as ``masked_normalize`` does a rollout.
+
+    The deviation is the sample's (``n - 1``), as in Stable-Baselines3; a single element stays as it is. Both arguments are ``[N, C]``.
+    """
+    valid = torch.where(mask, advantages, 0.0).double()
+    total, count = _sums(valid, mask.double())
+    if count < 2:
+        return advantages
+    centred = torch.where(mask, valid - total / count, 0.0)
+    (squares,) = _sums(centred**2)
+    return (centred / ((squares / (count - 1)) ** 0.5 + eps)).to(advantages.dtype)
+
+
+def _sums(*values: Tensor) -> list[float]:
+    """Return the sum of each tensor over all ranks."""
+    return sum_blocks(torch.stack([each.sum() for each in values]).unsqueeze(0)).tolist()
+
+
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Return ``1 - Var[returns - values] / Var[returns]`` over the elements in ``mask`` of all ranks, ``[T, B]``.
 

@@ -54,6 +54,7 @@ def collector_factory(
         temperature=rollout.temperature,
         num_worker_threads=num_worker_threads,
         offload_envs=rollout.offload_envs,
+        continue_episodes=rollout.continue_episodes,
         device=resolve_device(config.cluster.device, 1),
     )
 

@@ -23,6 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
 from rlinf.config.plugins import load_plugins
+from rlinf.config.presets import KEY as PRESET
+from rlinf.config.presets import apply_preset
 from rlinf.config.saved_code import check_code, leaves, literal
 from rlinf.config.schema import (
     REGISTRIES,
@@ -112,7 +114,10 @@ def _load_named_plugins(overrides: list[str]) -> None:
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line."""
+    """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line.
+
+    Then set what ``algorithm.preset`` stands for. Values that were typed, or that the experiment has, go before it.
+    """
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
     for section in REGISTRIES if typed.get(search.GROUP) else ():
         if not isinstance(typed.get(section), str):  # the experiment's own choice
@@ -128,7 +133,10 @@ def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
                 f"left out of the experiment, because {section}={name} has no such keys: {', '.join(lacks)}",
                 file=sys.stderr,
             )
-    return composed
+    path = search.find_experiment(str(typed.get(search.GROUP)))
+    given = {} if path is None else OmegaConf.to_container(OmegaConf.load(path))
+    sections = (*given.items(), *typed.items())
+    return apply_preset(composed, {key for name, value in sections for key, _ in leaves(value, name)})
 
 
 def _compose(overrides: list[str], root: str) -> DictConfig:
@@ -281,6 +289,8 @@ def compose_on_saved(
     for override in parsed:
         if override not in groups:
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    if PRESET in typed:
+        apply_preset(config, typed)
     name = str(config.get("experiment_name", "default"))
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(f"experiment_name is '{name}', which leads out of outputs. Set experiment_name=<a name>")

@@ -29,6 +29,10 @@ class TrainerConfig:
     )
     lr_min_factor: float = option(0.0, "Smallest share of the learning rates while they decay.", minimum=0, maximum=1)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=1e-6)
+    clip_together: bool = option(
+        False,
+        "Policy and value head share one norm; false: each has its own, so that value errors do not slow the policy.",
+    )
     parity_max_gap: float | None = option(
         None,
         "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest. Above it the run stops: in float32 "

@@ -89,6 +89,7 @@ def _check_run(config: RunConfig, name: str) -> None:
         ),
         ("rollout.group_size", rollout.group_size, 1, "episodes of their own, because none are compared"),
         ("rollout.auto_reset", rollout.auto_reset, True, "envs that begin the next episode by themselves"),
+        ("rollout.continue_episodes", rollout.continue_episodes, False, "an iteration that begins with new episodes"),
         ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "a policy in one piece"),
         ("trainer.cpu_offload", config.trainer.cpu_offload, False, "a policy in one piece"),
     ):

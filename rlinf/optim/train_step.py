@@ -51,6 +51,7 @@ class TrainStep:
         max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
         warmup_steps: Steps over which the learning rates rise linearly to the optimiser's.
         parts: Masters that are clipped together; None: all of them are one part.
+        clips_together: Clip all parts by the norm of all gradients.
         parallel: How the ranks hold the model, whose gradients are summed over them; None: the caller sums.
         norm_of: Returns the norm of the gradients of a part over all ranks.
 
@@ -68,11 +69,12 @@ class TrainStep:
         *,
         warmup_steps: int = 0,
         parts: Sequence[Sequence[nn.Parameter]] | None = None,
+        clips_together: bool = False,
         parallel: Parallel | None = None,
         norm_of: Callable[[list[nn.Parameter]], Tensor] = grad_norm,
     ) -> None:
         self.optimizer = optimizer
-        self.max_grad_norm, self.warmup_steps = max_grad_norm, warmup_steps
+        self.max_grad_norm, self.warmup_steps, self.clips_together = max_grad_norm, warmup_steps, clips_together
         self.parts = [optimizer.masters] if parts is None else parts
         self.parallel, self.norm_of = parallel, norm_of
         self.num_steps, self.decay = 0, 1.0
@@ -141,7 +143,7 @@ class TrainStep:
         if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
         for part, norm in zip(norms.parts, norms.norms, strict=True):
-            clip_gradients(part, norm, self.max_grad_norm)
+            clip_gradients(part, norms.total if self.clips_together else norm, self.max_grad_norm)
         self.step(moves=any(norms.parts))
         return self.grad_norm
 

@@ -298,6 +298,7 @@ def check_batches(config: RunConfig) -> None:
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
     check_rollout_processes(config)
+    check_continued(config)
     check_staleness(config)
     samples = rollout.num_envs * rollout.num_chunks
     if minibatch % ranks:
@@ -321,6 +322,19 @@ def check_blocks(config: RunConfig) -> None:
         share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
         fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
         refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
+
+
+def check_continued(config: RunConfig) -> None:
+    """Check that the simulators keep the episodes that go on in the next iteration."""
+    rollout, cluster = config.rollout, config.cluster
+    for key, value, wanted, required in (
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that begin the next episode by themselves"),
+        ("rollout.offload_envs", rollout.offload_envs, False, "simulators that stay"),
+        ("cluster.placement", cluster.placement, "colocated", "players that are not replaced"),
+    ):
+        if rollout.continue_episodes and value != wanted:
+            found = f"rollout.continue_episodes=true with {key}={override_text(value)}"
+            refuse(found, required, f"rollout.continue_episodes=false, or {key}={override_text(wanted)}")
 
 
 def check_rollout_processes(config: RunConfig) -> None:

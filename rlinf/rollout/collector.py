@@ -3,7 +3,8 @@
 The envs are split over worker threads. Each thread acts and steps in turn, so one thread's simulator runs while another
 thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers
 follow from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the
-iteration alone; how the envs are split over threads and ranks only changes the rounding of matrix products.
+iteration alone; how the envs are split over threads and ranks only changes the rounding of matrix products. With
+``continue_episodes``, it also depends on where the rollout before has ended.
 
 When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the
 lost episode stays in the batch with ``loss_mask`` false.
@@ -64,6 +65,11 @@ class _WorkerThread:
     env: VectorEnv
     executor: ThreadPoolExecutor
     lane: Lane
+    rollout: _Rollout | None = None  # the present one
+    observation: Observation | None = None  # of episodes that go on
+
+    def next_episode(self, row: int) -> EpisodeSpec:  # under auto-reset
+        return self.rollout.next_episode(row)
 
 
 class _Recorder:
@@ -113,6 +119,7 @@ class RolloutCollector:
         num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
+        continue_episodes: Episodes that run at the end of a rollout go on in the next one.
         device: Of the policy, ``cpu`` or ``cuda``.
     """
 
@@ -127,6 +134,7 @@ class RolloutCollector:
     num_ranks: int = 1
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     offload_envs: bool = False
+    continue_episodes: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -193,12 +201,14 @@ class RolloutCollector:
             if not len(ids):
                 continue
             rollout = _Rollout(
-                self, thread.env, thread.lane, model, recorder, env_ids=ids, columns=columns,
+                self, thread, model, recorder, env_ids=ids, columns=columns,
                 uniforms=self._uniforms(ids, model.num_uniforms, step, attempt), step=step, attempt=attempt,
                 policy_version=policy_version,
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
+            rollout.observation, thread.observation = thread.observation, None  # after an error, episodes begin again
+            thread.rollout = rollout
         try:
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
@@ -208,6 +218,9 @@ class RolloutCollector:
             raise
         finally:
             torch.set_num_threads(num_threads)
+        for _, rollout in rollouts:
+            rollout.thread.observation = rollout.observation if self.continue_episodes else None
+            rollout.thread.rollout = None  # which holds the pictures
         return RolloutBatch.concatenate(parts, recorder.observation())
 
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
@@ -239,8 +252,7 @@ class _Rollout:
     """
 
     collector: RolloutCollector
-    env: VectorEnv
-    lane: Lane
+    thread: _WorkerThread
     model: ActionModel
     recorder: _Recorder
     _: KW_ONLY
@@ -253,6 +265,8 @@ class _Rollout:
     num_torch_threads: int
 
     def __post_init__(self) -> None:
+        self.env, self.lane = self.thread.env, self.thread.lane
+        self.observation: Observation | None = None  # the present one of the rows
         count = len(self.env_ids)
         self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each row
         self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each row
@@ -261,15 +275,18 @@ class _Rollout:
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
-        """Reset each env to its first episode of this iteration."""
+        """Reset each env to its first episode of this iteration, unless episodes go on."""
+        if self.observation is not None:
+            return self.observation
         sampler = self.collector.sampler
         episodes = [sampler.spec(self.step, int(i), 0, self.attempt) for i in self.env_ids]
         idle = [None] * (self.env.num_envs - len(episodes))
-        options = {"episodes": [*episodes, *idle], "next_episode": self._next_episode}
+        options = {"episodes": [*episodes, *idle], "next_episode": self.thread.next_episode}
         self.observation, _ = self.env.reset(options=options)
         return self.observation
 
-    def _next_episode(self, row: int) -> EpisodeSpec:  # under auto-reset
+    def next_episode(self, row: int) -> EpisodeSpec:
+        """Return the next episode of a row, under auto-reset."""
         self.positions[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 

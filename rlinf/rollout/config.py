@@ -26,6 +26,11 @@ class RolloutConfig:
         choices=("random", "ordered", "fixed"),
     )
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
+    continue_episodes: bool = option(
+        False,
+        "An episode that runs at the end of an iteration goes on in the next one; false: every iteration begins new ones. A resumed run "
+        "begins new ones either way. Required: rollout.auto_reset, and simulators that stay.",
+    )
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
     offload_envs: bool = option(
         False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."

@@ -78,6 +78,7 @@ METRICS: dict[str, Metric] = {
         "`logging.report_entropy`.", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
     "train/clip_fraction": Metric("Share of importance ratios at which the clipped loss is the larger one.", "1"),
+    "train/outside_fraction": Metric("Share of importance ratios outside the clip range, on either side.", "1"),
     "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
     "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),

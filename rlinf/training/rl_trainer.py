@@ -26,6 +26,7 @@ from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.optim.reference import Reference
+from rlinf.optim.schedule import learning_rate
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import EXCEEDED, importance_ratios
@@ -130,6 +131,7 @@ class RLTrainer(ActionTrainer):
         config, state, algorithm = self.parts.config, self.loop.state, self.algorithm
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
+        algorithm.clip_share = learning_rate(step, self.num_steps, decay=algorithm.config.clip_decay)
         self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)

@@ -122,7 +122,12 @@ class TrainWorker:
         # The value head learns at its own pace: clipped with the policy, a large value error would shrink the policy's step.
         parts = (self.policy_masters, self.value_masters)
         self.train_step = TrainStep(
-            optimizer, config.max_grad_norm, warmup_steps=config.warmup_steps, parts=parts, parallel=self.parallel
+            optimizer,
+            config.max_grad_norm,
+            warmup_steps=config.warmup_steps,
+            parts=parts,
+            clips_together=config.clip_together,
+            parallel=self.parallel,
         )
         self._has_learnt = False  # a gradient has reached the policy
 
@@ -187,7 +192,8 @@ class TrainWorker:
         """
         self.model.train()
         rows = minibatch.rows
-        own = batch.select(rows, observation=False)  # a rank copies the pictures of its micro-batches only
+        # A rank copies the pictures of its micro-batches only.
+        own = algorithm.of_minibatch(batch.select(rows, observation=False))
         counts = LossCounts.of(own, algorithm.config).over_ranks()
 
         sent = cache(own.to)

@@ -92,7 +92,7 @@ def test_loss_of_actions_by_hand():
         {
             "policy_loss": policy_loss, "entropy": 0.5, "kl_to_reference": kl,
             "loss": policy_loss - 0.1 * 0.5 + 0.2 * kl, "approx_kl": 1.1025 - 1 - 2 * math.log(1.05),
-            "clip_fraction": 0.0,
+            "clip_fraction": 0.0, "outside_fraction": 0.0,
         },
         rel=1e-4,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 import rlinf.config
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
+from rlinf.config.presets import PRESETS
 from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
 from rlinf.config.training import ClusterConfig
@@ -78,6 +79,26 @@ def test_choosing_an_algorithm_brings_its_dataclass_and_its_rollout():
     assert type(rloo.algorithm) is RLOOConfig and rloo.rollout == grpo.rollout
     assert type(reinforce_pp.algorithm) is ReinforcePPConfig
     assert reinforce_pp.rollout == replace(ppo.rollout, auto_reset=False)
+
+
+def test_a_preset_sets_what_was_not_set_explicitly(tmp_path):
+    bare = compose_config(["algorithm.preset=sb3", "algorithm.gamma=0.5", "trainer.adam_eps=1.0e-7"])
+    assert (bare.algorithm.gamma, bare.trainer.adam_eps) == (0.5, 1e-7)
+    given = {"algorithm.gamma", "trainer.adam_eps"}
+    assert all(OmegaConf.select(bare, key) == value for key, value in PRESETS["sb3"]["ppo"].items() if key not in given)
+    (tmp_path / "mine.yaml").write_text("algorithm: {preset: sb3, gae_lambda: 0.8}\ntrainer: {clip_together: false}\n")
+    mine = compose_config(["experiment=mine", "algorithm.normalize_over=rollout"], str(tmp_path))
+    found = (mine.algorithm.gae_lambda, mine.trainer.clip_together, mine.algorithm.normalize_over, mine.algorithm.gamma)
+    assert found == (0.8, False, "rollout", 0.99)
+    head = compose_config(["algorithm=sac", "algorithm.preset=sb3", "algorithm.head.hidden_size=7"]).algorithm.head
+    assert (head.hidden_size, head.layer_norm) == (7, False)
+    saved = to_mapping(build_config(compose_config(["algorithm.gamma=0.5"])))
+    assert compose_on_saved(saved, ["algorithm.preset=sb3", "algorithm.gae_lambda=0.9"]).algorithm.gamma == 0.99
+    assert compose_config().trainer.adam_eps == 1e-8  # the control: no preset
+    with pytest.raises(ConfigError, match=r"algorithm=grpo; required: one of ppo, sac, td3"):
+        compose_config(["algorithm=grpo", "algorithm.preset=sb3"])
+    for settings in PRESETS["sb3"].values():
+        assert all("." in key for key in settings)
 
 
 def test_seed_template_holds_the_fourteen_keys_as_they_stand():

@@ -77,6 +77,10 @@ CASES = {
     "processes and threads": (["rollout.worker_processes=2", "rollout.num_lanes=2"], "rollout.num_lanes=2"),
     "processes for an engine": (
         ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
+    "episodes that go on without their simulators": (
+        ["rollout.continue_episodes=true", "rollout.offload_envs=true"], "rollout.offload_envs=true"),
+    "whole episodes that go on": (
+        ["rollout.auto_reset=false", "rollout.continue_episodes=true"], "rollout.auto_reset=false"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
     "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts that the ranks play"),
     "older weights without a correction": (["cluster.max_staleness=1", "rollout.worker_processes=1"], "algorithm.tis_cap=null"),

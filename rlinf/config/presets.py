@@ -1,0 +1,82 @@
+"""Settings with which an algorithm is another library's: ``algorithm.preset`` sets them together (docs/golden.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlinf.errors import ConfigError
+
+KEY = "algorithm.preset"
+
+_SAC_AND_TD3 = {
+    "algorithm.gamma": 0.99,
+    "algorithm.tau": 0.005,
+    "algorithm.batch_size": 256,
+    "algorithm.replay_capacity": 1_000_000,
+    "algorithm.warmup_env_steps": 100,
+    "algorithm.updates_per_env_step": 1.0,
+    "algorithm.head.hidden_size": 256,
+    "algorithm.head.layer_norm": False,
+}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "sb3": {
+        "ppo": {
+            "algorithm.update_epochs": 10,
+            "algorithm.gamma": 0.99,
+            "algorithm.gae_lambda": 0.95,
+            "algorithm.value_coef": 1.0,
+            "algorithm.normalize_over": "minibatch",
+            "algorithm.critic_warmup_steps": 0,
+            "algorithm.old_logprobs": "rollout",
+            "algorithm.entropy_level": "action",
+            "rollout.continue_episodes": True,
+            "trainer.minibatch_size": 64,
+            "trainer.learning_rate": 3e-4,
+            "trainer.value_learning_rate": 3e-4,
+            "trainer.adam_beta2": 0.999,
+            "trainer.adam_eps": 1e-5,
+            "trainer.max_grad_norm": 0.5,
+            "trainer.clip_together": True,
+        },
+        "sac": _SAC_AND_TD3
+        | {
+            "algorithm.learning_rate": 3e-4,
+            "algorithm.initial_alpha": 1.0,
+            "algorithm.entropy_in_target": True,
+            "algorithm.policy_value": "min",
+            "algorithm.critic_loss_weight": 0.5,
+            "algorithm.head.log_std_min": -20.0,
+            "algorithm.head.log_std_max": 2.0,
+            "algorithm.head.tanh_epsilon": 1e-6,
+        },
+        "td3": _SAC_AND_TD3
+        | {
+            "algorithm.learning_rate": 1e-3,
+            "algorithm.policy_value": "first",
+            "algorithm.target_policy": True,
+            "algorithm.target_every": 2,
+        },
+    }
+}
+"""By the name of the preset and of the algorithm: dotted key to value."""
+
+
+def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
+    """Set the values of ``algorithm.preset``, if there is one, but for the keys that were set explicitly.
+
+    Raise ConfigError for an algorithm of which the preset has no values.
+    """
+    preset, name = (OmegaConf.select(composed, key) for key in (KEY, "algorithm.name"))
+    if preset not in PRESETS:  # none, or a word that the option refuses
+        return composed
+    if name not in PRESETS[preset]:
+        known = ", ".join(PRESETS[preset])
+        raise ConfigError(f"{KEY}={preset} with algorithm={name}; required: one of {known}. Set {KEY}=null")
+    for key, value in PRESETS[preset][name].items():
+        if key not in explicit:
+            OmegaConf.update(composed, key, value)
+    return composed

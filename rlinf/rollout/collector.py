@@ -208,7 +208,6 @@ class RolloutCollector:
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
             rollout.observation, thread.observation = thread.observation, None  # after an error, episodes begin again
-            thread.rollout = rollout
         try:
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
@@ -276,6 +275,7 @@ class _Rollout:
 
     def start(self) -> Observation:
         """Reset each env to its first episode of this iteration, unless episodes go on."""
+        self.thread.rollout = self  # in this thread: a rollout that failed may still play its last call
         if self.observation is not None:
             return self.observation
         sampler = self.collector.sampler

@@ -158,9 +158,9 @@ def test_metrics_of_the_clipped_loss_by_hand():
         reference_logprobs=torch.tensor([[0.0, -0.5, 0.0], [0.0, -LOG(2), 0.0]]),
     )
     kl, root = {2: 1 - LOG(2), 0.5: LOG(2) - 0.5}, math.sqrt(2)
-    for level, approx_kl, clipped, policy_loss in (
-        ("token", (kl[2] + kl[0.5]) / 3, 1 / 3, -(1.2 + 1 + 0.5) / 3),
-        ("sequence", (root - 1 - LOG(2) / 2 + kl[0.5]) / 2, 1 / 2, -(2 * 1.2 + 0.5) / 3),
+    for level, approx_kl, clipped, outside, policy_loss in (
+        ("token", (kl[2] + kl[0.5]) / 3, 1 / 3, 2 / 3, -(1.2 + 1 + 0.5) / 3),
+        ("sequence", (root - 1 - LOG(2) / 2 + kl[0.5]) / 2, 1 / 2, 1, -(2 * 1.2 + 0.5) / 3),
     ):
         loss_fn = GRPOLossFn(ratio_level=level, kl_coef=0.5, kl_estimator="k1")
         output = loss_fn.from_logprobs(logprobs, data, loss_fn.counts(data))
@@ -170,6 +170,7 @@ def test_metrics_of_the_clipped_loss_by_hand():
             {
                 "approx_kl": approx_kl,
                 "clip_fraction": clipped,
+                "outside_fraction": outside,
                 "policy_loss": policy_loss,
                 "kl_to_reference": reference,
             },

@@ -33,7 +33,7 @@ def offered(line, capsys):
         ("rlinf sft trainer.max_st", ["trainer.max_steps="]),
         ("rlinf train cluster.dead", ["cluster.deadlines."]),
         ("rlinf train cluster.deadlines.pu", ["cluster.deadlines.push="]),
-        ("rlinf train algorithm=grpo algorithm.scale", ["algorithm.scale_by_std="]),
+        ("rlinf train algorithm=grpo algorithm.scale_b", ["algorithm.scale_by_std="]),
         (
             "rlinf train experiment=metaworld_residual algorithm.ta",
             ["algorithm.tau=", "algorithm.target_every=", "algorithm.target_entropy="],

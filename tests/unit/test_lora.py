@@ -214,7 +214,7 @@ def test_a_model_names_what_is_trained_beside_its_adapters(tmp_path):
     model = mlp()
     assert {name.split(".")[0] for name in trained(model)} == {"policy", "value_head", "log_std"} and type(
         model
-    ).trained_in_full == ("value_head", "log_std")
+    ).trained_in_full == ("value_head", "log_std", "state_moments")
     assert not any(p.requires_grad for name, p in model.named_parameters() if "base_layer" in name)
     assert not any(".lora_" in name for name in model.state_dict() if is_trained_in_full(model, name))
     with torch.no_grad():
@@ -224,13 +224,15 @@ def test_a_model_names_what_is_trained_beside_its_adapters(tmp_path):
     assert not torch.equal(mlp().log_std, model.log_std), "control: a fresh one differs"
 
 
-def test_buffers_of_what_is_trained_in_full_are_not_part_of_an_adapter(tmp_path):
+def test_buffers_of_what_is_trained_in_full_are_part_of_an_adapter(tmp_path):
     model = mlp()
     model.value_head.register_buffer("counts", torch.ones(3))
+    model.value_head.register_buffer("scratch", torch.ones(3), persistent=False)
     save_adapter(model, tmp_path)
     names = {name for name, _ in model.named_parameters() if is_trained_in_full(model, name)}
-    assert set(load_file(tmp_path / FULL_FILE)) == names
-    mlp(lora_path=str(tmp_path))
+    assert set(load_file(tmp_path / FULL_FILE)) == names | {"value_head.counts"}
+    with pytest.raises(CheckpointError, match=r"value_head\.counts.*which the model does not have"):
+        mlp(lora_path=str(tmp_path))
 
 
 def test_merge_check_reads_what_a_continuous_policy_predicts(monkeypatch):

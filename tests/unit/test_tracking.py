@@ -32,7 +32,7 @@ eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/pre
 throughput/tokens_per_s throughput/mfu
 rollout/base_calls_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline
 rollout/base_calls_total rollout/base_chosen rollout/correction rollout/transitions train/critic_loss train/q_mean train/target_mean train/alpha train/at_bound
-train/correction train/q_first train/return_first train/updates_total
+train/reward_scale train/correction train/q_first train/return_first train/updates_total
 """.split()
 
 

@@ -246,7 +246,6 @@ def start(row: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    env["PYTHONWARNINGS"] = "ignore"  # of old ids, whose numbers are published
     command = [sys.executable, str(Path(__file__).resolve())]
     subprocess.run([*command, "--run", json.dumps(row), "--out", str(path)], check=True, env=env)
     done = json.loads(path.read_text())

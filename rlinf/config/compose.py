@@ -116,7 +116,7 @@ def _load_named_plugins(overrides: list[str]) -> None:
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """Leave out the keys of an experiment that the env or algorithm typed beside it lacks, and tell them on one line.
 
-    Then set what ``algorithm.preset`` stands for. Values that were typed, or that the experiment has, go before it.
+    Then set the values of ``algorithm.preset``, except those that were typed or that the experiment has.
     """
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
     for section in REGISTRIES if typed.get(search.GROUP) else ():

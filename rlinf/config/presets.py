@@ -68,7 +68,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
     """Set the values of ``algorithm.preset``, if there is one, but for the keys that were set explicitly.
 
-    Raise ConfigError for an algorithm of which the preset has no values.
+    Raise ConfigError for an algorithm without values in the preset.
     """
     preset, name = (OmegaConf.select(composed, key) for key in (KEY, "algorithm.name"))
     if preset not in PRESETS:  # none, or a word that the option refuses

@@ -77,7 +77,7 @@ def build_manifest(
 
 
 def _normalized_state(config: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return of which env the state is that a policy normalises by its running moments; a new run must have the same."""
+    """Return the env whose states a policy normalises by its running moments; a new run must have the same env."""
     if not settings.get("normalize_state"):
         return {}
     names = ("name", "id", "state")

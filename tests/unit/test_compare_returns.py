@@ -1,4 +1,4 @@
-"""Returns compared episode by episode: sign test, bootstrap and what is printed, by hand and by enumeration."""
+"""Returns compared episode by episode: sign test, bootstrap and printed lines, by hand and by enumeration."""
 
 import itertools
 import json

@@ -60,7 +60,8 @@ def clipped_policy_loss(
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    bounded = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    clipped = -advantages * bounded
     losses = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
@@ -70,7 +71,7 @@ def clipped_policy_loss(
         metrics = {
             "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
             "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
-            "outside_fraction": (((ratio < 1 - clip_range_low) | (ratio > 1 + clip_range_high)) & mask).sum().float(),
+            "outside_fraction": (bounded != ratio).sum().float(),  # a masked ratio is 1
         }
     return torch.where(mask, losses, 0.0).sum(), metrics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import gymnasium
@@ -105,7 +106,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def all_task_names(cls, config: EnvConfig) -> list[str]:
         """Return the names of all tasks of the suite, without the ``config.tasks`` filter."""
 
-    @property
+    @cached_property
     def state_dim(self) -> int:
         """``S``, the width of ``Observation.state``; 0 if it is None. Override this or ``state_width``."""
         if (width := self.state_width(self.config)) is None:
@@ -371,15 +372,16 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         last = self._observation.select(final_ids) if len(final_ids) else None
         ended = [(int(row), self._specs[row]) for row in final_ids]
         episodes = [self._stats.result_of(row, spec, self.task_names[spec.task_id]) for row, spec in ended]
-        if self.auto_reset:
-            self._start(final_ids, [self._next_episode(row) for row, _ in ended])
-        else:
+        if not self.auto_reset:
             self._finished[final_ids] = True
+        elif ended:
+            self._start(final_ids, [self._next_episode(row) for row, _ in ended])
         lost_ids = np.flatnonzero(self._lost & running & ~(terminated | truncated))
-        rewards[lost_ids], executed[lost_ids], success[lost_ids] = 0.0, False, False
-        self._begin(lost_ids)  # their simulators already are in the first state of the episode
+        if len(lost_ids):
+            rewards[lost_ids], executed[lost_ids], success[lost_ids] = 0.0, False, False
+            self._begin(lost_ids)  # their simulators already are in the first state of the episode
         self._lost[:] = False
-        self._show(np.union1d(final_ids, lost_ids) if self.auto_reset else lost_ids)
+        self._show(np.sort(np.concatenate([final_ids, lost_ids])) if self.auto_reset else lost_ids)
         return ChunkStep(
             self._observation, rewards, executed, terminated, truncated, success, final_ids, last, episodes, lost_ids
         )

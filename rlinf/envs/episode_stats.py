@@ -51,7 +51,8 @@ class EpisodeStats:
 
     def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
         """Count numbers ``beyond`` the bounds among the actions ``given`` (``[K, C, D]``) that were ``executed`` (``[K, C]``)."""
-        self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
+        if beyond.any():
+            self._clipped[ids] += (beyond & executed[..., None]).mean(2).sum(1)
         largest = np.where(executed[..., None], np.abs(given), 0).max((1, 2))
         self._max_abs[ids] = np.maximum(self._max_abs[ids], largest)
 

@@ -313,7 +313,8 @@ class _Rollout:
                     seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
                     seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
                     self.recorder.write(t, self.columns.start + live, seen)
-                    inputs = {"uniforms": self.lane.send(self.uniforms[t, live]), **model.preprocess(seen)}
+                    drawn = self.uniforms[t] if len(live) == count else self.uniforms[t, live]
+                    inputs = {"uniforms": self.lane.send(drawn), **model.preprocess(seen)}
                     with record_function("policy call"):
                         prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
                         sampled = prediction.sequences[:, -model.num_sampled :]
@@ -333,14 +334,14 @@ class _Rollout:
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
                 episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
-                lost = chunk.lost_env_ids
-                # The actions of a lost episode led to no return, so the loss must not see them.
-                self.lost_episode_ids += episode_ids[-1][lost].tolist()
-                # Only first episodes count as results. A crash takes all rows of its process with it, so what had ended by
-                # then is mostly quick successes, and so are the second tries that end in time. Counting either would bias
-                # the success rate: drop the results of the whole process.
-                self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
-                self.num_restarts[lost] += 1  # a new episode id for the second try
+                if len(lost := chunk.lost_env_ids):
+                    # The actions of a lost episode led to no return, so the loss must not see them.
+                    self.lost_episode_ids += episode_ids[-1][lost].tolist()
+                    # Only first episodes count as results. A crash takes all rows of its process with it, so what had ended by
+                    # then is mostly quick successes, and so are the second tries that end in time. Counting either would bias
+                    # the success rate: drop the results of the whole process.
+                    self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
+                    self.num_restarts[lost] += 1  # a new episode id for the second try
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunk.terminated | chunk.truncated)[:count]

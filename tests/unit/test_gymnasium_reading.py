@@ -172,7 +172,12 @@ def test_a_success_that_is_not_told_is_no_number_anywhere(tmp_path):
     assert [row["success"] for row in data["results"]] == [None, None]
     assert EvaluationResult.from_json(path).as_dict() == data and Success.from_dict(data) == untold.total
     assert (told.success_rate, told.successes, told.as_dict()["results"][0]["success"]) == (1.0, 2, True), "control"
-    old = {**data, "success_rate": 0.0, "successes": 0, "results": [{**row, "success": False} for row in data["results"]]}
+    old = {
+        **data,
+        "success_rate": 0.0,
+        "successes": 0,
+        "results": [{**row, "success": False} for row in data["results"]],
+    }
     path.write_text(json.dumps(old))
     assert EvaluationResult.from_json(path).as_dict() == data, "a file of before"
 

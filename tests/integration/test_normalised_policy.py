@@ -48,8 +48,8 @@ def trained(folder: Path, *words: str) -> Path:
 def runs(tmp_path_factory) -> dict[str, Path]:
     """PPO, and a residual head on its policy; both in two halves."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, words in (("ppo", PPO), ("head", [*HEAD, f"init_from={folder / 'ppo'}"])):
-        trained(folder / name, *words, "trainer.max_steps=1")
+    for name, words, source in (("ppo", PPO, "null"), ("head", HEAD, folder / "ppo")):
+        trained(folder / name, *words, f"init_from={source}", "trainer.max_steps=1")
         trained(folder / name, *words, f"resume={folder / name}")
     return {name: folder / name for name in ("ppo", "head")}
 

@@ -8,7 +8,7 @@ networks ([256, 256], tanh), the same number of env steps per update phase and o
 
 The peer runs twice, with its own defaults (10 epochs, batches of 64, learning rate 3e-4, gamma 0.99) and with the values of our
 experiment; the better median counts. Both policies are evaluated after every update phase on the same 100 episodes, greedily;
-this time does not count. ``--against REF`` also compares our env steps per second of training with those of a git ref.
+this time does not count. Beside other work, processor seconds are what counts. ``--against REF`` also compares our env steps per second of training with those of a git ref.
 Ratios are peer / ours: above 1 means that ours needs less.
 """
 
@@ -39,14 +39,16 @@ def train(folder: Path, root: Path, *overrides: str) -> list[dict]:
 
 
 def ours(seed: int, folder: Path) -> dict[str, float]:
-    """Train until the target; return env steps and seconds of training."""
+    """Train until the target; return env steps, seconds and processor seconds of training."""
     lines = train(
         folder, ROOT, f"seed={seed}", "trainer.eval_every=1", f"trainer.target_success_rate={TARGET}",
         f"evaluation.num_episodes={NUM_EPISODES}",
     )  # fmt: skip
+    cpu_s = 0.0
     for line in lines:
+        cpu_s += line.get("time/cpu_s", 0.0)
         if line.get("eval/success_rate", 0.0) >= TARGET:
-            return {"env_steps": line["rollout/env_steps_total"], "seconds": line["time/total_s"]}
+            return {"env_steps": line["rollout/env_steps_total"], "seconds": line["time/total_s"], "cpu_s": cpu_s}
     raise SystemExit(f"seed {seed} did not reach {TARGET:.0%}: {folder}")
 
 
@@ -135,13 +137,14 @@ def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
 
         def __init__(self) -> None:
             super().__init__()
-            self.seconds, self.since, self.rate = 0.0, 0.0, 0.0
+            self.seconds, self.cpu_s, self.rate = 0.0, 0.0, 0.0
 
         def _on_training_start(self) -> None:
-            self.since = time.perf_counter()
+            self.since = (time.perf_counter(), time.process_time())
 
         def _on_rollout_start(self) -> None:
-            self.seconds += time.perf_counter() - self.since
+            self.seconds += time.perf_counter() - self.since[0]
+            self.cpu_s += time.process_time() - self.since[1]
             observation = evaluation.reset(options={"episodes": episodes})[0]
             results = []
             while len(results) < NUM_EPISODES:
@@ -150,7 +153,7 @@ def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
                 observation = step.observation
                 results += [episode.success for episode in step.episodes]
             self.rate = sum(results) / len(results)
-            self.since = time.perf_counter()
+            self.since = (time.perf_counter(), time.process_time())
 
         def _on_step(self) -> bool:
             return self.rate < TARGET
@@ -166,7 +169,8 @@ def run_peer(settings: dict[str, float], seed: int) -> dict[str, float]:
     if callback.rate < TARGET:
         raise SystemExit(f"seed {seed} did not reach {TARGET:.0%}: {callback.rate:.0%}")
     # The callback stops at the first step of the next rollout, which does not count.
-    return {"env_steps": model.num_timesteps - settings["num_envs"], "seconds": callback.seconds}
+    num_steps = model.num_timesteps - settings["num_envs"]
+    return {"env_steps": num_steps, "seconds": callback.seconds, "cpu_s": callback.cpu_s}
 
 
 def median(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -219,13 +223,19 @@ def main() -> None:
                 print(f"seed {seed} peer, {name} settings: {runs[name][-1]}", flush=True)
     medians = {name: median(found) for name, found in runs.items()}
     for name, found in medians.items():
-        print(f"{name}: median {found['env_steps']:,.0f} env steps, {found['seconds']:.1f} s")
+        shown = f"{found['env_steps']:,.0f} env steps, {found['seconds']:.2f} s, {found['cpu_s']:.2f} s of a processor"
+        print(f"{name}: median {shown}")
     if arguments.peer_python:
-        best = {key: min(medians["defaults"][key], medians["same"][key]) for key in ("env_steps", "seconds")}
         mine = medians["ours"]
+        best = {key: min(medians["defaults"][key], medians["same"][key]) for key in mine}
         result |= {"ours": mine["seconds"], "peer": best["seconds"], "ratio": best["seconds"] / mine["seconds"]}
         result |= {"ours_env_steps": mine["env_steps"], "peer_env_steps": best["env_steps"]}
         result |= {"ratio_env_steps": best["env_steps"] / mine["env_steps"]}
+        result |= {
+            "ours_cpu_s": mine["cpu_s"],
+            "peer_cpu_s": best["cpu_s"],
+            "ratio_cpu_s": best["cpu_s"] / mine["cpu_s"],
+        }
     print(json.dumps(result))
 
 

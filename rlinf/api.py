@@ -174,7 +174,8 @@ def evaluate(
             seed, the temperature and the list of episodes.
 
     Returns:
-        ``success_rate``, ``interval`` (95 %), ``per_task``, ``results`` (one per episode); ``print(result.table())``.
+        ``success_rate`` and its ``interval`` (95 %), both None if the env tells no success, ``return_mean``, ``per_task``, ``results``
+        (one per episode); ``print(result.table())``.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]

@@ -52,7 +52,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """Play an episode of ``config.checkpoint``, or of the configured model without one, write and show its video, and return the MP4."""
     from rlinf.commands.evaluate import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
-    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
+    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes, success_of
     from rlinf.models.precision import autocast, evaluation_mode
 
     set_num_threads(config.cluster.num_threads, 1)
@@ -73,10 +73,11 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
             ((result, instruction, frames),) = played
     finally:
         env.close()
-    outcome = "success" if result.success else "failure"
+    success = success_of(result, env)
+    outcome = {True: "success", False: "failure", None: "ended"}[success]
     name = f"{Path(config.checkpoint or config.model.model_type).name}_episode_{settings.episode:03d}_{outcome}.mp4"
     path = Path(settings.output or f"outputs/{config.experiment_name}/play/{name}").expanduser()
-    write_video(path, frames, instruction, result.success)
+    write_video(path, frames, instruction, success)
     print(f"episode {settings.episode}: {result.task}, '{instruction}': {outcome} after {result.num_env_steps} env steps, "
           f"return {result.episode_return:.3g}")  # fmt: skip
     print(f"video: {path}", flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.evaluation.evaluator import RowPolicy
-from rlinf.evaluation.intervals import wilson_interval
+from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
+from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
 from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
 from rlinf.seeding import derive_seed, seed_everything
@@ -94,14 +94,16 @@ def collect(config: RunConfig) -> Path:
             if cut_short is not None and not stored:
                 raise cut_short
             if not stored:
+                untold = "" if _played(env, results).total.is_told else f"; env={config.env.name} tells no success"
                 raise ConfigError(
-                    f"None of {len(results)} episodes succeeded and collect.only_success=true, so there is nothing to store. "
+                    f"None of {len(results)} episodes succeeded{untold} and collect.only_success=true, so there is nothing to store. "
                     "Set collect.only_success=false, or let another checkpoint act"
                 )
             writer.about[OWN_FILE] = _conditions(config, env, about, results)
+            played = _played(env, results)
     finally:
         env.close()
-    print(_summary(writer.folder, results, stored, sum(r.num_env_steps for r in stored)), flush=True)
+    print(_summary(writer.folder, played, len(stored), sum(r.num_env_steps for r in stored)), flush=True)
     if cut_short is not None:
         print(f"cut short after {len(results)} of {len(specs)} episodes; those that were stored are whole", flush=True)
         raise cut_short
@@ -167,8 +169,7 @@ def _record(
                 if result.success or not config.collect.only_success:
                     _write_episode(writer, played, row)
                 results.append(result)
-        rate = sum(result.success for result in results) / len(results)
-        progress.update("collect", len(results), len(specs), success_rate=rate)
+        progress.update("collect", len(results), len(specs), success_rate=_played(env, results).success_rate)
     progress.close()
 
 
@@ -204,7 +205,8 @@ def _conditions(
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))
     episodes = [
-        {"episode_index": next(numbers) if kept else None, **asdict(r)} for r, kept in zip(results, stored, strict=True)
+        {"episode_index": next(numbers) if kept else None, **row}
+        for row, kept in zip(_played(env, results).as_dict()["results"], stored, strict=True)
     ]
     return {
         **about,
@@ -218,21 +220,24 @@ def _conditions(
     }
 
 
-def _summary(folder: Path, results: list[EpisodeResult], stored: list[EpisodeResult], num_rows: int) -> str:
-    """The closing lines: episodes, success, rows, size, and the command to run next."""
-    successes = sum(result.success for result in results)
-    low, high = wilson_interval(successes, len(results))
-    tasks = sorted({result.task for result in results})
+def _played(env: VectorEnv, results: list[EpisodeResult]) -> EvaluationResult:
+    """Return episodes as a result, which knows whether their success is told."""
+    return EvaluationResult(results, tells_success=env.tells_success(env.config))
+
+
+def _summary(folder: Path, played: EvaluationResult, num_stored: int, num_rows: int) -> str:
+    """The closing lines: episodes, success or else return, rows, size, and the command to run next."""
+    total, tasks = played.total, sorted(played.per_task.items())
     noun = "task" if len(tasks) == 1 else "tasks"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    interval = format_interval(*total.interval, " - ")
+    rate = f"{total.successes} successes = {total.success_rate:.1%} (95 % {interval})"
     lines = [
-        f"played    {len(results)} episodes of {len(tasks)} {noun}, {successes} successes = {successes / len(results):.1%} "
-        f"(95 % {low:.1%} - {high:.1%})",
-        f"stored    {len(stored)} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
+        f"played    {played.episodes} episodes of {len(tasks)} {noun}, {rate if total.is_told else total}",
+        f"stored    {num_stored} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
         f"dataset   {folder}",
         f"clone it  sft.dataset={folder}",
     ]
-    for task in tasks if len(tasks) > 1 else ():
-        of_task = [result.success for result in results if result.task == task]
-        lines.insert(-3, f"          {task}: {sum(of_task)}/{len(of_task)}")
+    for task, found in tasks if len(tasks) > 1 else ():
+        lines.insert(-3, f"          {task}: {found.count if found.is_told else found}")
     return "\n".join(lines)

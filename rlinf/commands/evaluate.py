@@ -427,7 +427,7 @@ def _check_comparable(
 def _stopped(result: EvaluationResult) -> list[str]:
     """Say how an evaluation that could end early has ended, and which interval accounts for that."""
     played, planned = result.episodes, result.stopping["num_planned"]
-    interval = format_interval(*rate_confidence_sequence(result.successes, played))
+    interval = format_interval(*rate_confidence_sequence(result.total.successes, played))
     ended = f"ended after {played} of {planned} episodes" if played < planned else f"played all {planned} episodes"
     return [
         f"The evaluation {ended} with evaluation.stop_when={result.stopping['stop_when']}. The intervals of tasks and total do not "

@@ -153,11 +153,6 @@ class Auditor:
             moved: Makes an env like the first one whose ``objects`` or ``cameras`` are elsewhere; None: it cannot. It is closed here.
         """
         self.play("clean", "as evaluated")
-        if not self.results["clean"].total.is_told:
-            raise ConfigError(
-                f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
-                "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
-            )
         self._baselines()
         self._instructions()
         self._pictures()
@@ -214,6 +209,11 @@ class Auditor:
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
+        if is_clean and not result.total.is_told:
+            raise ConfigError(
+                f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
+                "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
+            )
         disturbed = [] if is_clean else clipping_warning(*actions_clipped(result.results))
         self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result

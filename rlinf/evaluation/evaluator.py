@@ -411,8 +411,7 @@ def _record(
         replays = replay_episodes(policy, env, [counted.spec for _, counted in batch], size)
         for (number, counted), (result, instruction, frames) in zip(batch, replays, strict=True):
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
-            is_told = result.success_told or env.tells_success(env.config)
-            success = bool(result.success) if is_told or result.success else None
+            success = success_of(result, env)
             outcome = {True: "success", False: "failure", None: "episode"}[success]
             name = f"{slug(result.task)}_{outcome}_{number:03d}.mp4"
             path = write_video(folder / name, frames, instruction, success)
@@ -420,6 +419,12 @@ def _record(
             changed = "" if same else f"{result.task}, init state {result.spec.init_state_id}"
             videos.append((number, {"path": f"{folder.name}/{path.name}", **about}, changed))
     return videos
+
+
+def success_of(result: EpisodeResult, env: VectorEnv) -> bool | None:
+    """Return whether an episode succeeded; None: the env does not tell."""
+    is_told = result.success_told or result.success or env.tells_success(env.config)
+    return bool(result.success) if is_told else None
 
 
 def slug(task: str) -> str:

@@ -51,8 +51,8 @@ def _check(content: dict[str, Any]) -> None:
     """Raise an error of any kind if the report could not show ``content``."""
     hash(EpisodeSpec(**content["spec"]))
     texts = [content["task"], content["instruction"], *content["frames"]]
-    numbers = [content["number"], content["size"], content["success"], content["as_counted"], *content["rewards"]]
-    kinds = [(texts, str), (numbers, (int, float))]
+    numbers = [content["number"], content["size"], content["as_counted"], *content["rewards"]]
+    kinds = [(texts, str), (numbers, (int, float)), ([content["success"]], (int, float, type(None)))]
     if not all(isinstance(value, kind) for values, kind in kinds for value in values):
         raise TypeError("a text or a number is of another type")
     num_steps, calls, width = len(content["rewards"]), content["calls"], len(content["low"])

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
-from rlinf.evaluation.evaluator import ObjectPolicy, RankGroup, RowPolicy, predictions_for_rows, replay_episodes, slug
+from rlinf.evaluation.evaluator import (
+    ObjectPolicy,
+    RankGroup,
+    RowPolicy,
+    predictions_for_rows,
+    replay_episodes,
+    slug,
+    success_of,
+)
 from rlinf.evaluation.recorded import JUDGEMENTS, is_recording, write_recording
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import replace_folder
@@ -183,7 +191,7 @@ def _record(
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
             content = {
                 "number": number, "spec": asdict(result.spec), "task": result.task, "instruction": instruction,
-                "success": bool(result.success), "as_counted": bool(same), "size": size,
+                "success": success_of(result, env), "as_counted": bool(same), "size": size,
                 "low": env.action_low.tolist(), "high": env.action_high.tolist(),
                 "rewards": recorder.rewards[row], "calls": recorder.calls[row],
                 "frames": [_picture(frame) for frame in frames],

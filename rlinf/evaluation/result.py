@@ -39,12 +39,12 @@ class Success:
         """Return what ``as_dict`` has written; older files have no return."""
         low, high = values.get("return_interval") or (-math.inf, math.inf)
         returns = (values["return_mean"], low, high) if "return_mean" in values else None
-        return cls(values["successes"], values["episodes"], returns, values.get("tells_success", True))
+        return cls(values["successes"] or 0, values["episodes"], returns, values.get("tells_success", True))
 
     @property
     def success_rate(self) -> float:
-        """Success rate; NaN without episodes."""
-        return self.successes / self.episodes if self.episodes else float("nan")
+        """Success rate; NaN without episodes, and where the task has no success."""
+        return self.successes / self.episodes if self.episodes and self.is_told else float("nan")
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -67,10 +67,14 @@ class Success:
         return "" if mean is None else f"{mean:.4g}{ends}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return both as JSON values, and the return if it is known; ``return_interval`` is null for a single episode."""
-        rate = self.success_rate if self.episodes else None
-        values = {"success_rate": rate, "successes": self.successes, "episodes": self.episodes}
-        values["interval"] = list(self.interval)
+        """Return both as JSON values, and the return if it is known.
+
+        Success is null where the task has none. ``return_interval`` is null for a single episode.
+        """
+        values: dict[str, Any] = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
+        if self.is_told:
+            rate = self.success_rate if self.episodes else None
+            values |= {"success_rate": rate, "successes": self.successes, "interval": list(self.interval)}
         if self.returns is not None:
             mean, *ends = self.returns
             values |= {"return_mean": mean, "return_interval": ends if self.episodes > 1 else None}
@@ -123,14 +127,14 @@ class EvaluationResult:
         return Success(sum(bool(result.success) for result in results), len(results), returns, is_told)
 
     @property
-    def success_rate(self) -> float:
-        """Success rate over all tasks."""
-        return self.total.success_rate
+    def success_rate(self) -> float | None:
+        """Success rate over all tasks; None: the env tells no success."""
+        return self.total.success_rate if self.total.is_told else None
 
     @property
-    def successes(self) -> int:
-        """Number of successful episodes."""
-        return self.total.successes
+    def successes(self) -> int | None:
+        """Number of successful episodes; None: the env tells no success."""
+        return self.total.successes if self.total.is_told else None
 
     @property
     def episodes(self) -> int:
@@ -138,9 +142,9 @@ class EvaluationResult:
         return self.total.episodes
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """95 % Wilson interval of ``success_rate``."""
-        return self.total.interval
+    def interval(self) -> tuple[float, float] | None:
+        """95 % Wilson interval of ``success_rate``; None: the env tells no success."""
+        return self.total.interval if self.total.is_told else None
 
     @property
     def return_mean(self) -> float:
@@ -167,8 +171,8 @@ class EvaluationResult:
         total = self.total
         if not total.is_told:
             return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
-        interval = format_interval(*self.interval, " - ")
-        return f"{total.count} = {self.success_rate:.1%} (95 % {interval}), return {total.return_text}"
+        interval = format_interval(*total.interval, " - ")
+        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}), return {total.return_text}"
 
     def success_by_step(self) -> list[tuple[int, float]]:
         """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""
@@ -177,13 +181,13 @@ class EvaluationResult:
         return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``eval/`` metrics, with the success rate of each task."""
-        low, high = self.interval
-        return_low, return_high = self.return_interval
-        return {
-            "eval/success_rate": self.success_rate,
-            "eval/successes": self.successes,
-            "eval/episodes": self.episodes,
+        """Return the ``eval/`` metrics, with the success rate of each task, unless the env tells no success."""
+        total, (return_low, return_high) = self.total, self.return_interval
+        low, high = total.interval
+        metrics = {
+            "eval/success_rate": total.success_rate,
+            "eval/successes": total.successes,
+            "eval/episodes": total.episodes,
             "eval/interval_low": low,
             "eval/interval_high": high,
             "eval/return_mean": self.return_mean,
@@ -191,6 +195,8 @@ class EvaluationResult:
             "eval/return_high": return_high,
             **{f"eval/success_rate/{task}": success.success_rate for task, success in self.per_task.items()},
         }
+        of_success = ("eval/success", "eval/interval")
+        return {name: value for name, value in metrics.items() if total.is_told or not name.startswith(of_success)}
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of ``Success.as_dict`` for ``summary.json``."""
@@ -200,6 +206,8 @@ class EvaluationResult:
         """Return everything as JSON values."""
         values = asdict(self)
         results = values.pop("results")
+        if not self.total.is_told:
+            results = [{**row, "success": None} for row in results]
         per_task = {task: success.as_dict() for task, success in self.per_task.items()}
         actions = {name: getattr(self, name) for name in ("actions_clipped_fraction", "actions_max_abs")}
         return {**self.summary(), **actions, "per_task": per_task, **values, "results": results}
@@ -213,7 +221,10 @@ class EvaluationResult:
         """Read a file of ``to_json``; raise CheckpointError if it is not one."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            results = [EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"])}) for row in data["results"]]
+            results = [
+                EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"]), "success": bool(row["success"])})
+                for row in data["results"]
+            ]
             names = ("greedy", "temperature", "seed", "wall_s", "videos")
             return cls(
                 results,

@@ -84,12 +84,14 @@ def best_offset(
 ) -> tuple[Sequence[float], list[EvaluationResult]]:
     """Evaluate a policy with each constant correction of a grid; return the most successful one, the first of equals, and all results.
 
-    Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
+    Where the env tells no success, it is the one with the highest return. Take ``specs`` of the training split, and evaluate the winner on held-out episodes: the best of many on the same episodes flatters.
     ``options`` go to ``evaluate_policy``.
     """
     results = [
         evaluate_policy(ShiftedPolicy(base, env.action_low, env.action_high, offset), env, specs, **options)
         for offset in offsets
     ]
-    rates = [result.success_rate for result in results]
-    return offsets[rates.index(max(rates))], results
+    totals = [result.total for result in results]
+    is_told = any(total.is_told for total in totals)
+    scores = [float(total.successes) if is_told else total.returns[0] for total in totals]
+    return offsets[scores.index(max(scores))], results

@@ -101,7 +101,7 @@ def _success_of_frozen(parts: Parts, begins_as_base: bool) -> float | None:
     path = parts.loop.folder / CONTROLS_FILE
     for control in json.loads(path.read_text(encoding="utf-8")) if path.exists() else []:
         if control["name"] == FROZEN:
-            return Success(control["successes"], control["episodes"]).success_rate
+            return Success.from_dict(control).success_rate
     before = parts.loop.state.evaluations.get("before_rl") if begins_as_base else None
     return None if before is None else before["success_rate"]
 
@@ -132,4 +132,4 @@ def _warn_if_easy(frozen: float, name: str, success: Success) -> None:
 
 
 def _words(success: Success) -> str:
-    return f"{success} (95 % {format_interval(*success.interval, ' - ')})"
+    return f"{success}" if not success.is_told else f"{success} (95 % {format_interval(*success.interval, ' - ')})"

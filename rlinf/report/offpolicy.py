@@ -51,7 +51,7 @@ def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -
 def head_warnings(data: RunData) -> list[str]:
     """Return what a reader should know of the success of a head: whether noise alone would have reached it."""
     noise = warmup_success(data.lines, data.settings.get("algorithm") or {})
-    if noise is None or data.after is None or data.after.result.interval[0] > noise.interval[1]:
+    if noise is None or data.after is None or data.after.result.total.interval[0] > noise.interval[1]:
         return []
     return [
         f"Uniform noise around the frozen policy, without any learning, solved {noise} of the training episodes of the warm-up. The "
@@ -81,8 +81,7 @@ def _controls(data: RunData) -> list[tuple[str, Success, int]]:
     if noise is not None:
         rows.append(("frozen policy and uniform noise: the warm-up (training episodes)", noise, 3))
     for control in data.controls:
-        success = Success(control["successes"], control["episodes"])
-        rows.append((f"{control['name']} ({data.episodes})", success, 3))
+        rows.append((f"{control['name']} ({data.episodes})", Success.from_dict(control), 3))
     evaluated = [(f"{one.name} ({data.episodes})", one.result.total, colour) for one, colour in data.in_the_table]
     return rows and rows + evaluated
 

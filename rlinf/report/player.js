@@ -39,6 +39,7 @@ function rlinfPlayer(episodes) {
   }
 
   function badge(success) {
+    if (success === null) return "";
     return make("span", {class: `badge ${success ? "yes" : "no"}`}, success ? "success" : "failure");
   }
 

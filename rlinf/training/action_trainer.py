@@ -115,7 +115,9 @@ class ActionTrainer:
         metrics = self.iteration(step)
         metrics |= {"time/cpu_s": time.process_time() - cpu_start, **memory_metrics()}
         self._warn_of_clipping(*(metrics.get(f"rollout/actions_{name}") for name in ("clipped_fraction", "max_abs")))
-        shown = {"success_rate": metrics.get("rollout/success_rate") if self._tells_success else None}
+        if not self._tells_success:
+            metrics.pop("rollout/success_rate", None)
+        shown = {"success_rate": metrics.get("rollout/success_rate")}
         shown["env_steps_per_s"] = metrics["throughput/env_steps_per_s"]
         if "rollout/return_mean" in metrics:
             shown["return"] = metrics["rollout/return_mean"]

@@ -103,7 +103,7 @@ def rollbacks_of(checkpoint: Path, loop_state: Mapping[str, Any], learning_rate:
 def _best_before_collapse(loop: Loop) -> tuple[str, str | None] | None:
     """Return a sentence and the checkpoint of RL's best evaluation (None if it is gone); None: no collapse."""
     evaluations = [one for one in loop.state.evaluations.values() if one["phase"] == "rl"]
-    counts = [Success(one["successes"], one["episodes"]) for one in evaluations]
+    counts = [Success(one["successes"] or 0, one["episodes"]) for one in evaluations]
     if not has_collapsed(counts):
         return None
     best = max(range(len(counts)), key=lambda index: (counts[index].success_rate, index))

@@ -199,7 +199,7 @@ class Loop:
             self.evaluate(tag, max(0, state.done - 1))
         if state.phase != "rl":
             return False
-        if target is not None and tag in state.evaluations and state.evaluations[tag]["success_rate"] >= target:
+        if target is not None and tag in state.evaluations and (state.evaluations[tag]["success_rate"] or 0) >= target:
             return True
         return ends_by_collapse(self)
 

@@ -109,7 +109,7 @@ class LoopState:
         found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in names}
         if found and not any(one.get("tells_success", True) for one in found.values()):
             return max(found, key=lambda tag: found[tag]["return_mean"])
-        found = {tag: one for tag, one in found.items() if one["success_rate"] > 0}
+        found = {tag: one for tag, one in found.items() if (one["success_rate"] or 0) > 0}
         return max(found, key=lambda tag: found[tag]["success_rate"], default=None)
 
     def best_checkpoint(self, names: Collection[str]) -> str | None:

@@ -20,7 +20,7 @@ REPLACED = [
 """After some cloning, episodes end at different times, so the ranks score different numbers of rows, and groups are replaced."""
 CASES = {
     "cloning, then ppo": ("ppo", 2, ["sft.max_steps=2", "sft.num_demonstrations=8", "sft.batch_size=15"]),
-    "normalised ppo": ("normalised ppo", 2, []),
+    "normalised ppo": ("normalised ppo", 2, ["algorithm.normalize_over=minibatch"]),
     "a vla": ("ppo", 1, [*VLA, "algorithm.critic_warmup_steps=0"]),
     "grpo with replaced groups": ("grpo", 1, REPLACED),
     "rloo": ("rloo", 2, []),

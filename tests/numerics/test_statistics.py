@@ -1,10 +1,16 @@
 """Statistics over a rollout against NumPy in float64; that ranks do not change a bit is in tests/integration/test_blocks.py."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
+from rollout_batches import rollout_batch
+from thread_ranks import on_threads
 
 from rlinf.algorithms import statistics
+from rlinf.algorithms.config import PPOConfig
+from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize
 
 SHAPES = [(7,), (5, 7), (5, 7, 3), (5, 7, 3, 2)]
@@ -74,3 +80,31 @@ def test_the_explained_variance_is_that_of_numpy():
     kept, errors = (each.double().numpy()[mask.numpy()] for each in (returns, returns - values))
     expected = 1 - errors.var() / kept.var()
     assert 0 < expected < 1 and explained_variance(values, returns, mask) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("ends", [(12,), (6, 12), (2, 12), (0, 12), (1, 5, 12)])
+def test_a_minibatch_is_normalised_over_all_ranks(monkeypatch, ends):
+    """Ranks have any number of its rows, also none: ``ends`` are their last ones."""
+    generator, local = torch.Generator().manual_seed(0), threading.local()
+    advantages, mask = torch.randn(12, 3, generator=generator) * 5 + 2, torch.rand(12, 3, generator=generator) < 0.7
+    algorithm = PPO(PPOConfig(normalize_over="minibatch"))
+
+    def normalised(group):
+        local.group = group
+        rows = slice((0, *ends)[group.rank], ends[group.rank])
+        fields = {"advantages": advantages[rows], "action_mask": mask[rows]}
+        own = rollout_batch(len(advantages[rows]), num_actions=3, **fields)
+        return algorithm.of_minibatch(own).advantages
+
+    def gathered(own):
+        return torch.cat(local.group.gather(lambda: own)).cumsum(0)[-1]
+
+    kept = advantages.double().numpy()[mask.numpy()]
+    expected = (kept - kept.mean()) / kept.std(ddof=1)
+    monkeypatch.setattr(statistics, "sum_blocks", gathered)
+    found = torch.cat(on_threads(len(ends), normalised))[mask]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(statistics, "sum_blocks", lambda own: own.cumsum(0)[-1])
+    alone = torch.cat(on_threads(len(ends), normalised))[mask]
+    is_one = len(set(ends) - {0}) == 1
+    assert np.allclose(alone, expected, atol=1e-6) == is_one, "control: ranks that do not tell each other"

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 import rlinf
+from rlinf.cli.play import PlayConfig, play_episode
+from rlinf.commands.collect import _summary
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts.env import check_env
 from rlinf.envs import make_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig
 from rlinf.errors import ConfigError
-from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.result import EvaluationResult, Success
 
 MODULE = '''
 import gymnasium
@@ -156,6 +158,45 @@ def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
     assert untold.headline().startswith("return 2.5") and told.headline().startswith("5/5 = 100.0%")
     data = json.loads(untold.to_json(tmp_path / "result.json").read_text())
     assert (data["return_mean"], data["return_interval"], data["tells_success"]) == (2.5, [2.5, 2.5], False)
+
+
+def test_a_success_that_is_not_told_is_no_number_anywhere(tmp_path):
+    untold, told = (evaluate(name, 0.25, episodes=2) for name in ("Untold-v0", "Arm-v0"))
+    assert (untold.success_rate, untold.successes, untold.interval) == (None, None, None)
+    of_success = {name for name in told.metrics() if "success" in name or "interval" in name}
+    assert len(of_success) == 5 and untold.metrics().keys() == told.metrics().keys() - of_success
+    path = untold.to_json(tmp_path / "result.json")
+    data = json.loads(path.read_text())
+    for found in (data, *data["per_task"].values()):
+        assert (found["success_rate"], found["successes"], found["interval"]) == (None, None, None)
+    assert [row["success"] for row in data["results"]] == [None, None]
+    assert EvaluationResult.from_json(path).as_dict() == data and Success.from_dict(data) == untold.total
+    assert (told.success_rate, told.successes, told.as_dict()["results"][0]["success"]) == (1.0, 2, True), "control"
+    old = {
+        **data,
+        "success_rate": 0.0,
+        "successes": 0,
+        "results": [{**row, "success": False} for row in data["results"]],
+    }
+    path.write_text(json.dumps(old))
+    assert EvaluationResult.from_json(path).as_dict() == data, "a file of before"
+
+
+@pytest.mark.parametrize(("name", "words"), [("Untold-v0", "ended after 4"), ("Renamed-v0", "failure after 4")])
+def test_play_shows_an_outcome_where_success_is_told_alone(tmp_path, capsys, name, words):
+    size = ["model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env.cameras=[top]"]
+    told = ["env.success_return=1000"] if name == "Renamed-v0" else []
+    config = build_config(
+        compose_config(["env=gymnasium", f"env.id=arm_for_tests:{name}", "env.num_processes=0", *size, *told])
+    )
+    play_episode(config, PlayConfig(output=str(tmp_path / "a.mp4"), window=False))
+    assert words in capsys.readouterr().out
+
+
+def test_a_collection_counts_returns_where_no_success_is_told(tmp_path):
+    untold, told = (evaluate(name, 0.25, episodes=2) for name in ("Untold-v0", "Arm-v0"))
+    lines = [_summary(tmp_path, played, 2, 8).splitlines()[0] for played in (untold, told)]
+    assert "success" not in lines[0] and "return 2.5" in lines[0] and "2 successes = 100.0%" in lines[1]
 
 
 @pytest.mark.parametrize("processes", [0, 1])

@@ -72,6 +72,8 @@ DELTA = np.array([0.05, 0.05, 0.05, 0.05, 0.05, 0.2])
 SHARED_STATE = 36
 FULL_STATE = SHARED_STATE + 6 + len(TASKS)
 MAX_GEOMS = 200
+DRAWN = ("body_pos", "geom_contype", "geom_conaffinity", "geom_rgba", "mat_rgba")
+"""Arrays of the model that a reset of the package writes: the goal's place, which cubes are there, colours."""
 
 
 @dataclass
@@ -191,7 +193,7 @@ class SO101VectorEnv(ProcessVectorEnv):
 
 
 class SO101Simulator(Simulator):
-    """One arm. Making a scene takes 0.7 s, so the scene of each task is kept and reset."""
+    """One arm. A scene takes 0.7 s and 90 MB, so the simulators of a thread share one per task, each with its own state."""
 
     config: SO101Config
 
@@ -200,6 +202,7 @@ class SO101Simulator(Simulator):
         import_mujoco()  # reports a missing package or GL, before so101-nexus imports it
         self._envs: dict[str, Any] = {}
         self._task, self._env = "", None
+        self._own: dict[str, np.ndarray] = {}
         self._numbers = np.zeros(0, dtype=np.float32)
         self._paid = 0.0
 
@@ -207,13 +210,15 @@ class SO101Simulator(Simulator):
         """Draw and place the cubes and the arm's first pose from a seed of ``spec``."""
         self._task = self.task_names[spec.task_id]
         if self._task not in self._envs:
-            self._envs[self._task] = make_scene(self.config, self._task)
+            self._envs[self._task] = own_state(scene_of(self.config, self._task))
         self._env = self._envs[self._task]
         seed = derive_seed(spec.seed, "so101", self._task, spec.init_state_id) % 2**31
         self._numbers, info = self._env.reset(seed=seed)
+        self._own = {name: getattr(self._env.model, name).copy() for name in DRAWN}
         self._paid = float(self._env._compute_reward(dict(info))) if TASKS[self._task].pays_nearness else 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
+        self._enter()
         taken, total = self._command(action), 0.0
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(taken)
@@ -230,11 +235,13 @@ class SO101Simulator(Simulator):
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
         """Return the action of a scripted expert that takes the cube to be off by ``aim_offset_m`` (x, y)."""
+        self._enter()
         wanted = np.clip(wanted_joints(self._env, self._task, np.asarray(aim_offset_m)), LOW, HIGH)
-        way = (wanted - self._env._prev_target) / DELTA / self.config.action_repeat
+        now = self._env.data.ctrl[self._env._actuator_ids]  # the targets that the motors hold
+        way = (wanted - now) / DELTA / self.config.action_repeat
         if self.config.control == "delta":
             return np.clip(way, -1.0, 1.0).astype(np.float32)
-        target = self._env._prev_target + np.clip(way, -1.0, 1.0) * DELTA * self.config.action_repeat
+        target = now + np.clip(way, -1.0, 1.0) * DELTA * self.config.action_repeat
         return in_units(self.config)(target).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
@@ -252,6 +259,11 @@ class SO101Simulator(Simulator):
     def close(self) -> None:
         self._envs.clear()
         self._task, self._env = "", None
+
+    def _enter(self) -> None:
+        """Put what the episode's reset has drawn into the model, which other simulators share."""
+        for name, values in self._own.items():
+            getattr(self._env.model, name)[:] = values
 
     def _command(self, action: np.ndarray) -> np.ndarray:
         """Return ``action`` as the package takes it."""
@@ -273,8 +285,8 @@ class SO101Simulator(Simulator):
             if key not in _renderers:
                 _renderers[key] = make_renderer(self._env.model, size, self.config.rendering)
             renderer = _renderers[key]
-            for name in ("mat_rgba", "geom_rgba"):  # drawn for each episode
-                getattr(renderer.model, name)[:] = getattr(self._env.model, name)
+            for name in ("mat_rgba", "geom_rgba"):
+                getattr(renderer.model, name)[:] = self._own[name]
             return renderer.render([self._env.data], [camera_of(self._env, camera)])[0, 0]
 
 
@@ -309,6 +321,32 @@ def camera_of(env: Any, name: str) -> Any:
     for key, value in place.items():
         setattr(camera, key, value)
     return camera
+
+
+class Scenes(threading.local):
+    """Scenes of a thread by task and settings."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple, Any] = {}
+
+
+_scenes = Scenes()
+
+
+def scene_of(config: SO101Config, task: str) -> Any:
+    """Return this thread's scene of ``task`` under ``config``."""
+    key = task, config.control, config.num_distractors, *config.colours
+    if key not in _scenes.found:
+        _scenes.found[key] = make_scene(config, task)
+    return _scenes.found[key]
+
+
+def own_state(scene: Any) -> Any:
+    """Return the package's env with the model of ``scene`` and a state of its own."""
+    env = copy.copy(scene)
+    env.data = import_mujoco().MjData(env.model)
+    env._obj_geom_mask = env._obj_geom_mask.copy()
+    return env
 
 
 def make_scene(config: SO101Config, task: str) -> Any:

@@ -10,7 +10,7 @@
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
 #   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
 #   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
-# Options can be combined: --dev --sims --vllm --ray --megatron --slurm makes one environment with everything.
+# Options can be combined: --dev --sims --arms --vllm --ray --megatron --slurm makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)

@@ -63,9 +63,8 @@ class PushTConfig(ProcessEnvConfig):
     )
     dense: str = option(
         "coverage",
-        "coverage: the package's reward, the covered share of the outline over 0.95, at most 1; keypoints: that minus the mean distance "
-        "of the T's eight corners from their places on the outline, in units of 128 pixels, for policies that learn from scratch: "
-        "coverage alone is 0 in most starts.",
+        "coverage: the package's reward, the covered share of the outline over 0.95, at most 1; keypoints: that minus the mean "
+        "distance of the T's corners from their places, in units of 128 pixels.",
         choices=("coverage", "keypoints"),
     )
     action_repeat: int = option(

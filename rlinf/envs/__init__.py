@@ -20,6 +20,8 @@ ENVS: Registry[type[VectorEnv]] = Registry(
         "libero": "rlinf.envs.libero.env:LiberoVectorEnv",
         "maniskill": "rlinf.envs.maniskill.env:ManiSkillVectorEnv",
         "maniskill_gpu": "rlinf.envs.maniskill.gpu_env:ManiSkillGpuVectorEnv",
+        "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
+        "so101": "rlinf.envs.so101.env:SO101VectorEnv",
         "gymnasium": "rlinf.envs.gymnasium.env:GymnasiumVectorEnv",
     },
     configs={"tabletop": "rlinf.envs.tabletop.config:TabletopConfig"},

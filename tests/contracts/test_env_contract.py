@@ -30,6 +30,9 @@ CASES = [
                 "cameras": ["agentview"], "max_episode_steps": 4, "num_settling_steps": 0, "num_processes": 0}),
     ("maniskill", {"cameras": [], "tasks": ["PushCube-v1"], "max_episode_steps": 3, "num_processes": 0}),
     ("maniskill_gpu", {"cameras": [], "tasks": ["PushCube-v1"], "max_episode_steps": 3}),
+    ("pusht", {"max_episode_steps": 6, "image_size": 24, "num_processes": 0}),
+    ("so101", {"tasks": ["PickAndPlace", "Touch"], "max_episode_steps": 4, "image_size": 24, "num_processes": 0,
+               "colours": ["red", "green"], "num_distractors": 1}),
     ("gymnasium", {"id": "CartPole-v1", "max_episode_steps": 8, "num_processes": 0}),
 ]  # fmt: skip
 """Name of a registered env, and settings with short episodes."""

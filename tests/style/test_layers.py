@@ -64,8 +64,8 @@ FAMILY_IMPORTS = {
 """Who imports a family. All others know it by the name in a registry."""
 
 HEAVY = {
-    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "numpy", "peft", "pyarrow", "ray", "robosuite",
-    "safetensors", "sapien", "tensorboard", "torch", "transformers", "vllm", "wandb", "websockets",
+    "av", "gym_pusht", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "msgpack", "mujoco", "numpy", "peft", "pyarrow", "ray", "robosuite",
+    "safetensors", "sapien", "so101_nexus", "tensorboard", "torch", "transformers", "vllm", "wandb", "websockets",
 }  # fmt: skip
 """Libraries that are slow to import or optional: the reasons for an import inside a function."""
 

@@ -276,8 +276,13 @@ def test_registered_env_is_made_by_name():
 
 def test_modules_of_envs_import_neither_simulators_nor_torch():
     """So that a worker process starts fast, and a missing simulator is no error of an import."""
-    names = "{'torch', 'mujoco', 'libero', 'robosuite', 'metaworld', 'mani_skill', 'sapien'}"
-    modules = ", ".join(f"rlinf.envs{name}" for name in ("", ".libero.env", ".metaworld.env", ".maniskill.env"))
+    names = (
+        "{'torch', 'mujoco', 'libero', 'robosuite', 'metaworld', 'mani_skill', 'sapien', 'gym_pusht', 'so101_nexus'}"
+    )
+    modules = ", ".join(
+        f"rlinf.envs{name}"
+        for name in ("", ".libero.env", ".metaworld.env", ".maniskill.env", ".pusht.env", ".so101.env")
+    )
     code = f"import sys; import rlinf.envs; print('gymnasium' in sys.modules); import {modules}; print({names} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["False", "set()"], result.stdout + result.stderr

@@ -70,22 +70,20 @@ class StateRenderer:
             for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX") if self._fast else ():
                 self._scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
             self._option, self._viewport = mujoco.MjvOption(), mujoco.MjrRect(0, 0, self.size, self.size)
-            self._camera = mujoco.MjvCamera()
-            self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
             self._release = _release_function(backend)
             self._gl = gl
             opened.pop_all()
         _open_renderers.add(self)
         _close_at_exit()
 
-    def render(self, states: list[Any], camera_ids: list[int], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Draw each state from each fixed camera. Return pictures, uint8 ``[len(camera_ids), len(states), size, size, 3]``.
+    def render(self, states: list[Any], cameras: list[Any], geom_groups: np.ndarray | None = None) -> np.ndarray:
+        """Draw each state from each camera. Return pictures, uint8 ``[len(cameras), len(states), size, size, 3]``.
 
-        ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
+        ``cameras`` are ids of fixed cameras, or free cameras (``mujoco.MjvCamera``). ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
         a state shows a geom group; None: MuJoCo's default groups.
         """
         mujoco = self._mujoco
-        pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
+        pixels = np.empty((len(cameras), len(states), self.size, self.size, 3), dtype=np.uint8)
         with self._lock:
             if self._gl is None:
                 self._open()
@@ -93,13 +91,18 @@ class StateRenderer:
             scene, context, viewport = self._scene, self._context, self._viewport
             for row, state in enumerate(states):
                 self._option.geomgroup = DEFAULT_GROUPS if geom_groups is None else geom_groups[row]
-                for column, camera_id in enumerate(camera_ids):
-                    self._camera.fixedcamid = camera_id
+                for column, camera in enumerate(cameras):
+                    self._camera = camera if isinstance(camera, mujoco.MjvCamera) else self._fixed_camera(camera)
                     self._update_scene(state)
                     mujoco.mjr_render(viewport, scene, context)
                     mujoco.mjr_readPixels(pixels[column, row], None, viewport, context)
             self._release()
         return np.ascontiguousarray(pixels[:, :, ::-1])
+
+    def _fixed_camera(self, camera_id: int) -> Any:
+        camera = self._mujoco.MjvCamera()
+        camera.type, camera.fixedcamid = self._mujoco.mjtCamera.mjCAMERA_FIXED, camera_id
+        return camera
 
     def _update_scene(self, state: Any) -> None:
         mujoco, model = self._mujoco, self.model

@@ -1,0 +1,201 @@
+"""PushT: a disc pushes a T onto its outline (Florence et al. 2021, arXiv:2109.00137; as in Chi et al. 2023, arXiv:2303.04137).
+
+The simulator is the package gym-pusht, whose observations, rewards and successes are kept to the last bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.process.env import ProcessVectorEnv
+from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.errors import MissingDependencyError
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
+SENTENCE = "Push the T-shaped block onto the T-shaped target."
+BOARD = 512
+"""Width of the square board, in the package's pixels."""
+DISTANCE_UNIT = 128
+"""Pixels of distance that cost 1 under ``env.dense=keypoints``."""
+CONTROL_FREQ_HZ = 10
+STATE_HIGH = {
+    "full": (BOARD, BOARD, BOARD, BOARD, 2 * np.pi),
+    "keypoints": (BOARD,) * 18,
+    "proprio": (BOARD, BOARD),
+    "none": (),
+}
+"""Usual highest values of each ``env.state``; the lowest are 0."""
+
+
+@dataclass
+class PushTConfig(ProcessEnvConfig):
+    """PushT, of the package gym-pusht."""
+
+    usual_cameras: ClassVar[tuple[str, ...]] = ("top",)
+
+    name: str = option("pusht", "Registered environment.")
+    max_episode_steps: int = option(300, "Env steps (0.1 s) after which a running episode is truncated.", minimum=1)
+    image_size: int = option(96, "Height and width of the camera images in pixels.", minimum=16)
+    cameras: list[str] | None = option(None, "Cameras to render: top; null: as many as the model reads.")
+    reward_mode: str = option(
+        "relative",
+        "sparse: success bonus only; shaped: dense reward of the simulator (0 to 1) plus the bonus; relative: change of the dense "
+        "reward since the previous step plus the bonus.",
+        choices=("sparse", "shaped", "relative"),
+    )
+    state: str = option(
+        "keypoints",
+        "keypoints: eight corners of the T and the disc (x, y), 18 numbers; full: disc (x, y), T (x, y) and its angle, 5 numbers; "
+        "proprio: disc (x, y); none. Positions are in pixels of a board of 512, angles in radians from 0 to 2 pi.",
+        choices=tuple(STATE_HIGH),
+    )
+    dense: str = option(
+        "coverage",
+        "coverage: the package's reward, the covered share of the outline over 0.95, at most 1; keypoints: that minus the mean "
+        "distance of the T's corners from their places, in units of 128 pixels.",
+        choices=("coverage", "keypoints"),
+    )
+    action_repeat: int = option(
+        1, "Simulator steps of one env step, all with the same action; a success ends the repetition.", minimum=1
+    )
+    action: str = option(
+        "target",
+        "target: the place on the board (0 to 512) to which the disc is pulled, as in the package; step: that place relative to the "
+        "disc, from -1 to 1, in units of env.step_size.",
+        choices=("target", "step"),
+    )
+    step_size: float = option(64.0, "Pixels of an action of 1 under env.action=step.", minimum=1)
+
+
+class PushTVectorEnv(ProcessVectorEnv):
+    """Push the T onto the green outline. An action is the place to which the disc is pulled for 0.1 s.
+
+    Dense reward: the covered share of the outline over 0.95, at most 1. Success: more than 0.95 is covered. Raises
+    MissingDependencyError without gym-pusht.
+    """
+
+    config_class = PushTConfig
+    suite: ClassVar[str] = "pusht"
+    camera_names: ClassVar[tuple[str, ...]] = ("top",)
+    simulator_class: ClassVar[str] = "rlinf.envs.pusht.env:PushTSimulator"
+    packages: ClassVar[tuple[str, ...]] = ("gym-pusht", "pymunk", "shapely")
+    config: PushTConfig
+
+    def __init__(self, config: PushTConfig, num_envs: int, auto_reset: bool) -> None:
+        if importlib.util.find_spec("gym_pusht") is None:
+            raise MissingDependencyError(
+                "The package 'gym-pusht' is missing, and env.name=pusht needs it. Install it with "
+                "`bash scripts/setup.sh --arms`, or set another env=..."
+            )
+        low, high = (np.zeros(2), np.full(2, BOARD)) if config.action == "target" else (-np.ones(2), np.ones(2))
+        super().__init__(config, num_envs, auto_reset, low, high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ / config.action_repeat
+
+    @classmethod
+    def all_task_names(cls, config: PushTConfig) -> list[str]:
+        return ["push_t"]
+
+    @classmethod
+    def state_width(cls, config: PushTConfig) -> int:
+        """Return 18 (keypoints), 5 (full), 2 (proprio) or 0 (none)."""
+        return len(STATE_HIGH[config.state])
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return 0 to 512 for positions and 0 to 2 pi for the angle."""
+        high = np.array(STATE_HIGH[self.config.state], dtype=np.float64)
+        return (np.zeros_like(high), high) if len(high) else None
+
+    def instruction_of(self, task_id: int) -> str:
+        return SENTENCE
+
+
+class PushTSimulator(Simulator):
+    """One board."""
+
+    config: PushTConfig
+
+    def __init__(self, config: PushTConfig, task_names: Sequence[str]) -> None:
+        super().__init__(config, task_names)
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+        from gym_pusht.envs.pusht import PushTEnv
+
+        self._env: Any = PushTEnv(obs_type="state", render_mode="rgb_array")
+
+    def reset(self, spec: EpisodeSpec) -> None:
+        """Draw the places of disc and T as the package does; it builds the physics anew."""
+        self._env.reset(seed=derive_seed(spec.seed, "pusht", spec.init_state_id) % 2**31)
+
+    def step(self, action: np.ndarray) -> SingleStep:
+        for _ in range(self.config.action_repeat):
+            _, reward, _, _, info = self._env.step(self._target(action))
+            if info["is_success"]:
+                break
+        distance = self._distance() if self.config.dense == "keypoints" else 0.0
+        return SingleStep(float(reward) - distance / DISTANCE_UNIT, bool(info["is_success"]))
+
+    def observe(self) -> View:
+        images = {camera: self.render(self.config.image_size) for camera in self.config.cameras}
+        return View(images, self._state(), SENTENCE)
+
+    def render(self, size: int) -> np.ndarray:
+        """Return the board as the package draws it for its pictures, without the mark of the last action."""
+        env = self._env
+        return np.ascontiguousarray(env._get_img(env._draw(), size, size))
+
+    def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
+        """Return the path of the disc, which nothing can stop: each target pulls it by the package's PD controller."""
+        env = self._env
+        place, velocity = np.array(env.agent.position), np.array(env.agent.velocity)
+        places = [place]
+        for action in chunk:
+            for _ in range(self.config.action_repeat):
+                target = self._target(action, place)
+                for _ in range(int(1 / (env.dt * env.control_hz))):
+                    velocity = velocity + (env.k_p * (target - place) - env.k_v * velocity) * env.dt
+                    place = place + velocity * env.dt
+            places.append(place)
+        return np.stack(places) * size / BOARD
+
+    def poses(self) -> dict[str, list[float]]:
+        """Return the poses of disc and T, in pixels of the board."""
+        bodies = {"disc": self._env.agent, "T": self._env.block}
+        return {
+            name: [*body.position, 0.0, math.cos(body.angle / 2), 0.0, 0.0, math.sin(body.angle / 2)]
+            for name, body in bodies.items()
+        }
+
+    def _distance(self) -> float:
+        """Return the mean distance in pixels of the T's corners from their places on the outline."""
+        goal = self._env.get_goal_pose_body(self._env.goal_pose)
+        wanted = [goal.local_to_world(corner) for shape in self._env._block_shapes for corner in shape.get_vertices()]
+        return float(np.linalg.norm(self._env.get_keypoints(self._env._block_shapes) - np.array(wanted), axis=1).mean())
+
+    def _target(self, action: np.ndarray, place: np.ndarray | None = None) -> np.ndarray:
+        """Return where ``action`` pulls the disc, which is at ``place`` (None: where it is now)."""
+        if self.config.action == "target":
+            return action.astype(np.float64)
+        start = np.array(self._env.agent.position) if place is None else place
+        return np.clip(start + self.config.step_size * action, 0.0, BOARD)
+
+    def _state(self) -> np.ndarray | None:
+        env = self._env
+        if self.config.state == "none":
+            return None
+        if self.config.state == "full":
+            return env.get_obs().astype(np.float32)
+        disc = np.array(env.agent.position)
+        if self.config.state == "keypoints":
+            return np.concatenate([env.get_keypoints(env._block_shapes).ravel(), disc]).astype(np.float32)
+        return disc.astype(np.float32)

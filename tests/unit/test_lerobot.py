@@ -26,16 +26,27 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="no Python with lerobot: bash scripts/setup.sh --lerobot makes one"),
 ]
 HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
-KINDS = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05")
+
+
+class Folders(dict):
+    """Folders by type, each written by lerobot when it is first asked for."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+
+    def __missing__(self, kind: str) -> Path:
+        command = [PYTHON, str(Path(__file__).parents[1] / "lerobot_folders.py"), str(self.place), kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        self[kind] = self.place / kind
+        return self[kind]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of all types, written by lerobot."""
-    place = tmp_path_factory.mktemp("folders")
-    script = Path(__file__).parents[1] / "lerobot_folders.py"
-    subprocess.run([PYTHON, str(script), str(place), *KINDS], check=True, capture_output=True, timeout=300)
-    return {kind: place / kind for kind in KINDS}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Folders of all types."""
+    return Folders(tmp_path_factory.mktemp("folders"))
 
 
 def section(folder: Path, **fields: object) -> dict:
@@ -84,7 +95,7 @@ def theirs_of(rows: Observation) -> dict:
 
 @HERE
 @pytest.mark.parametrize("kind", ["act", "smolvla", "pi0", "pi05"])
-def test_actions_are_those_of_lerobots_own_class(kind: str, folders: dict[str, Path]) -> None:
+def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) -> None:
     """The whole chunk, with the same noise; a picture with its channels in another order gives other actions."""
     with tiny_gemma():
         model = build_policy({"model": section(folders[kind])})
@@ -103,7 +114,7 @@ def test_actions_are_those_of_lerobots_own_class(kind: str, folders: dict[str, P
 
 
 @HERE
-def test_queues_are_kept_for_each_row(folders: dict[str, Path]) -> None:
+def test_queues_are_kept_for_each_row(folders: Folders) -> None:
     """200 steps of three rows that reset at different times equal three single runs of lerobot's ``select_action``."""
     model = build_policy({"model": section(folders["act"])})
     generator = np.random.default_rng(1)
@@ -135,12 +146,12 @@ def test_queues_are_kept_for_each_row(folders: dict[str, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def apart(folders: dict[str, Path]):
+def apart(folders: Folders):
     """An ACT policy in an interpreter of its own."""
     return build_policy({"model": section(folders["act"], interpreter=PYTHON)})
 
 
-def test_an_own_interpreter_is_the_same_policy(apart, folders: dict[str, Path]) -> None:
+def test_an_own_interpreter_is_the_same_policy(apart, folders: Folders) -> None:
     """Its actions are finite, repeat, and equal those of this process where lerobot imports."""
     assert isinstance(apart.runner, WorkerRunner)
     inputs = apart.preprocess(observation())
@@ -186,7 +197,7 @@ def test_a_silent_interpreter_is_named(apart, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_interpreter_without_lerobot_is_named(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is missing, and one that dies at the start."""
     with pytest.raises(MissingDependencyError, match="model.interpreter"):
@@ -198,7 +209,7 @@ def test_an_interpreter_without_lerobot_is_named(
         build_policy({"model": section(folders["act"], interpreter=str(broken))})
 
 
-def test_weights_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(folders: Folders, tmp_path: Path) -> None:
     """lerobot itself loads such a folder with a warning."""
     import shutil
 
@@ -211,12 +222,12 @@ def test_weights_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path:
         build_policy({"model": section(folder, interpreter=PYTHON)})
 
 
-def test_sizes_are_those_of_the_folder(folders: dict[str, Path]) -> None:
+def test_sizes_are_those_of_the_folder(folders: Folders) -> None:
     with pytest.raises(ConfigError, match="model.action_chunks_len=4"):
         build_policy({"model": section(folders["act"], action_chunks_len=8)})
 
 
-def test_load_policy_reads_a_folder_of_lerobot(folders: dict[str, Path]) -> None:
+def test_load_policy_reads_a_folder_of_lerobot(folders: Folders) -> None:
     """Without a type and without sizes."""
     policy = rlinf.load_policy(folders["act"], overrides=[] if runs_here() else [f"model.interpreter={PYTHON}"])
     rows = observation(1)
@@ -248,7 +259,7 @@ def evaluated(folder: Path, output: Path, *more: str) -> list[tuple]:
     return [(each.success, each.num_env_steps, round(each.episode_return, 5)) for each in results]
 
 
-def test_an_evaluation_does_not_depend_on_who_plays_together(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_evaluation_does_not_depend_on_who_plays_together(folders: Folders, tmp_path: Path) -> None:
     """Three envs and one env give the same episodes."""
     found = evaluated(folders["act"], tmp_path / "three")
     assert len(found) == 4
@@ -256,7 +267,7 @@ def test_an_evaluation_does_not_depend_on_who_plays_together(folders: dict[str, 
 
 
 @HERE
-def test_a_history_is_kept_for_each_episode(folders: dict[str, Path]) -> None:
+def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     """200 steps of three episodes that begin at different times equal single runs of ``select_action``, with n_obs_steps=2."""
     from rlinf.evaluation.evaluator import RowPolicy, Stream
 
@@ -286,7 +297,7 @@ def test_a_history_is_kept_for_each_episode(folders: dict[str, Path]) -> None:
 
 
 @HERE
-def test_codes_are_drawn_for_each_row(folders: dict[str, Path]) -> None:
+def test_codes_are_drawn_for_each_row(folders: Folders) -> None:
     """VQ-BeT draws codes from torch's global stream: a row alone draws as it does among others, and as lerobot's own class."""
     model = build_policy({"model": section(folders["vqbet"])})
     rows = Observation.of_moments([observation(seed=0), observation(seed=1)])
@@ -305,7 +316,7 @@ def test_codes_are_drawn_for_each_row(folders: dict[str, Path]) -> None:
     torch.testing.assert_close(found.chunks[2, 0, 0], action[0], rtol=0, atol=1e-6)
 
 
-def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_path: Path) -> None:
     """A residual head on ACT: the run keeps the folder once, by its digest; the exported policy acts as the run's does."""
     run = tmp_path / "run"
     small = [
@@ -324,7 +335,7 @@ def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: dict[str, Pat
 
 
 @HERE
-def test_a_flow_is_steered_by_its_noise(folders: dict[str, Path]) -> None:
+def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
     """``sample`` and ``propose`` agree; other noise gives other chunks, and the greedy chunk comes first."""
     model = build_policy({"model": section(folders["smolvla"])})
     inputs = model.preprocess(observation())

@@ -18,7 +18,7 @@ from rlinf.options import override_text
 def report(
     folder: str | Path, interpreter: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return rows of what a folder's policy reads and gives, and what is wrong with it, a sentence each.
+    """Return rows of what a folder's policy reads and gives, and a sentence for each of its faults.
 
     Weights are compared where a Python has lerobot. Raise CheckpointError without a folder.
     """

@@ -38,7 +38,7 @@ LARGEST_PICTURE = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that makes a policy blind: the feature or file, what is wrong with it, and the cure."""
+    """Something that makes a policy blind: the feature or file, its fault, and the cure."""
 
     feature: str
     problem: str
@@ -49,13 +49,13 @@ class Finding:
 
 
 def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
-    """Return what is wrong with a folder, the gravest first; empty: nothing that can be seen without its weights.
+    """Return the faults of a folder, the gravest first; empty: none that can be seen without its weights.
 
-    ``config`` has overrides; None: none. Raise CheckpointError only where there is no folder.
+    ``config`` has overrides; None: none. Raise CheckpointError without a folder.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"There is no folder {folder}. Set model.model_path=<folder of a policy>")
+        raise CheckpointError(f"The folder {folder} does not exist. Set model.model_path=<folder of a policy>")
     try:
         values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         unknown = _type_finding(values)
@@ -148,7 +148,7 @@ def _type_finding(values: Mapping[str, Any]) -> Finding | None:
         return Finding("config.json", "is missing", "set model.model_path=<a folder that lerobot has saved>")
     if kind is None:
         return Finding(
-            "config.json", "names no type, so it is no policy of lerobot", "use another model=<name> (`rlinf models`)"
+            "config.json", "names no type, so the folder is not lerobot's", "use another model=<name> (`rlinf models`)"
         )
     if kind not in SUPPORTED:
         known = f"required: {', '.join(SUPPORTED)}"

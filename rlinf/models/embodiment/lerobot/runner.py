@@ -66,18 +66,18 @@ class Answer(NamedTuple):
 class LocalRunner:
     """Loads a folder, and refuses one whose weights do not fit."""
 
-    def __init__(self, folder: str, config: LerobotConfig, device: str = "cpu") -> None:
+    def __init__(self, folder: str, config: LerobotConfig) -> None:
         self.folder, self.config = Path(folder).expanduser(), config
         with quiet():
-            self.policy, self._before, self._after = self._load(device)
+            self.policy, self._before, self._after = self._load()
         found = compare_weights(self.folder, self.policy.state_dict())
         if found:
             raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
         self.policy.requires_grad_(False)
-        self.device = torch.device(device)
+        self.device = torch.device("cpu")
         self.feature_dim = self.ask(self._blank(), None).features.shape[1]
 
-    def _load(self, device: str) -> tuple[Any, Callable, Callable]:
+    def _load(self) -> tuple[Any, Callable, Callable]:
         try:
             from lerobot.configs import PreTrainedConfig
             from lerobot.policies import get_policy_class, make_pre_post_processors
@@ -87,14 +87,14 @@ class LocalRunner:
                 f"model=lerobot needs the package lerobot, which does not import ({error}). {cure}"
             ) from error
         try:
-            config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=[f"--device={device}"])
+            config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
             for name, value in self._overrides(config).items():
                 setattr(config, name, value)
-            policy = get_policy_class(config.type).from_pretrained(self.folder, config=config)
+            policy = get_policy_class(config.type).from_pretrained(str(self.folder), config=config)
             before, after = make_pre_post_processors(
                 config,
                 pretrained_path=str(self.folder),
-                preprocessor_overrides=self._step_overrides(device),
+                preprocessor_overrides=self._step_overrides(),
             )
         except CheckpointError:
             raise
@@ -127,13 +127,13 @@ class LocalRunner:
         }
         return found
 
-    def _step_overrides(self, device: str) -> dict[str, Any]:
-        """Return the device, and tokenizers where they lie on this machine."""
+    def _step_overrides(self) -> dict[str, Any]:
+        """Return the device to load on, and tokenizers where they lie on this machine."""
         found: dict[str, Any] = {}
         for step in read_json(self.folder / "policy_preprocessor.json")["steps"]:
             name, options = step.get("registry_name"), step.get("config", {})
             if name == "device_processor":
-                found[name] = {"device": device}
+                found[name] = {"device": "cpu"}
             places = {key: options[key] for key in ("tokenizer_name", "action_tokenizer_name") if options.get(key)}
             if places:
                 instead = self.config.tokenizer

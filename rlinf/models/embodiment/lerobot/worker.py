@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,7 +50,7 @@ def runs_here() -> bool:
 def interpreter_for(given: str | None) -> str | None:
     """Return the Python that runs the policy; None: this one. Raise MissingDependencyError if none has lerobot.
 
-    ``given`` is ``model.interpreter``. Without it: this Python, that of the variable RLINF_LEROBOT_PYTHON, ``.venv-lerobot`` of the clone.
+    ``given`` is ``model.interpreter``. Without it: this Python, the variable RLINF_LEROBOT_PYTHON, ``.venv-lerobot`` of the clone.
     """
     cure = "Run bash scripts/setup.sh --lerobot, which makes .venv-lerobot, or set model.interpreter=<a Python with lerobot>"
     named = given or (None if runs_here() else os.environ.get(VARIABLE))
@@ -57,7 +58,7 @@ def interpreter_for(given: str | None) -> str | None:
         path = Path(named).expanduser()
         if not os.access(path, os.X_OK) or path.is_dir():
             source = "model.interpreter" if given else VARIABLE
-            raise MissingDependencyError(f"{source} is '{named}', which is no program that can be run. {cure}")
+            raise MissingDependencyError(f"{source} is '{named}', which cannot be run. {cure}")
         return str(path)
     if runs_here():
         return None
@@ -65,7 +66,7 @@ def interpreter_for(given: str | None) -> str | None:
         return str(OWN_PLACE)
     version = ".".join(map(str, sys.version_info[:2]))
     found = f"Python {version} has no lerobot" + (", which needs 3.12 or later" if sys.version_info < OLDEST else "")
-    raise MissingDependencyError(f"model=lerobot: {found}, and there is no other Python for it at {OWN_PLACE}. {cure}")
+    raise MissingDependencyError(f"model=lerobot: {found}, and {OWN_PLACE} does not exist. {cure}")
 
 
 class WorkerRunner:
@@ -99,14 +100,12 @@ class WorkerRunner:
         weakref.finalize(self, _end, self._child)
 
     def to(self, device: torch.device) -> None:
-        """Move the policy."""
-        if device != self.device:
-            self.device = device
-            self._ask({"call": "to", "device": str(device)})
+        """Let the policy answer on another device from now on."""
+        self.device = device
 
     def ask(self, batch: Mapping[str, Any], noise: np.ndarray | None) -> Answer:
         """Ask for chunks and features, as ``LocalRunner.ask``."""
-        reply = self._ask({"call": "ask", "batch": dict(batch), "noise": noise})
+        reply = self._ask({"batch": dict(batch), "noise": noise, "device": str(self.device)})
         return Answer(reply["chunks"], reply["features"])
 
     def _start(self) -> None:
@@ -115,12 +114,7 @@ class WorkerRunner:
         }
         main = "rlinf.models.embodiment.lerobot.worker:main"
         self._child.launch(main, f"the policy of {self.folder}", [], environment, interpreter=self.interpreter)
-        start = {
-            "folder": self.folder,
-            "config": asdict(self.config),
-            "device": str(self.device),
-            "num_threads": torch.get_num_threads(),
-        }
+        start = {"folder": self.folder, "config": asdict(self.config), "num_threads": torch.get_num_threads()}
         try:
             self._child.connection.send_bytes(encode(start))
             told = self._reply(self.start_timeout_s, "model.connect_timeout_s", "has not loaded it")
@@ -189,25 +183,20 @@ def main() -> None:
 
 def _answer(connection: Connection) -> None:
     start = decode(connection.recv_bytes())
+    torch.set_num_threads(start["num_threads"])
     runners: list[LocalRunner] = []
 
     def load() -> dict[str, Any]:
-        torch.set_num_threads(start["num_threads"])
-        runners.append(LocalRunner(start["folder"], LerobotConfig(**start["config"]), start["device"]))
+        runners.append(LocalRunner(start["folder"], LerobotConfig(**start["config"])))
         return {"feature_dim": runners[0].feature_dim}
 
-    def move(question: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(question: Mapping[str, Any]) -> dict[str, Any]:
         runners[0].to(torch.device(question["device"]))
-        return {}
+        return runners[0].ask(question["batch"], question["noise"])._asdict()
 
-    calls: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-        "to": move,
-        "ask": lambda question: runners[0].ask(question["batch"], question["noise"])._asdict(),
-    }
     if _told(connection, load):
         while True:
-            question = decode(connection.recv_bytes())
-            _told(connection, lambda asked=question: calls[asked["call"]](asked))
+            _told(connection, partial(ask, decode(connection.recv_bytes())))
 
 
 def _told(connection: Connection, work: Callable[[], dict[str, Any]]) -> bool:

@@ -132,28 +132,21 @@ def tiny_gemma() -> Iterator[None]:
     from lerobot.policies.pi05 import modeling_pi05
     from transformers import PaliGemmaConfig, SiglipVisionConfig
 
-    class Vision(SiglipVisionConfig):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, {"intermediate_size": 32, "projection_dim": 32}.get(name, value))
+    store = SiglipVisionConfig.__setattr__
+
+    def narrow(self: SiglipVisionConfig, name: str, value: object) -> None:
+        store(self, name, {"intermediate_size": 32, "projection_dim": 32}.get(name, value))
 
     def paligemma() -> PaliGemmaConfig:
-        sizes = {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "patch_size": 14,
-            "image_size": 28,
-        }
-        config = PaliGemmaConfig(
-            vision_config={"model_type": "siglip_vision_model", **sizes}, text_config={"model_type": "gemma"}
-        )
-        config.vision_config.__class__ = Vision
-        return config
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+        vision = {"model_type": "siglip_vision_model", "image_size": 28, **sizes}
+        return PaliGemmaConfig(vision_config=vision, text_config={"model_type": "gemma"})
 
     def small(module: Any) -> Any:
         return module.GemmaConfig(width=32, depth=2, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(SiglipVisionConfig, "__setattr__", narrow))
         for module in (modeling_pi0, modeling_pi05):
             sizes = {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]}
             stack.enter_context(mock.patch.object(module, "CONFIG_MAPPING", sizes))

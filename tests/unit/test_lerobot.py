@@ -152,7 +152,7 @@ def apart(folders: Folders):
 
 
 def test_an_own_interpreter_is_the_same_policy(apart, folders: Folders) -> None:
-    """Its actions are finite, repeat, and equal those of this process where lerobot imports."""
+    """Its actions are finite, repeat, and equal the actions of this process where lerobot imports."""
     assert isinstance(apart.runner, WorkerRunner)
     inputs = apart.preprocess(observation())
     found = apart.propose(inputs, 3)

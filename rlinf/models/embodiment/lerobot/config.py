@@ -185,7 +185,7 @@ def _shapes(features: Mapping[str, Any] | None, kind: str) -> dict[str, Sequence
 
 
 def settings_of(folder: str | Path) -> dict[str, int] | None:
-    """Return the sizes of a folder of lerobot, as the model section needs them; None: it is none of lerobot."""
+    """Return the sizes of a folder of lerobot, as the model section needs them; None: another project has written it."""
     path = Path(folder) / "config.json"
     values = read_json(path) if path.is_file() else {}
     if values.get("type") not in SUPPORTED or "input_features" not in values:

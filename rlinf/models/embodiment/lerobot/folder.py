@@ -254,7 +254,7 @@ def _normalizer_findings(
     keys = [f"{name}.{part}" for part in NEEDED[mode]]
     if any(key not in state for key in keys):
         others = sorted({key.rpartition(".")[0] for key in state})
-        has = f"has those of other keys: {', '.join(others[:4])}" if others else "is empty"
+        has = f"has statistics of other keys: {', '.join(others[:4])}" if others else "is empty"
         yield Finding(name, f"has no statistics {' and '.join(NEEDED[mode])}: the normaliser in {file} {has}", retrain)
         return
     first, second = (state[key].float() for key in keys)

@@ -47,7 +47,7 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
-        """Refuse an env whose cameras, picture size or state are not those of the policy."""
+        """Refuse an env with other cameras, another picture size or another state than the policy reads."""
         config.camera_of(env.cameras)
         for name, (_, height, width) in config.pictures.items():
             if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
@@ -76,6 +76,10 @@ class LerobotPolicy(ActionModel, nn.Module):
     def from_pretrained(cls, folder: str | Path, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
         """Load a folder; raise CheckpointError for one whose policy would be blind (``check_folder``)."""
         place = checkpoint_folder(folder)
+        if arguments.get("torch_dtype", torch.float32) != torch.float32:
+            raise ConfigError(
+                "A policy of lerobot computes in the number format of its folder. Set model.precision=fp32"
+            )
         refuse_folder(place, config)
         config.norm_stats = {"lerobot": {ACTION: action_statistics(place)}}
         names = ("interpreter", "timeout_s", "connect_timeout_s")

@@ -1,6 +1,6 @@
 """A policy of lerobot in an interpreter of its own: started, watched, started again once, and ended from here.
 
-Messages are those of the wire (``rlinf.serving.codec``) over the pipe of a child process, so nothing is unpickled.
+Messages have the codec of the wire (``rlinf.serving.codec``) and go over the pipe of a child process: nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from rlinf.evaluation.evaluator import episode_list, evaluate_policy, remembers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
 from rlinf.manifest import other_project
-from rlinf.models import build_policy
+from rlinf.models import build_policy, model_of_folder
 from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
@@ -354,7 +354,8 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
         )
     if model_type is None and not (path / "config.json").is_file():
         return None
-    name = model_type or read_json(path / "config.json").get("model_type")
+    found, own = model_of_folder(path)
+    name = model_type or found
     if name is None:
         raise CheckpointError(f"{path / 'config.json'} names no model_type. {typed}")
     chosen = f"model={name}" if name in search.group_options("model") else f"model.model_type={name}"
@@ -362,6 +363,7 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
     saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}  # a model folder of a checkpoint
     sizes = [f"model.{key}={_quoted(saved[name]) if isinstance(saved[name], str) else saved[name]}"
              for name, key in keys.items() if name in saved]  # fmt: skip
+    sizes += [f"model.{key}={value}" for key, value in own.items() if name == found]
     return [chosen, *sizes, f"model.model_path={_quoted(path if path.is_dir() else folder)}"]
 
 

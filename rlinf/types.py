@@ -115,6 +115,17 @@ class Observation:
             is_resized=first.is_resized,
         )
 
+    @staticmethod
+    def of_moments(moments: Sequence[Observation]) -> Observation:
+        """Return the same rows at several moments, the present one last: images ``[B, M, H, W, 3]``, state ``[B, M, S]``."""
+        present = moments[-1]
+        return Observation(
+            images={name: np.stack([each.images[name] for each in moments], 1) for name in present.images},
+            state=None if present.state is None else np.stack([each.state for each in moments], 1),
+            instruction=present.instruction,
+            is_resized=present.is_resized,
+        )
+
 
 class ActionPrediction(NamedTuple):
     """The result of ``predict_action_batch``, in this order.

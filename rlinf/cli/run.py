@@ -139,7 +139,9 @@ def audit(arguments: Sequence[str]) -> int:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Serve a checkpoint to clients of openpi and of vla-eval, until SIGTERM or Ctrl-C.
+    """Serve a checkpoint, or the folder of a public model (model=lerobot model.model_path=...), to clients of openpi and of vla-eval.
+
+    It ends with SIGTERM or Ctrl-C.
 
     `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process. Keys of the server are host, port,
     api_key_env, keys, cameras, execute, max_batch, batch_wait_ms, max_message_mib, max_prompt_bytes, max_clients, infer_timeout_s (docs/serving.md);
@@ -151,7 +153,7 @@ def serve(arguments: Sequence[str]) -> int:
     from rlinf.commands.serve import ServeConfig, serve
 
     args, settings = own_settings(arguments, ServeConfig)
-    require_policy(arguments, "serve", ["checkpoint"], " port=8000")
+    require_policy(arguments, "serve", ["checkpoint", "model.model_path"], " port=8000")
     config = configure(args, "serve")
     if config is not None:
         serve(config, settings)

@@ -78,6 +78,15 @@ def open_checkpoint(
     return opened
 
 
+def open_here(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
+    """Open ``config.checkpoint`` like ``open_checkpoint``; without one, the folder of a public model at ``config.model.model_path``."""
+    if config.checkpoint is not None:
+        return open_checkpoint(config.checkpoint, config, allow_mismatch)
+    policy = build_policy(config)
+    manifest = build_manifest(config, policy, policy_version=0)
+    return Opened(Path(str(config.model.model_path)), manifest, policy, manifest)
+
+
 def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
     """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
 

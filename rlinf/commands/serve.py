@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import Opened, open_checkpoint
+from rlinf.commands.open_checkpoint import Opened, open_here
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
@@ -160,10 +160,10 @@ class PolicyRows:
 
 
 def serve(config: RunConfig, settings: ServeConfig) -> None:
-    """Serve ``config.checkpoint`` until SIGTERM or Ctrl-C, and answer all requests that came before.
+    """Serve ``config.checkpoint``, or the folder ``config.model.model_path``, until SIGTERM or Ctrl-C; answer all requests that came before.
 
     Raise ConfigError for an address that is taken or open to others without a key, or for names that do not fit the policy; else as
-    ``open_checkpoint``.
+    ``open_here``.
     """
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
@@ -175,7 +175,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
     with contextlib.closing(_bound(settings)) as bound:
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed)
-        opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
+        opened = open_here(config, config.evaluation.allow_mismatch)
         model = opened.policy.to(resolve_device(config.cluster.device, 1)).eval()
         rows = PolicyRows(Policy(model, config), settings)
         rows.warm_up()

@@ -14,11 +14,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, own_child
 from rlinf.errors import RLinfError
 
+ROOT = Path(__file__).parents[2]
 POLL_S = 1.0
 PARENT_POLL_S = 0.5
 _START = """
@@ -27,7 +29,8 @@ import os, signal, sys
 # when this process ends.
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
-sys.path[:] = sys.argv[1].split(os.pathsep)
+given = sys.argv[1].split(os.pathsep)
+sys.path[:] = given if given[-1] else [*given[:-1], *filter(None, sys.path)]  # the second for another Python
 from rlinf.imports import import_string
 import_string(sys.argv[2])()
 """
@@ -60,18 +63,30 @@ class ChildProcess:
     process: subprocess.Popen | None = None
     connection: Connection
 
-    def launch(self, main: str, name: str, memories: Sequence[SharedMemory], environment: Mapping[str, str]) -> None:
+    def launch(
+        self,
+        main: str,
+        name: str,
+        memories: Sequence[SharedMemory],
+        environment: Mapping[str, str],
+        interpreter: str | None = None,
+    ) -> None:
         """Start a process with exactly this environment, which shares some memories and is called ``name`` in reports.
 
-        It runs ``main`` (``"module:function"``), which calls ``own_end`` first.
+        It runs ``main`` (``"module:function"``), which calls ``own_end`` first. ``interpreter`` is another Python, which has packages of
+        its own and this project's code.
         """
         self.connection, theirs = Pipe()
         self.log = tempfile.TemporaryFile()
         files = (theirs.fileno(), self.log.fileno(), *(memory.file.fileno() for memory in memories))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        path = (
+            os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            if interpreter is None
+            else f"{ROOT}{os.pathsep}"
+        )
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, path, main, str(os.getpid()), *map(str, files)],
+                [interpreter or sys.executable, "-c", _START, path, main, str(os.getpid()), *map(str, files)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=files,
                 env=dict(environment),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +41,31 @@ MAX_SLUG_LEN = 100
 """Letters of a task's name in the name of a video; file names have at most 255."""
 
 
+class Stream(np.random.Generator):
+    """The random stream of an episode, and the memory of a policy that reads several observations.
+
+    Attributes:
+        seen: The last observations of the episode, one row each; before there are enough, the first one is repeated.
+        planned: Actions ``[D]`` of the last chunk that were not executed yet.
+    """
+
+    def __init__(self, seed: int, num_observations: int = 1) -> None:
+        super().__init__(np.random.PCG64(seed))
+        self.seen: deque[Observation] = deque(maxlen=num_observations)
+        self.planned: list[np.ndarray] = []
+
+    def see(self, row: Observation) -> None:
+        """Add the present observation."""
+        self.seen.extend([row] * (1 if self.seen else self.seen.maxlen or 1))
+
+
 @dataclass
 class RowPolicy:
-    """Acts for rows, each with its own random stream, in calls of ``NUM_ROWS`` rows."""
+    """Acts for rows, each with its own random stream, in calls of ``NUM_ROWS`` rows.
+
+    A model of several ``num_observations`` sees each env step, so one action is executed at a time: the rest of a chunk waits in the
+    stream of its episode.
+    """
 
     model: ActionModel
     task_names: Sequence[str]
@@ -50,16 +73,26 @@ class RowPolicy:
     temperature: float
     seed: int
 
-    def stream(self, spec: EpisodeSpec) -> np.random.Generator:
+    def stream(self, spec: EpisodeSpec) -> Stream:
         """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
         words = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
-        return np.random.default_rng(derive_seed(self.seed, *words))
+        return Stream(derive_seed(self.seed, *words), getattr(self.model, "num_observations", 1))
 
-    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``."""
-        return act_for_rows(self.model, observation, self.draws(streams), self.temperature)
+    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``; ``C`` is 1 for a model that remembers."""
+        if getattr(self.model, "num_observations", 1) == 1:
+            return act_for_rows(self.model, observation, self.draws(streams), self.temperature)
+        for row, stream in enumerate(streams):
+            stream.see(observation.select([row]))
+        planning = [stream for stream in streams if not stream.planned]
+        if planning:
+            seen = Observation.concatenate([Observation.of_moments(list(stream.seen)) for stream in planning])
+            chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature)
+            for stream, chunk in zip(planning, chunks, strict=True):
+                stream.planned = list(chunk)
+        return np.stack([stream.planned.pop(0)[None] for stream in streams])
 
-    def draws(self, streams: Sequence[np.random.Generator]) -> np.ndarray | None:
+    def draws(self, streams: Sequence[Stream]) -> np.ndarray | None:
         """Return the next random numbers of each stream, float32 ``[K, U]``; None for greedy actions."""
         if self.greedy:
             return None
@@ -112,13 +145,13 @@ def predictions_for_rows(
 class ObjectPolicy(RowPolicy):
     """Acts by the ``act`` of any object, or by a function; they make their own random draws."""
 
-    def stream(self, spec: EpisodeSpec) -> np.random.Generator:
+    def stream(self, spec: EpisodeSpec) -> Stream:
         """Tell an object that remembers something that an episode begins."""
         if remembers(self.model):
             self.model.reset()
         return super().stream(spec)
 
-    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
+    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
         try:
             returned = getattr(self.model, "act", self.model)(observation)

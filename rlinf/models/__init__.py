@@ -16,14 +16,14 @@ from rlinf.registry import Registry
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "entry_for", "get_model",
-    "get_model_config_and_processor", "local_settings", "random_weights", "register_auto_classes", "register_model",
-    "torch_dtype_from_precision",
+    "get_model_config_and_processor", "local_settings", "model_of_folder", "random_weights", "register_auto_classes",
+    "register_model", "torch_dtype_from_precision",
 ]  # fmt: skip
 
 
 BUILDING = (
     "build_policy", "config_file_names", "entry_for", "get_model", "get_model_config_and_processor", "local_settings",
-    "random_weights",
+    "model_of_folder", "random_weights",
 )  # fmt: skip
 
 __getattr__ = lazy_attributes(
@@ -57,6 +57,10 @@ class ModelEntry:
             ``path`` is None for a model without a folder.
         acts: False for a language model, which does not act in an environment.
         elsewhere: The policy is behind ``model.url``; it has no weights here.
+        check_folder: ``(folder, interpreter, overrides) -> (rows, sentences)`` for ``rlinf check-policy``: what a folder holds, and
+            its faults.
+        folder_settings: ``folder -> settings of the model section | None`` for a folder whose config.json names no ``model_type``; None:
+            it is of another project.
     """
 
     name: str
@@ -67,6 +71,8 @@ class ModelEntry:
     load_processor: Any = None
     acts: bool = True
     elsewhere: bool = False
+    check_folder: Any = None
+    folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:
         """Import the classes, refuse an incomplete policy class, and register with transformers. Idempotent."""
@@ -103,6 +109,14 @@ ENTRIES = (
     _family("openvla_oft", "OpenVLAOFTForRLActionPrediction", "OpenVLAOFTConfig", "openvla", **PRISMATIC),
     _family("pi0", "Pi0ForRLActionPrediction", "Pi0Config"),
     _family("hf_vla", "HfVlaForRLActionPrediction", "HfVlaConfig"),
+    ModelEntry(
+        "lerobot",
+        "rlinf.models.embodiment.lerobot.policy:LerobotPolicy",
+        "rlinf.models.embodiment.lerobot.config:LerobotConfig",
+        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
+        check_folder="rlinf.models.embodiment.lerobot.check:report",
+        folder_settings="rlinf.models.embodiment.lerobot.config:settings_of",
+    ),
     ModelEntry("cnn", "rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction", load_processor=NO_PROCESSOR),
     ModelEntry(
         "remote",

@@ -24,7 +24,9 @@ from rlinf.options import cured_by_settings, from_mapping, override_text, plain_
 
 logger = logging.getLogger("rlinf")
 
-OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value", "features")
+OPTIONAL_ARGUMENTS = (
+    "action_chunks_len", "value_head", "detach_value", "features", "interpreter", "timeout_s", "connect_timeout_s",
+)  # fmt: skip
 """Keys of the model section that are passed to a model's constructor only where it names them."""
 
 
@@ -89,6 +91,16 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
         return model
 
     return _load_or_fall_back(section, load, log=True)
+
+
+def model_of_folder(folder: str | Path) -> tuple[str | None, dict[str, Any]]:
+    """Return the model type of a folder, and the settings that it needs besides its path; (None, {}): it does not say."""
+    name = folder_config(str(folder)).get("model_type")
+    if name is not None:
+        return name, {}
+    readers = {each: import_target(MODELS.get(each).folder_settings) for each in MODELS}
+    found = {each: read(folder) for each, read in readers.items() if read is not None}
+    return next(((each, settings) for each, settings in found.items() if settings is not None), (None, {}))
 
 
 def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:

@@ -41,11 +41,18 @@ class ModelConfig:
         "Names of the parts of an observation for a server of another project: libero, aloha, droid, or {image: <key>, "
         "state: <key>, prompt: <key>}; null: as `rlinf serve` says.",
     )
-    timeout_s: float = option(60.0, "Longest wait for an answer of `url`.", minimum=0.1)
+    timeout_s: float = option(60.0, "Longest wait for an answer of `url` or of `interpreter`.", minimum=0.1)
     connect_timeout_s: float = option(
-        300.0, "Longest time without a server at `url`, at the start and when it is lost.", minimum=0
+        300.0,
+        "Longest time without a server at `url`, at the start and when it is lost, and until `interpreter` has loaded a policy.",
+        minimum=0,
     )
     api_key_env: str | None = option(None, "Environment variable that holds the key of the server at `url`.")
+    interpreter: str | None = option(
+        None,
+        "Python that runs a policy of lerobot (`model=lerobot`); null: this one where it has lerobot, else RLINF_LEROBOT_PYTHON, else "
+        "`.venv-lerobot`. See lerobot.md.",
+    )
     action_token_len: int = option(2, "D: numbers (tokens) of one action.", minimum=1)
     action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")

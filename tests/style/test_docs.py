@@ -130,7 +130,7 @@ def check_arguments(command: str, words: list[str]) -> None:
     if "--config-dir" in words or any(word.startswith("plugins=[path/to/") for word in words):
         return  # The user's own files: the guides that make them have tests of their own.
     typed = [word for word in words if "<" not in word]
-    if command in ("report", "why"):
+    if command in ("report", "why", "check-policy"):
         assert words and all("=" not in word or word.startswith("output=") for word in words)
     elif command == "launch":
         load_recipe(typed.pop(typed.index("--config") + 1), [word for word in typed if "=" in word])

@@ -55,6 +55,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled``, ``token`` or ``inputs`` (``model.features``).
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
+        num_observations: Moments of an episode that it reads at once (``Observation.of_moments``); above 1, whoever asks remembers them.
         manifest: Of a remote policy: the conditions under which it was made; None: not known here.
         without_state: Overrides of a model that reads no state.
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
@@ -70,6 +71,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[str | None] = None
     without_state: ClassVar[str] = "model=openvla_tiny"
+    num_observations: int = 1
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"

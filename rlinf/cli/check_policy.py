@@ -1,0 +1,44 @@
+"""``rlinf check-policy``: whether a policy folder of lerobot is whole, without an env."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.cli.table import format_table
+from rlinf.config.compose import parse_overrides
+from rlinf.errors import ConfigError
+from rlinf.models import MODELS, import_target
+from rlinf.options import from_mapping, option
+
+
+@dataclass
+class PolicyCheckConfig:
+    """How a folder is read."""
+
+    interpreter: str | None = option(None, "Python with lerobot, as `model.interpreter`.")
+    override_config: dict[str, Any] = option({}, "Fields to replace, as `model.override_config`.")
+
+
+def check_policy(arguments: Sequence[str]) -> int:
+    """Print what a policy folder of lerobot reads and gives, and what would make it blind.
+
+    Found are lost or foreign statistics, swapped pictures, other units, weights that do not fit, and a tokenizer that is not here. Each
+    line names the feature and the cure. Weights are compared where a Python has lerobot: this one, interpreter=<python>, or
+    .venv-lerobot. override_config={...} lays changes over the folder's configuration. The exit status is 1 if something was found.
+    """
+    folders = [word for word in arguments if "=" not in word]
+    if len(folders) != 1:
+        found = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
+        raise ConfigError(f"{found}; required: one folder that lerobot has saved. Run rlinf check-policy <folder>")
+    given = parse_overrides([word for word in arguments if "=" in word])
+    settings = from_mapping(PolicyCheckConfig, {item.key_or_group: item.value() for item in given})
+    report = import_target(MODELS.get("lerobot").check_folder)
+    rows, wrong = report(folders[0], settings.interpreter, settings.override_config)
+    if rows:
+        print(format_table(("part", folders[0]), rows))
+    for sentence in wrong:
+        print(f"BLIND: {sentence}")
+    print(f"\n{folders[0]}: {f'{len(wrong)} found, so it is refused' if wrong else 'nothing is wrong'}")
+    return int(bool(wrong))

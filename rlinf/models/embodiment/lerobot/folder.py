@@ -1,0 +1,350 @@
+"""Whether a policy folder of lerobot is whole: a policy that has lost its statistics acts blindly, and lerobot does not say so.
+
+Nothing here imports lerobot, so a folder can be checked anywhere. Weights are compared where the policy is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.files import sha256_of
+from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
+from rlinf.models.loading import read_json
+
+WEIGHTS = "model.safetensors"
+PIPELINES = {"policy_preprocessor.json": "normalizer_processor", "policy_postprocessor.json": "unnormalizer_processor"}
+NEEDED = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""The statistics that each mode of normalisation reads."""
+MIGRATE = "python -m lerobot.processor.migrate_policy_normalization --pretrained-path {}"
+ANOTHER = "take the folder that training wrote, or train again"
+LARGEST_PICTURE = 2.0
+"""Means of pictures in 0..1 lie far below."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that makes a policy blind: the feature or file, its fault, and the cure."""
+
+    feature: str
+    problem: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.feature} {self.problem}. {self.cure[:1].upper()}{self.cure[1:]}"
+
+
+def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
+    """Return the faults of a folder, the gravest first; empty: none that can be seen without its weights.
+
+    ``config`` has overrides; None: none. Raise CheckpointError without a folder.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"The folder {folder} does not exist. Set model.model_path=<folder of a policy>")
+    try:
+        values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        unknown = _type_finding(values)
+        if unknown is not None:
+            return [unknown]
+        config = LerobotConfig.from_pretrained(folder) if config is None else config
+    except (ConfigError, CheckpointError) as error:
+        return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
+    except (KeyError, TypeError, IndexError) as error:
+        return [Finding("config.json", f"has features that cannot be read ({type(error).__name__}: {error})", ANOTHER)]
+    found = [*_ensembling(values), *_feature_findings(config)] or [
+        *_weight_files(folder),
+        *_pipeline_findings(folder, config),
+    ]
+    return found or list(_tokenizer_findings(folder, config, values))
+
+
+def refuse_folder(folder: str | Path, config: LerobotConfig | None = None) -> None:
+    """Raise CheckpointError with the first finding of ``check_folder``."""
+    found = check_folder(folder, config)
+    if found:
+        more = f" ({len(found) - 1} more: rlinf check-policy {folder})" if len(found) > 1 else ""
+        raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}{more}")
+
+
+def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Finding]:
+    """Return findings unless a policy holds exactly the numbers of its folder's weight file.
+
+    lerobot loads with ``strict=False``, or catches what a strict load raises, and goes on with random weights. Names may lack the
+    file's first part ``model.``. A tensor that shares its memory with one of the file need not be in it.
+    """
+    with safe_open(Path(folder) / WEIGHTS, "pt") as file:
+        stored = {name.removeprefix("model."): name for name in file.keys()}
+        named = {name: stored.get(name.removeprefix("model.")) for name in state}
+        shared = {tensor.data_ptr() for name, tensor in state.items() if named[name] is not None and tensor.numel()}
+        missing = [name for name, found in named.items() if found is None and state[name].data_ptr() not in shared]
+        unexpected = sorted(set(stored.values()) - set(named.values()))
+        for problem, names in (
+            ("lacks weights of the policy", missing),
+            ("holds weights that the policy has not", unexpected),
+        ):
+            if names:
+                return [Finding(WEIGHTS, f"{problem}: {', '.join(names[:3])} ({len(names)})", ANOTHER)]
+        other = [
+            name
+            for name, found in named.items()
+            if found is not None and not _equal(state[name], file.get_tensor(found))
+        ]
+    if other:
+        return [Finding(WEIGHTS, f"was not loaded into {', '.join(other[:3])} ({len(other)})", ANOTHER)]
+    return []
+
+
+def action_statistics(folder: str | Path) -> dict[str, list[float]]:
+    """Return the statistics by which the folder's actions are brought into the policy's units, by name."""
+    state = _statistics(Path(folder), _step(Path(folder), "policy_postprocessor.json"))
+    prefix = f"{ACTION}."
+    return {
+        name.removeprefix(prefix): each.flatten().tolist() for name, each in state.items() if name.startswith(prefix)
+    }
+
+
+def folder_digest(folder: str | Path) -> str:
+    """Return one SHA-256 of the weights and the statistics, whatever else lies in the folder."""
+    files = [Path(folder) / WEIGHTS, *sorted(Path(folder).glob("policy_*processor*.safetensors"))]
+    return hashlib.sha256(" ".join(sha256_of(file) for file in files).encode()).hexdigest()
+
+
+def local_tokenizer(folder: Path, name: str) -> str | None:
+    """Return where a tokenizer or a model that is named in a folder lies on this machine; None: nowhere."""
+    for place in (Path(name).expanduser(), folder / name):
+        if place.is_dir():
+            return str(place)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        files = (
+            try_to_load_from_cache(name, each)
+            for each in ("tokenizer_config.json", "config.json", "processor_config.json")
+        )
+        return name if any(isinstance(each, str) for each in files) else None
+    except HFValidationError:
+        return None
+
+
+def _type_finding(values: Mapping[str, Any]) -> Finding | None:
+    kind = values.get("type")
+    if not values:
+        return Finding("config.json", "is missing", "set model.model_path=<a folder that lerobot has saved>")
+    if kind is None:
+        return Finding(
+            "config.json", "names no type, so the folder is not lerobot's", "use another model=<name> (`rlinf models`)"
+        )
+    if kind not in SUPPORTED:
+        known = f"required: {', '.join(SUPPORTED)}"
+        return Finding(
+            "config.json", f"has the type '{kind}', of a newer lerobot or not adapted here; {known}", "use one of these"
+        )
+    return None
+
+
+def _ensembling(values: Mapping[str, Any]) -> Iterator[Finding]:
+    if values.get("temporal_ensemble_coeff") is not None:
+        found = f"is {values['temporal_ensemble_coeff']}, and averages over calls are not adapted here"
+        yield Finding("temporal_ensemble_coeff", found, "set it to null in config.json, and n_action_steps above 1")
+
+
+def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
+    for name, shape in config.pictures.items():
+        if len(shape) != 3 or shape[0] != 3:
+            cure = (
+                f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with pictures in this order"
+            )
+            yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", cure)
+    if not config.pictures and not config.states:
+        yield Finding("input_features", "of config.json is empty, so the policy sees nothing", ANOTHER)
+    if not config.action_dim:
+        yield Finding("output_features", "of config.json has no action", ANOTHER)
+
+
+def _weight_files(folder: Path) -> Iterator[Finding]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        adapters = (folder / "adapter_config.json").is_file()
+        cure = "merge the adapters into their base with PEFT and save that" if adapters else ANOTHER
+        yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), cure)
+        return
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        yield Finding(WEIGHTS, f"cannot be read ({error})", "copy it again")
+        return
+    buffers = [
+        name for name in names if name.startswith(("normalize_inputs.", "normalize_targets.", "unnormalize_outputs."))
+    ]
+    if buffers:
+        found = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
+        yield Finding(WEIGHTS, found, f"migrate the folder: {MIGRATE.format(folder)}")
+
+
+def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
+    modes = config.normalization_mapping or {}
+    features = {**(config.input_features or {}), **(config.output_features or {})}
+    wanted = {
+        name: modes.get(each["type"], "IDENTITY") for name, each in features.items() if "empty_camera" not in name
+    }
+    states = {}
+    for file, kind in PIPELINES.items():
+        if not (folder / file).is_file():
+            cure = f"copy it from the training's folder, or for a folder of an old lerobot: {MIGRATE.format(folder)}"
+            yield Finding(file, "is missing, so nothing is normalised", cure)
+            continue
+        try:
+            step = _step(folder, file)
+            states[file] = _statistics(folder, step)
+        except (CheckpointError, OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
+            yield Finding(
+                file, f"cannot be read ({type(error).__name__}: {error})", "copy it again, with its .safetensors"
+            )
+            continue
+        mine = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
+        for name, mode in mine.items():
+            yield from _normalizer_findings(file, step, states[file], name, mode, features[name])
+    yield from _renamed(folder, config)
+    if len(states) == 2:
+        yield from _units(*states.values())
+
+
+def _normalizer_findings(
+    file: str,
+    step: Mapping[str, Any] | None,
+    state: Mapping[str, Tensor],
+    name: str,
+    mode: str,
+    feature: Mapping[str, Any],
+) -> Iterator[Finding]:
+    """Check the statistics of one feature in one pipeline."""
+    if mode == "IDENTITY":
+        return
+    retrain = (
+        "save the pre- and postprocessor with the data set's statistics (`dataset_stats`), or copy them from training"
+    )
+    if step is None:
+        yield Finding(name, f"is trained with {mode}, and {file} has no normaliser", retrain)
+        return
+    found = step.get("config", {}).get("norm_map", {}).get(feature["type"], "IDENTITY")
+    if found != mode:
+        yield Finding(name, f"has {mode} in config.json and {found} in {file}", retrain)
+        return
+    listed = step.get("config", {}).get("features", {}).get(name)
+    if listed is None:
+        yield Finding(name, f"is not among the features of the normaliser in {file}, which leaves it as it is", retrain)
+        return
+    keys = [f"{name}.{part}" for part in NEEDED[mode]]
+    if any(key not in state for key in keys):
+        others = sorted({key.rpartition(".")[0] for key in state})
+        has = f"has statistics of other keys: {', '.join(others[:4])}" if others else "is empty"
+        yield Finding(name, f"has no statistics {' and '.join(NEEDED[mode])}: the normaliser in {file} {has}", retrain)
+        return
+    first, second = (state[key].float() for key in keys)
+    width = feature["shape"][0]
+    if any(each.numel() not in (1, width) for each in (first, second)):
+        yield Finding(name, f"has {width} numbers, and its statistics in {file} {first.numel()}", retrain)
+    elif not bool(torch.isfinite(first).all() and torch.isfinite(second).all()):
+        yield Finding(name, f"has statistics in {file} that are not finite", retrain)
+    elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
+        yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
+    elif feature["type"] == "VISUAL" and float(first.abs().max()) > LARGEST_PICTURE:
+        found = f"has statistics of pictures in 0..255 (mean {float(first.max()):.3g}) in {file}; a policy gets them in 0..1"
+        yield Finding(name, found, "divide them by 255 and train again with float pictures")
+
+
+def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
+    """Check that no step gives a picture of the policy to another one."""
+    for step in _steps(folder, "policy_preprocessor.json"):
+        names = step.get("config", {}).get("rename_map") or {}
+        for old, new in names.items():
+            if old != new and {old, new} <= set(config.pictures):
+                found = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
+                yield Finding(old, found, "empty its rename_map")
+
+
+def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Check that actions come back in the units in which they were learnt."""
+    shared = [name for name in sorted(before.keys() & after.keys()) if name.startswith(f"{ACTION}.")]
+    pairs = {
+        name: (before[name].float(), after[name].float()) for name in shared if before[name].shape == after[name].shape
+    }
+    other = [name for name, (old, new) in pairs.items() if not torch.allclose(old, new, rtol=1e-4, atol=1e-6)]
+    if other:
+        old, new = pairs[other[0]]
+        ratio = float(new.abs().sum() / old.abs().sum().clamp_min(1e-12))
+        found = f"was learnt in other units than it is given back: {other[0]} differs by a factor of {ratio:.3g} between the two pipelines"
+        yield Finding(ACTION, found, "copy policy_postprocessor*.safetensors of the same training")
+
+
+def _tokenizer_findings(folder: Path, config: LerobotConfig, values: Mapping[str, Any]) -> Iterator[Finding]:
+    named = {"tokenizer_name": (config.tokenizer, "tokenizer"), "action_tokenizer_name": (None, "tokenizer")}
+    for step in _steps(folder, "policy_preprocessor.json"):
+        for key, (instead, field) in named.items():
+            name = instead or step.get("config", {}).get(key)
+            if name is not None and local_tokenizer(folder, name) is None:
+                found = f"'{name}' of {step.get('registry_name')} is not on this machine"
+                yield Finding(
+                    "tokenizer",
+                    found,
+                    f"set model.override_config.{field}=<its folder>, or put it into {folder}/{name}",
+                )
+    name = config.vlm or values.get("vlm_model_name")
+    if name is not None and local_tokenizer(folder, name) is None:
+        found = f"'{name}' (config and processor of the language model) is not on this machine"
+        yield Finding(
+            "vlm_model_name", found, f"set model.override_config.vlm=<its folder>, or put it into {folder}/{name}"
+        )
+
+
+def _steps(folder: Path, file: str) -> list[dict[str, Any]]:
+    path = folder / file
+    return [dict(step) for step in read_json(path).get("steps", [])] if path.is_file() else []
+
+
+def _step(folder: Path, file: str) -> dict[str, Any] | None:
+    """Return the (un)normaliser of a pipeline; None: it has none."""
+    return next((step for step in _steps(folder, file) if step.get("registry_name") == PIPELINES[file]), None)
+
+
+def _statistics(folder: Path, step: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return the statistics of a step: in its file, or in its configuration."""
+    if step is None:
+        return {}
+    given = step.get("config", {}).get("stats") or {}
+    inline = {f"{name}.{part}": torch.as_tensor(each) for name, parts in given.items() for part, each in parts.items()}
+    return inline or (load_file(folder / step["state_file"]) if step.get("state_file") else {})
+
+
+def _equal(tensor: Tensor, stored: Tensor) -> bool:
+    return tensor.shape == stored.shape and torch.equal(tensor.detach().cpu(), stored.to(tensor.dtype))
+
+
+def facts(config: LerobotConfig) -> dict[str, str]:
+    """Return what a policy reads and gives, for a table."""
+    return {
+        "type": config.policy_type,
+        "pictures": ", ".join(f"{name} {list(shape)}" for name, shape in config.pictures.items()) or "none",
+        "state": ", ".join(f"{name} [{width}]" for name, width in config.states.items()) or "none",
+        "action": f"{config.action_dim} numbers, {config.n_action_steps} of a chunk of {config.chunk_size}",
+        "observations": str(config.n_obs_steps),
+        "normalisation": ", ".join(f"{kind} {mode}" for kind, mode in (config.normalization_mapping or {}).items())
+        or "none",
+    }

@@ -1,0 +1,266 @@
+"""Any policy of lerobot as a policy of this project: it acts, and is the frozen base of a head."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import ActionModel, Inputs
+from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
+from rlinf.models.embodiment.lerobot.folder import action_statistics, folder_digest, refuse_folder
+from rlinf.models.embodiment.lerobot.runner import Answer, LocalRunner
+from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for
+from rlinf.models.loading import checkpoint_folder
+from rlinf.models.sampling import draw_uniforms, standard_normal
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+
+INSTEAD = "model=openvla_tiny model.model_path=null"
+
+
+class LerobotPolicy(ActionModel, nn.Module):
+    """Asks a runner, in this process or in an interpreter of its own, for chunks and features.
+
+    The weights stay with the runner. The state dict holds their digest, so that a head knows its base, and ``save_pretrained`` copies
+    the folder. **Greedy** (``do_sample=False``) begins flows and diffusions from one fixed noise, the same for every row and call;
+    lerobot's evaluation draws new noise, as sampling does here.
+
+    Args:
+        folder: The policy.
+        interpreter: Python that runs it (``model.interpreter``).
+    """
+
+    config_class = LerobotConfig
+    main_input_name = PROMPT
+    predicts_values: ClassVar[bool] = False
+    has_logprobs: ClassVar[bool] = False
+    float32_modules: ClassVar[tuple[str, ...]] = ()
+    value_head = None
+    detach_value = True
+
+    @classmethod
+    def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
+        """Refuse an env with other cameras, another picture size or another state than the policy reads."""
+        config.camera_of(env.cameras)
+        for name, (_, height, width) in config.pictures.items():
+            if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
+                fix = f"env.image_size={height}" if height == width else "an env with such pictures"
+                found = f"'{name}' has {height} x {width} pixels, and env.image_size is {env.image_size}"
+                raise ConfigError(f"The policy's picture {found}. Set {fix}")
+        super().check_env(config, env)
+
+    @classmethod
+    def check_rl(cls, config: LerobotConfig) -> None:
+        """Refuse policy gradients."""
+        raise ConfigError(
+            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns a head on it, "
+            f"frozen. Set algorithm=sac algorithm.head.name=residual, or {INSTEAD}"
+        )
+
+    @classmethod
+    def _from_config(cls, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
+        if torch.get_default_device().type == "meta":  # an estimate of memory
+            return cls(config, None, arguments["action_dim"], arguments["action_chunks_len"])
+        raise ConfigError(
+            "model=lerobot has no random weights; required: a folder. Set model.model_path=<folder> model.init_config={}"
+        )
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
+        """Load a folder; raise CheckpointError for one whose policy would be blind (``check_folder``)."""
+        place = checkpoint_folder(folder)
+        if arguments.get("torch_dtype", torch.float32) != torch.float32:
+            raise ConfigError(
+                "A policy of lerobot computes in the number format of its folder. Set model.precision=fp32"
+            )
+        refuse_folder(place, config)
+        config.norm_stats = {"lerobot": {ACTION: action_statistics(place)}}
+        names = ("interpreter", "timeout_s", "connect_timeout_s")
+        given = {name: arguments[name] for name in names if name in arguments}
+        return cls(config, place, arguments["action_dim"], arguments["action_chunks_len"], **given)
+
+    def __init__(
+        self,
+        config: LerobotConfig,
+        folder: Path | None,
+        action_dim: int,
+        action_chunks_len: int,
+        interpreter: str | None = None,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 300.0,
+    ) -> None:
+        nn.Module.__init__(self)
+        _check_sizes(config, action_dim, action_chunks_len)
+        self.config, self.folder, self.num_observations = config, folder, config.n_obs_steps
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        digest = bytes.fromhex(folder_digest(folder)) if folder is not None else bytes(32)
+        self.weights_sha256 = nn.Parameter(torch.tensor(list(digest), dtype=torch.float32), requires_grad=False)
+        self._asked = interpreter, timeout_s, connect_timeout_s
+        self._runner: Any = None
+        if folder is not None:
+            _ = self.runner
+
+    @property
+    def runner(self) -> LocalRunner | WorkerRunner:
+        """Where the policy runs; loaded once in each process."""
+        if self._runner is None:
+            self._runner = start_runner(str(self.folder), self.config, *self._asked)
+        self._runner.to(self.device)
+        return self._runner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runner": None}  # another process loads its own
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights_sha256.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def num_uniforms(self) -> int:
+        return self.num_candidate_uniforms
+
+    @property
+    def num_candidate_uniforms(self) -> int:
+        return math.prod(self.config.noise_shape or [0])
+
+    @property
+    def feature_dim(self) -> int:
+        return self.config.width if self.folder is None else self.runner.feature_dim
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return pictures uint8 ``[B, H, W, 3]`` and states float32 by the names of the features, and the sentences as bytes.
+
+        With ``num_observations`` above 1, pictures and states have an axis of moments after ``B``.
+        """
+        cameras = self.config.camera_of(list(observation.images))
+        moments = [
+            each.shape[1]
+            for each in (*observation.images.values(), observation.state)
+            if each is not None and each.ndim in (3, 5)
+        ]
+        if any(each != self.num_observations for each in moments) or (self.num_observations > 1 and not moments):
+            raise ConfigError(
+                f"The policy ({self.config.policy_type}) reads {self.num_observations} observations at a time (n_obs_steps), and got "
+                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` remember them; servers and heads do not. "
+                "Set model.model_path=<a policy with n_obs_steps=1>"
+            )
+        found = {
+            name: torch.from_numpy(np.ascontiguousarray(observation.images[camera])) for name, camera in cameras.items()
+        }
+        width = self.config.state_dim
+        given = 0 if observation.state is None else observation.state.shape[-1]
+        if width and given != width:
+            raise ConfigError(
+                f"The policy reads a state of width {width}, and the observation has one of {given}. Set another env"
+            )
+        if width:
+            state = torch.from_numpy(observation.state).float() * _numbers(self.config.state_scale)
+            found |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
+        sentences = [self.config.prompt or each for each in observation.instruction]
+        return {**found, PROMPT: as_bytes(sentences)}
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Group rows by sentence: a tokenizer pads to the longest one."""
+        return observation.instruction if self.config.prompt is None else [0] * len(observation)
+
+    def predict_action_batch(
+        self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
+    ) -> ActionPrediction:
+        """Act; ``temperature`` multiplies the variance of the noise that a flow or a diffusion begins with."""
+        rows = len(inputs[PROMPT])
+        noise = None
+        if do_sample and self.num_uniforms:
+            uniforms = draw_uniforms(rows, self.num_uniforms) if uniforms is None else uniforms
+            noise = self._noise(uniforms.unsqueeze(1)) * temperature**0.5
+        chunks = self._ask(inputs, noise)[0][:, 0]
+        empty = torch.zeros(rows, 0, device=self.device)
+        return ActionPrediction(chunks, empty, empty, torch.zeros(rows, device=self.device))
+
+    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+        chunks, features = self._ask(inputs, None)
+
+        def sample(uniforms: Tensor) -> Tensor:
+            noise = self._noise(uniforms)
+            return chunks.expand(-1, uniforms.shape[1], -1, -1) if noise is None else self._ask(inputs, noise)[0]
+
+        return Proposal(chunks, features, sample if samples else None)
+
+    def _noise(self, uniforms: Tensor) -> Tensor | None:
+        """Return normal noise ``[B, N, ...]`` of uniforms ``[B, N, U]``; None for a policy that draws none."""
+        shape = self.config.noise_shape
+        return None if shape is None else standard_normal(uniforms.cpu()).unflatten(2, shape)
+
+    def _ask(self, inputs: Inputs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return chunks ``[B, N, C, D]`` in env units, and features ``[B, F]``, on the model's device."""
+        batch: dict[str, Any] = {name: each.cpu().numpy() for name, each in inputs.items() if name != PROMPT}
+        batch[PROMPT] = as_text(inputs[PROMPT])
+        answer: Answer = self.runner.ask(batch, None if noise is None else noise.numpy())
+        chunks = torch.from_numpy(answer.chunks[:, :, : self.action_chunks_len].copy()) / _numbers(
+            self.config.action_scale
+        )
+        return chunks.to(self.device), torch.from_numpy(answer.features.copy()).to(self.device)
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        raise ConfigError(f"A policy of lerobot has no log-probabilities here. Set {INSTEAD}")
+
+    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        raise ConfigError(f"A policy of lerobot has no log-probabilities here. Set {INSTEAD}")
+
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Copy the folder: the weights have not changed."""
+        shutil.copytree(self.folder, save_directory, dirs_exist_ok=True)
+
+
+def start_runner(
+    folder: str, config: LerobotConfig, interpreter: str | None, timeout_s: float = 60.0, start_timeout_s: float = 300.0
+) -> LocalRunner | WorkerRunner:
+    """Load a folder in this process, or in the Python of ``interpreter_for``."""
+    python = interpreter_for(interpreter)
+    return (
+        LocalRunner(folder, config)
+        if python is None
+        else WorkerRunner(python, folder, config, timeout_s, start_timeout_s)
+    )
+
+
+def as_bytes(sentences: Sequence[str]) -> Tensor:
+    """Return sentences as int16 ``[B, L]`` of their bytes, filled up with -1."""
+    rows = [torch.tensor(list(each.encode()), dtype=torch.int16) for each in sentences]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def as_text(rows: Tensor) -> list[str]:
+    """Undo ``as_bytes``."""
+    return [bytes(row[row >= 0].tolist()).decode() for row in rows.cpu()]
+
+
+def _numbers(scale: float | list[float]) -> Tensor:
+    return torch.tensor(scale, dtype=torch.float32)
+
+
+def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int) -> None:
+    """Refuse other sizes than the folder's, and a policy that needs a memory."""
+    if (action_dim, action_chunks_len) != (config.action_dim, config.n_action_steps):
+        raise ConfigError(
+            f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, and the folder's policy acts with "
+            f"{config.action_dim} numbers, {config.n_action_steps} actions of its {config.chunk_size} at a time. Set "
+            f"model.action_token_len={config.action_dim} model.action_chunks_len={config.n_action_steps}, or another number of actions: "
+            "model.override_config.n_action_steps=<it>"
+        )
+
+
+def load_processor(tokenizer_config: Any, model_config: LerobotConfig, path: str | None) -> None:
+    """The runner has the processors."""

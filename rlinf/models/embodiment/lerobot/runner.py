@@ -1,0 +1,253 @@
+"""A policy of lerobot in this process: its own class, between its own pre- and postprocessor."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import CheckpointError, MissingDependencyError
+from rlinf.models.embodiment.lerobot.config import PROMPT, LerobotConfig
+from rlinf.models.embodiment.lerobot.folder import Finding, compare_weights, local_tokenizer
+from rlinf.models.loading import read_json
+
+FEATURES: dict[str, tuple[str, str]] = {
+    "act": ("model.encoder", "sequence first"),
+    "diffusion": ("diffusion.unet", "global_cond"),
+    "vqbet": ("vqbet.policy", "batch first"),
+    "smolvla": ("model.vlm_with_expert.vlm.model.text_model.norm", "batch first"),
+    "pi0": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
+    "pi05": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
+    "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
+}
+"""Type to the module that has seen the observation, and where its states are: its output, or an argument. Their mean over the
+positions is what a head reads."""
+
+
+def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
+    """Return the normalised actions ``[B, T, D]`` from the present one on."""
+    return policy.predict_action_chunk(prepared, **({} if noise is None else {"noise": noise}))
+
+
+def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
+    """Return the same of a policy that draws codes from torch's global stream: row by row, each seeded by its own noise."""
+    pictures = torch.stack([prepared[name] for name in policy.config.image_features], -4)
+    chunks = []
+    for row, seed in enumerate(seeds_of(noise)):
+        with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
+            torch.manual_seed(seed)
+            batch = {
+                "observation.images": pictures[row : row + 1],
+                "observation.state": prepared["observation.state"][row : row + 1],
+            }
+            chunks.append(policy.vqbet(batch, rollout=True)[:, : policy.config.action_chunk_size])
+    return torch.cat(chunks)
+
+
+CHUNKS: dict[str, Callable[[Any, dict[str, Any], Tensor], Tensor]] = {"vqbet": code_chunk}
+"""Types whose chunk does not come from ``predict_action_chunk`` with ``noise``."""
+
+
+class Answer(NamedTuple):
+    """Chunks float32 ``[B, N, T, D]`` in the units of the folder, ``T`` of ``chunk_size``, and features ``[B, F]``."""
+
+    chunks: np.ndarray
+    features: np.ndarray
+
+
+class LocalRunner:
+    """Loads a folder, and refuses one whose weights do not fit."""
+
+    def __init__(self, folder: str, config: LerobotConfig) -> None:
+        self.folder, self.config = Path(folder).expanduser(), config
+        with quiet():
+            self.policy, self._before, self._after = self._load()
+        found = compare_weights(self.folder, self.policy.state_dict())
+        if found:
+            raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
+        self.policy.requires_grad_(False)
+        self.device = torch.device("cpu")
+        self.feature_dim = self.ask(self._blank(), None).features.shape[1]
+
+    def _load(self) -> tuple[Any, Callable, Callable]:
+        try:
+            from lerobot.configs import PreTrainedConfig
+            from lerobot.policies import get_policy_class, make_pre_post_processors
+        except ImportError as error:
+            cure = "Run bash scripts/setup.sh --lerobot, or set model.interpreter=<a Python that has it>"
+            raise MissingDependencyError(
+                f"model=lerobot needs the package lerobot, which does not import ({error}). {cure}"
+            ) from error
+        try:
+            config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
+            for name, value in self._overrides(config).items():
+                setattr(config, name, value)
+            policy = get_policy_class(config.type).from_pretrained(str(self.folder), config=config)
+            before, after = make_pre_post_processors(
+                config,
+                pretrained_path=str(self.folder),
+                preprocessor_overrides=self._step_overrides(),
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # draccus, safetensors, transformers and lerobot raise what they like
+            raise CheckpointError(f"lerobot cannot load {self.folder}: {self._why(error)}") from error
+        return policy.eval(), before, after
+
+    def _why(self, error: Exception) -> str:
+        """Say what an error of lerobot means: its words for weights and fields that do not fit are long."""
+        text = f"{type(error).__name__}: {error}"
+        from lerobot import __version__
+
+        if "DecodingError" in type(error).__name__ or "not valid for" in text or "ProcessorStep" in text:
+            newer = f"pip install --no-deps a newer lerobot than {__version__} into the Python that runs it"
+            return f"{Finding('config.json', f'was written by a newer lerobot ({text[:300]})', newer)}"
+        return f"{text[:600]}. Take the folder that training wrote, or model.interpreter=<a Python with its lerobot>"
+
+    def _overrides(self, config: Any) -> dict[str, Any]:
+        """Return fields without which the constructor would ask a hub, or compile."""
+        found: dict[str, Any] = {"pretrained_path": self.folder}
+        if hasattr(config, "pretrained_backbone_weights"):
+            found["pretrained_backbone_weights"] = None  # the folder has them
+        if hasattr(config, "vlm_model_name"):
+            name = self.config.vlm or config.vlm_model_name
+            found |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
+        found |= {
+            name: value
+            for name, value in (("compile_model", False), ("n_action_steps", self.config.n_action_steps))
+            if hasattr(config, name)
+        }
+        return found
+
+    def _step_overrides(self) -> dict[str, Any]:
+        """Return the device to load on, and tokenizers where they lie on this machine."""
+        found: dict[str, Any] = {}
+        for step in read_json(self.folder / "policy_preprocessor.json")["steps"]:
+            name, options = step.get("registry_name"), step.get("config", {})
+            if name == "device_processor":
+                found[name] = {"device": "cpu"}
+            places = {key: options[key] for key in ("tokenizer_name", "action_tokenizer_name") if options.get(key)}
+            if places:
+                instead = self.config.tokenizer
+                found[name] = {
+                    key: local_tokenizer(self.folder, instead or each) or each for key, each in places.items()
+                }
+        return found
+
+    def to(self, device: torch.device) -> None:
+        """Move weights and statistics."""
+        if device == self.device:
+            return
+        self.policy.to(device)
+        for pipeline in (self._before, self._after):
+            for step in pipeline.steps:
+                if hasattr(step, "to"):
+                    step.to(device)
+                if hasattr(step, "tensor_device"):
+                    step.tensor_device = device
+        self.policy.config.device, self.device = str(device), device
+
+    @torch.no_grad()
+    def ask(self, batch: Mapping[str, Any], noise: np.ndarray | None) -> Answer:
+        """Return chunks and features for ``B`` rows.
+
+        Args:
+            batch: Pictures uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by the names of their features, each with an axis of
+                ``n_obs_steps`` after ``B`` if that is above 1, and ``task``, ``B`` sentences.
+            noise: float32 ``[B, N, *config.noise_shape]``; None: one chunk from the same fixed noise for every row.
+        """
+        rows = len(batch[PROMPT])
+        count = 1 if noise is None else noise.shape[1]
+        prepared = self._before(
+            {**{name: self._tensor(each) for name, each in batch.items() if name != PROMPT}, PROMPT: batch[PROMPT]}
+        )
+        prepared = {
+            name: each.repeat_interleave(count, 0) if isinstance(each, Tensor) and len(each) == rows else each
+            for name, each in prepared.items()
+        }
+        given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
+        with caught(self.policy, *FEATURES[self.config.policy_type]) as states, seeded(self.policy, given):
+            chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
+        actions = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
+        chunks = actions.float().cpu().unflatten(0, (rows, count)).numpy()
+        return Answer(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
+
+    def _noise(self, rows: int, given: Tensor | None) -> Tensor | None:
+        if self.config.noise_shape is None:
+            return None
+        if given is None:
+            given = greedy_noise(self.config.noise_shape).expand(rows, *self.config.noise_shape)
+        return given.to(self.device).contiguous()
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        """Return a feature as lerobot's own evaluation makes it: pictures float32 ``[B, 3, H, W]`` in 0..1."""
+        tensor = torch.from_numpy(values).to(self.device)
+        return tensor.float().div(255).movedim(-1, -3).contiguous() if values.dtype == np.uint8 else tensor
+
+    def _blank(self) -> dict[str, Any]:
+        """Return one row without anything to see."""
+        steps = () if self.config.n_obs_steps == 1 else (self.config.n_obs_steps,)
+        found: dict[str, Any] = {PROMPT: ["stand still"]}
+        found |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.pictures.items()}
+        return found | {name: np.zeros((1, *steps, width), np.float32) for name, width in self.config.states.items()}
+
+
+def greedy_noise(shape: Sequence[int]) -> Tensor:
+    """Return the noise of greedy actions, the same for every row and call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def seeds_of(noise: Tensor) -> list[int]:
+    """Return a seed for each row of noise."""
+    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in noise.cpu()]
+
+
+@contextlib.contextmanager
+def caught(policy: nn.Module, name: str, where: str) -> Iterator[list[Tensor]]:
+    """Catch the states of each call of a module as means over their positions, ``[B, F]``; the first call has seen the observation."""
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        states = kwargs[where] if where in kwargs else output[0] if isinstance(output, tuple) else output
+        found.append(states if states.ndim == 2 else states.float().mean(0 if where == "sequence first" else 1))
+
+    handle = policy.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def seeded(policy: nn.Module, noise: Tensor | None) -> Iterator[None]:
+    """Let each row draw the noise of its diffusion's steps from a stream of its own, which its first noise decides."""
+    scheduler = getattr(getattr(policy, "diffusion", None), "noise_scheduler", None)
+    if scheduler is None or noise is None:
+        yield
+        return
+    streams = [torch.Generator(noise.device).manual_seed(seed) for seed in seeds_of(noise)]
+    step = scheduler.step
+    scheduler.step = lambda *args, **kwargs: step(*args, **{**kwargs, "generator": streams})
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what lerobot prints and logs while it loads off the terminal: errors are raised here."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,216 @@
+"""Tiny policy folders with random weights, written by lerobot itself: ``python tests/lerobot_folders.py <folder> act smolvla ...``.
+
+Runs in a Python that has lerobot. Nothing comes from a hub: tokenizers and language models are made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+SIZE, STATE, ACTIONS = 32, 4, 2
+"""Pixels, and the widths of state and action: what `env=tabletop env.state=proprio env.image_size=32` has."""
+WORDS = (
+    "pick",
+    "up",
+    "the",
+    "red",
+    "blue",
+    "green",
+    "block",
+    "cube",
+    "push",
+    "put",
+    "it",
+    "on",
+    "in",
+    "to",
+    "a",
+    "zone",
+    "stand",
+    "still",
+    "move",
+)
+TINY = {
+    "act": {"chunk_size": 8, "n_action_steps": 4, "dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1,
+            "n_vae_encoder_layers": 1, "latent_dim": 8, "pretrained_backbone_weights": None},
+    "diffusion": {"horizon": 8, "n_action_steps": 4, "n_obs_steps": 2, "down_dims": (16, 32), "n_groups": 4, "crop_shape": None,
+                  "resize_shape": None, "diffusion_step_embed_dim": 16, "spatial_softmax_num_keypoints": 4,
+                  "num_train_timesteps": 10, "pretrained_backbone_weights": None, "use_group_norm": True, "noise_scheduler_type": "DDIM"},
+    "vqbet": {"n_obs_steps": 2, "n_action_pred_token": 2, "action_chunk_size": 4, "crop_shape": None, "pretrained_backbone_weights": None,
+              "use_group_norm": True, "n_vqvae_training_steps": 1,
+              "spatial_softmax_num_keypoints": 4, "gpt_input_dim": 32, "gpt_output_dim": 32, "gpt_n_layer": 1, "gpt_n_head": 2,
+              "gpt_hidden_dim": 32, "vqvae_n_embed": 4, "vqvae_embedding_dim": 16, "vqvae_enc_hidden_dim": 16},
+    "smolvla": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "resize_imgs_with_padding": (64, 64),
+                "num_vlm_layers": 2, "num_steps": 2, "load_vlm_weights": False, "tokenizer_max_length": 12},
+    "pi0": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "num_inference_steps": 2,
+            "image_resolution": (28, 28), "tokenizer_max_length": 12, "dtype": "float32", "paligemma_variant": "gemma_300m"},
+    "pi05": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "num_inference_steps": 2,
+             "image_resolution": (28, 28), "tokenizer_max_length": 32, "dtype": "float32", "paligemma_variant": "gemma_300m"},
+}  # fmt: skip
+"""The settings of each type, so small that a pass takes milliseconds."""
+
+
+def features(cameras: tuple[str, ...] = ("front",)) -> tuple[dict, dict]:
+    """Return input and output features: pictures, a state and an action."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    inputs = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, SIZE, SIZE)) for name in cameras}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (STATE,))
+    return inputs, {"action": PolicyFeature(FeatureType.ACTION, (ACTIONS,))}
+
+
+def statistics(cameras: tuple[str, ...]) -> dict:
+    """Return statistics of every kind, by feature, from a fixed seed."""
+    generator = torch.Generator().manual_seed(7)
+
+    def of(*shape: int) -> dict[str, torch.Tensor]:
+        mean, std = torch.rand(shape, generator=generator) * 0.5, torch.rand(shape, generator=generator) * 0.5 + 0.25
+        names = {"mean": mean, "std": std, "min": mean - 2 * std, "max": mean + 2 * std}
+        return names | {"q01": mean - std, "q99": mean + std, "q10": mean - std / 2, "q90": mean + std / 2}
+
+    pictures = {f"observation.images.{name}": of(3, 1, 1) for name in cameras}
+    return {**pictures, "observation.state": of(STATE), "action": of(ACTIONS)}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of whole words, with the special tokens that SmolVLA reads."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<unk>", "<bos>", "<eos>", "<image>", "<fake>", "<global>"]
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"image_token": "<image>", "fake_image_token": "<fake>", "global_image_token": "<global>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<bos>", eos_token="<eos>",
+        extra_special_tokens=names,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def write_vlm(folder: Path) -> None:
+    """Write configuration and processor of a SmolVLM of 64 numbers, as ``vlm_model_name`` names it."""
+    from transformers import AutoTokenizer, SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor
+
+    text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}  # fmt: skip
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 16,
+    }
+    write_tokenizer(folder)
+    SmolVLMConfig(
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=4, pad_token_id=0
+    ).save_pretrained(folder)
+    image = SmolVLMImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 64})
+    try:
+        SmolVLMProcessor(image, AutoTokenizer.from_pretrained(folder), video_processor=None).save_pretrained(folder)
+    except (TypeError, ImportError, ValueError):
+        image.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def tiny_gemma() -> Iterator[None]:
+    """Let pi0 and pi0.5 be built 32 numbers wide: their smallest own size has a billion weights.
+
+    Only where they are built: their configuration has no fields for these sizes.
+    """
+    from lerobot.policies.pi0 import modeling_pi0
+    from lerobot.policies.pi05 import modeling_pi05
+    from transformers import PaliGemmaConfig, SiglipVisionConfig
+
+    store = SiglipVisionConfig.__setattr__
+
+    def narrow(self: SiglipVisionConfig, name: str, value: object) -> None:
+        store(self, name, {"intermediate_size": 32, "projection_dim": 32}.get(name, value))
+
+    def paligemma() -> PaliGemmaConfig:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+        vision = {"model_type": "siglip_vision_model", "image_size": 28, **sizes}
+        return PaliGemmaConfig(vision_config=vision, text_config={"model_type": "gemma"})
+
+    def small(module: Any) -> Any:
+        return module.GemmaConfig(width=32, depth=2, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(SiglipVisionConfig, "__setattr__", narrow))
+        for module in (modeling_pi0, modeling_pi05):
+            sizes = {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]}
+            stack.enter_context(mock.patch.object(module, "CONFIG_MAPPING", sizes))
+            stack.enter_context(mock.patch.object(module, "get_gemma_config", lambda variant, of=module: small(of)))
+        yield
+
+
+@contextlib.contextmanager
+def tokenizer_at(folder: Path) -> Iterator[None]:
+    """Let a processor that names a tokenizer of the hub be made with the one of a folder."""
+    from lerobot.processor import tokenizer_processor as module
+
+    load = module.AutoTokenizer.from_pretrained
+    here = SimpleNamespace(from_pretrained=lambda name, **options: load(folder, **options))
+    with mock.patch.object(module, "AutoTokenizer", here):
+        yield
+
+
+def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: int = 0, **changes: object) -> Path:
+    """Write a folder of a type, as lerobot's training does: config, weights, and both processors with statistics."""
+    from lerobot.policies import get_policy_class, make_policy_config, make_pre_post_processors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {**TINY[kind], **changes}
+    if kind == "smolvla":
+        write_vlm(folder / "vlm")
+        options["vlm_model_name"] = str(folder / "vlm")
+    elif kind.startswith("pi0"):
+        write_tokenizer(folder / "vlm")
+    inputs, outputs = features(cameras)
+    config = make_policy_config(
+        kind, input_features=inputs, output_features=outputs, device="cpu", push_to_hub=False, **options
+    )
+    torch.manual_seed(seed)
+    with tiny_gemma() if kind.startswith("pi0") else contextlib.nullcontext():
+        policy = get_policy_class(kind)(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    with tokenizer_at(folder / "vlm"):
+        pipelines = make_pre_post_processors(config, dataset_stats=statistics(cameras))
+    policy.save_pretrained(folder)
+    for pipeline in pipelines:
+        pipeline.save_pretrained(folder)
+    localise(folder)
+    return folder
+
+
+def localise(folder: Path) -> None:
+    """Name the parts of a folder by paths within it, so that it can be copied."""
+    config = json.loads((folder / "config.json").read_text())
+    if "vlm_model_name" in config:
+        config["vlm_model_name"] = "vlm"
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+    path = folder / "policy_preprocessor.json"
+    steps = json.loads(path.read_text())
+    for step in steps["steps"]:
+        if "tokenizer_name" in step.get("config", {}):
+            step["config"]["tokenizer_name"] = "vlm"
+    path.write_text(json.dumps(steps, indent=1))
+
+
+if __name__ == "__main__":
+    place, *kinds = sys.argv[1:]
+    for name in kinds:
+        print(make(name, Path(place) / name))

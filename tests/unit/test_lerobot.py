@@ -1,0 +1,350 @@
+"""Policies of lerobot act here as their own classes do; in this process, or in an interpreter of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lerobot_folders import ACTIONS, SIZE, STATE, tiny_gemma
+
+import rlinf
+from rlinf.cli import main
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, PolicyServerError
+from rlinf.models import build_policy
+from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
+from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
+from rlinf.types import Observation
+
+PYTHON = sys.executable if runs_here() else os.environ.get(VARIABLE) or (str(OWN_PLACE) if OWN_PLACE.exists() else None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="no Python with lerobot: bash scripts/setup.sh --lerobot makes one"),
+]
+HERE = pytest.mark.skipif(not runs_here(), reason="lerobot does not import in this Python")
+
+
+class Folders(dict):
+    """Folders by type, each written by lerobot when it is first asked for."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+
+    def __missing__(self, kind: str) -> Path:
+        command = [PYTHON, str(Path(__file__).parents[1] / "lerobot_folders.py"), str(self.place), kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        self[kind] = self.place / kind
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Folders of all types."""
+    return Folders(tmp_path_factory.mktemp("folders"))
+
+
+def section(folder: Path, **fields: object) -> dict:
+    """Return the model section of a folder."""
+    return {
+        "model_type": "lerobot",
+        "model_path": str(folder),
+        "action_token_len": ACTIONS,
+        "action_chunks_len": 4,
+        **fields,
+    }
+
+
+def observation(rows: int = 3, seed: int = 0) -> Observation:
+    generator = np.random.default_rng(seed)
+    images = {"front": generator.integers(0, 256, (rows, SIZE, SIZE, 3), dtype=np.uint8)}
+    state = generator.standard_normal((rows, STATE), dtype=np.float32)
+    return Observation(images, state, ["pick up the red block"] * rows)
+
+
+def theirs(folder: Path) -> tuple:
+    """Return lerobot's own policy and processors of a folder."""
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.pretrained_backbone_weights = None
+    overrides = {}
+    if (folder / "vlm").exists():
+        overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
+    if hasattr(config, "vlm_model_name"):
+        config.vlm_model_name = str(folder / "vlm")
+    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+
+
+def theirs_of(rows: Observation) -> dict:
+    """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
+    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
+    return {
+        "observation.images.front": pictures,
+        "observation.state": torch.from_numpy(rows.state),
+        "task": rows.instruction,
+    }
+
+
+@HERE
+@pytest.mark.parametrize("kind", ["act", "smolvla", "diffusion", "pi0", "pi05"])
+def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) -> None:
+    """The whole chunk, with the same noise; a picture with its channels in another order gives other actions."""
+    with tiny_gemma():
+        model = build_policy({"model": section(folders[kind])})
+        policy, before, after = theirs(folders[kind])
+    rows = Observation.of_moments([observation(), observation(seed=1)]) if kind == "diffusion" else observation()
+    noise = (
+        {} if model.config.noise_shape is None else {"noise": greedy_noise(model.config.noise_shape).repeat(3, 1, 1)}
+    )
+    chunk = policy.predict_action_chunk(before(theirs_of(rows)), **noise)
+    expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
+    found = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    rows.images["front"] = np.ascontiguousarray(rows.images["front"][..., ::-1])
+    other = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
+    assert float((other - expected).abs().max()) > 1e-5
+
+
+@HERE
+def test_queues_are_kept_for_each_row(folders: Folders) -> None:
+    """200 steps of three rows that reset at different times equal three single runs of lerobot's ``select_action``."""
+    model = build_policy({"model": section(folders["act"])})
+    generator = np.random.default_rng(1)
+    resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
+    seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
+    pictures = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
+
+    def rows(step: int, which: list[int]) -> Observation:
+        return Observation({"front": pictures[step, which]}, seen[step, which], ["pick up the red block"] * len(which))
+
+    ours, queues = np.zeros((200, 3, ACTIONS), np.float32), [[], [], []]
+    for step in range(200):  # as an env with chunks does it: a new chunk when the last one or the episode has ended
+        for row in range(3):
+            queues[row] = [] if step in resets[row] else queues[row]
+        empty = [row for row in range(3) if not queues[row]]
+        if empty:
+            actions = model.predict_action_batch(do_sample=False, **model.preprocess(rows(step, empty))).actions.numpy()
+            for row, chunk in zip(empty, actions, strict=True):
+                queues[row] = list(chunk)
+        for row in range(3):
+            ours[step, row] = queues[row].pop(0)
+    for row in range(3):
+        policy, before, after = theirs(folders["act"])
+        for step in range(200):
+            if step in resets[row]:
+                policy.reset()
+            action = after(policy.select_action(before(theirs_of(rows(step, [row])))))
+            np.testing.assert_allclose(ours[step, row], action[0].numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def apart(folders: Folders):
+    """An ACT policy in an interpreter of its own."""
+    return build_policy({"model": section(folders["act"], interpreter=PYTHON)})
+
+
+def test_an_own_interpreter_is_the_same_policy(apart, folders: Folders) -> None:
+    """Its actions are finite, repeat, and equal the actions of this process where lerobot imports."""
+    assert isinstance(apart.runner, WorkerRunner)
+    inputs = apart.preprocess(observation())
+    found = apart.propose(inputs, 3)
+    assert found.chunks.shape == (3, 3, 4, ACTIONS) and found.features.shape == (3, apart.feature_dim)
+    assert torch.equal(found.chunks[:, 0], apart.predict_action_batch(do_sample=False, **inputs).actions)
+    assert bool(torch.isfinite(found.chunks).all()) and float(found.chunks.std(0).mean()) > 1e-4
+    if runs_here():
+        here = build_policy({"model": section(folders["act"])}).propose(inputs, 3)
+        torch.testing.assert_close(found.chunks, here.chunks, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.features, here.features, rtol=0, atol=1e-6)
+
+
+def test_a_killed_interpreter_costs_one_restart_and_no_answer(apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = apart.preprocess(observation())
+    before = apart.predict_action_batch(do_sample=False, **inputs).actions
+    runner = apart.runner
+    os.kill(runner._child.process.pid, signal.SIGKILL)
+    assert torch.equal(apart.predict_action_batch(do_sample=False, **inputs).actions, before)
+    assert runner.num_restarts == 1
+
+    def start_and_die() -> None:
+        start()
+        os.kill(runner._child.process.pid, signal.SIGKILL)
+
+    start = runner._start
+    monkeypatch.setattr(runner, "_start", start_and_die)
+    os.kill(runner._child.process.pid, signal.SIGKILL)
+    with pytest.raises(PolicyServerError, match="twice"):
+        apart.predict_action_batch(do_sample=False, **inputs)
+    monkeypatch.undo()
+    runner._start()
+
+
+def test_a_silent_interpreter_is_named(apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = apart.runner
+    monkeypatch.setattr(runner, "timeout_s", 1.0)
+    os.kill(runner._child.process.pid, signal.SIGSTOP)
+    with pytest.raises(PolicyServerError, match=r"model\.timeout_s"):
+        apart.predict_action_batch(do_sample=False, **apart.preprocess(observation()))
+    monkeypatch.undo()
+    runner._start()
+
+
+def test_an_interpreter_without_lerobot_is_named(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is missing, and one that dies at the start."""
+    with pytest.raises(MissingDependencyError, match="model.interpreter"):
+        interpreter_for(str(tmp_path / "python"))
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(PolicyServerError, match="status 3 at the start"):
+        build_policy({"model": section(folders["act"], interpreter=str(broken))})
+
+
+def test_weights_that_do_not_fit_are_refused(folders: Folders, tmp_path: Path) -> None:
+    """lerobot itself loads such a folder with a warning."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(folders["act"], tmp_path / "act"))
+    state = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in state.items() if "action_head" not in name}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="action_head"):
+        build_policy({"model": section(folder, interpreter=PYTHON)})
+
+
+def test_sizes_are_those_of_the_folder(folders: Folders) -> None:
+    with pytest.raises(ConfigError, match="model.action_chunks_len=4"):
+        build_policy({"model": section(folders["act"], action_chunks_len=8)})
+
+
+def test_load_policy_reads_a_folder_of_lerobot(folders: Folders) -> None:
+    """Without a type and without sizes."""
+    policy = rlinf.load_policy(folders["act"], overrides=[] if runs_here() else [f"model.interpreter={PYTHON}"])
+    rows = observation(1)
+    found = policy.act(
+        {"images": {"front": rows.images["front"][0]}, "state": rows.state[0], "instruction": "pick up the red block"}
+    )
+    assert found.shape == (4, ACTIONS)
+
+
+ENV = [
+    "env=tabletop", "env.tasks=[reach]", "env.cameras=[front]", "env.image_size=32", "env.state=proprio", "env.max_episode_steps=10",
+    "evaluation.num_episodes=4", "evaluation.num_envs=3", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
+    "tracking.progress=false", "cluster.num_threads=1",
+]  # fmt: skip
+
+
+def words(folder: Path) -> list[str]:
+    """Return the overrides of a folder."""
+    found = [f"model.model_path={folder}", f"model.action_token_len={ACTIONS}", "model.action_chunks_len=4"]
+    return ["model=lerobot", *found, *([] if runs_here() else [f"model.interpreter={PYTHON}"])]
+
+
+def evaluated(folder: Path, output: Path, *more: str) -> list[tuple]:
+    """Return outcome, length and return of each episode by ``rlinf evaluate``."""
+    from rlinf.evaluation.result import EvaluationResult
+
+    assert main(["evaluate", *words(folder), *ENV, f"output_dir={output}", *more]) == 0
+    results = EvaluationResult.from_json(output / "result.json").results
+    return [(each.success, each.num_env_steps, round(each.episode_return, 5)) for each in results]
+
+
+def test_an_evaluation_does_not_depend_on_who_plays_together(folders: Folders, tmp_path: Path) -> None:
+    """Three envs and one env give the same episodes."""
+    found = evaluated(folders["act"], tmp_path / "three")
+    assert len(found) == 4
+    assert found == evaluated(folders["act"], tmp_path / "one", "evaluation.num_envs=1")
+
+
+@HERE
+def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
+    """200 steps of three episodes that begin at different times equal single runs of ``select_action``, with n_obs_steps=2."""
+    from rlinf.evaluation.evaluator import RowPolicy, Stream
+
+    model = build_policy({"model": section(folders["diffusion"])})
+    policy = RowPolicy(model, ["reach"], greedy=True, temperature=1.0, seed=0)
+    generator = np.random.default_rng(2)
+    resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
+    seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
+    pictures = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
+    streams: list[Stream] = []
+    ours = np.zeros((200, 3, ACTIONS), np.float32)
+    for step in range(200):
+        streams = [Stream(0, 2) if step in resets[row] else streams[row] for row in range(3)]
+        rows = Observation({"front": pictures[step]}, seen[step], ["pick up the red block"] * 3)
+        ours[step] = policy.act(rows, streams)[:, 0]
+    for row in range(3):
+        own, before, after = theirs(folders["diffusion"])
+        noise = greedy_noise(model.config.noise_shape)[None]
+        for step in range(200):
+            if step in resets[row]:
+                own.reset()
+            one = Observation({"front": pictures[step, [row]]}, seen[step, [row]], ["pick up the red block"])
+            action = after(own.select_action(before(theirs_of(one)), noise=noise))
+            np.testing.assert_allclose(
+                ours[step, row], action[0].numpy(), rtol=0, atol=1e-5
+            )  # one row there, 16 here, in each step of the diffusion
+    with pytest.raises(ConfigError, match="n_obs_steps"):
+        model.preprocess(observation())
+
+
+@HERE
+def test_codes_are_drawn_for_each_row(folders: Folders) -> None:
+    """VQ-BeT draws codes from torch's global stream: a row alone draws as it does among others, and as lerobot's own class."""
+    model = build_policy({"model": section(folders["vqbet"])})
+    rows = Observation.of_moments([observation(seed=0), observation(seed=1)])
+    inputs = model.preprocess(rows)
+    found = model.propose(inputs, 2)
+    alone = model.preprocess(rows.select([2]))
+    torch.testing.assert_close(model.propose(alone).chunks[0, 0], found.chunks[2, 0], rtol=0, atol=1e-6)
+    policy, before, after = theirs(folders["vqbet"])
+    torch.manual_seed(seeds_of(greedy_noise((1,))[None])[0])
+    for moment in (0, 1):  # the second observation is not acted on yet, so the queue of actions is emptied
+        policy._queues["action"].clear()
+        batch = before(theirs_of(observation(seed=moment).select([2])))
+        if moment == 1:
+            torch.manual_seed(seeds_of(greedy_noise((1,))[None])[0])
+        action = after(policy.select_action(batch))
+    torch.testing.assert_close(found.chunks[2, 0, 0], action[0], rtol=0, atol=1e-6)
+
+
+def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_path: Path) -> None:
+    """A residual head on ACT: the run keeps the folder once, by its digest; the exported policy acts as the run's does."""
+    run = tmp_path / "run"
+    small = [
+        "algorithm=sac", "algorithm.head.name=residual", "rollout.num_envs=2", "rollout.num_chunks=6", "trainer.max_steps=2",
+        "trainer.save_every=2", "algorithm.warmup_env_steps=8", "algorithm.batch_size=8", "algorithm.replay_capacity=64",
+        "algorithm.head.hidden_size=16", "algorithm.controls=false", "tracking.tensorboard=false", f"output_dir={run}",
+    ]  # fmt: skip
+    assert main(["train", *words(folders["act"]), *ENV, *small]) == 0
+    assert main(["export", f"checkpoint={run}", f"output={tmp_path / 'export'}"]) == 0
+    policies = [rlinf.load_policy(place) for place in (run, tmp_path / "export")]
+    assert policies[0].model.base_sha256 is not None and isinstance(policies[0].model, HeadedPolicy)
+    rows = observation(2)
+    given = {"images": rows.images, "state": rows.state, "instruction": rows.instruction}
+    first, second = (policy.act(given) for policy in policies)
+    np.testing.assert_array_equal(first, second)
+
+
+@HERE
+def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
+    """``sample`` and ``propose`` agree; other noise gives other chunks, and the greedy chunk comes first."""
+    model = build_policy({"model": section(folders["smolvla"])})
+    inputs = model.preprocess(observation())
+    uniforms = torch.rand(3, 2, model.num_candidate_uniforms, generator=torch.Generator().manual_seed(3)).clamp_min(
+        1e-6
+    )
+    found = model.propose(inputs, 3, uniforms, resumable=True)
+    torch.testing.assert_close(found.sample(uniforms), found.chunks[:, 1:], rtol=0, atol=1e-6)
+    assert float((found.chunks[:, 1] - found.chunks[:, 2]).abs().max()) > 1e-4
+    assert float((found.features[0] - found.features[1]).abs().max()) > 1e-5

@@ -178,7 +178,11 @@ TESTS = {
         "tests/unit/test_model_parts.py",
     ],
     "rlinf/data/statistics.py": ["tests/unit/test_dataset_statistics.py"],
-    "rlinf/manifest.py": ["tests/unit/test_manifest.py"],
+    "rlinf/manifest.py": [
+        "tests/unit/test_manifest.py",
+        "tests/unit/test_startup.py::test_another_project_of_the_name_is_noticed",
+        "tests/unit/test_startup.py::test_this_project_is_taken_for_itself_in_any_version",
+    ],
 }
 """Each file, and the tests that hold its numbers, the quick ones first: a mutant dies at the first test that fails."""
 

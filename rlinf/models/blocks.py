@@ -6,12 +6,12 @@ Rollouts, evaluations and scoring run without gradients, and as if neither optio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
@@ -19,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import ConfigError
+
+TOGETHER = 4
+"""Blocks of a vision tower that are recomputed together: their activations are no more than a layer's of the language model."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -57,11 +60,38 @@ def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: 
         block.forward = partial(_forward, block, place < number, compiled)
 
 
-def _forward(block: nn.Module, recomputed: bool, compiled: bool, *args: Any, **kwargs: Any) -> Any:
+def run_in_turn(blocks: Sequence[nn.Module], hidden_states: Tensor, *args: Any) -> Tensor:
+    """Run blocks one after the other; ``TOGETHER`` neighbours that are recomputed keep the input of the first one only.
+
+    For blocks whose activations are small beside those of the model's other blocks.
+    """
+    for start in range(0, len(blocks), TOGETHER):
+        group = blocks[start : start + TOGETHER]
+        if torch.is_grad_enabled() and all(map(_is_recomputed, group)):
+            hidden_states = checkpoint(_run, group, hidden_states, *args, use_reentrant=False, together=True)
+        else:
+            hidden_states = _run(group, hidden_states, *args)
+    return hidden_states
+
+
+def _run(blocks: Sequence[nn.Module], hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+    for block in blocks:
+        hidden_states = block(hidden_states, *args, **options)
+    return hidden_states
+
+
+def _is_recomputed(block: nn.Module) -> bool:
+    return isinstance(block.forward, partial) and bool(block.forward.args[1])
+
+
+def _forward(
+    block: nn.Module, recomputed: bool, compiled: bool, *args: Any, together: bool = False, **kwargs: Any
+) -> Any:
+    """Run a block; ``together``: ``run_in_turn`` recomputes it with its neighbours."""
     function = type(block).forward
     if torch.is_grad_enabled():
         function = _compile(function) if compiled else function
-        if recomputed:
+        if recomputed and not together:
             return checkpoint(function, block, *args, use_reentrant=False, **kwargs)
     return function(block, *args, **kwargs)
 

@@ -162,7 +162,7 @@ def test_recomputing_the_first_blocks_is_estimated_from_few_passes(family):
 def test_only_the_first_blocks_are_recomputed():
     model, _, _ = measure(config_of("experiment=quickstart"))
     set_training_options(model, recomputed=2, compiled=False)
-    assert [block.forward.args[1] for block in repeated_blocks(model)] == [True, True, False]
+    assert [block.forward.args[1] for block in repeated_blocks(model)] == [True, True, False, False]
 
 
 def test_lines():

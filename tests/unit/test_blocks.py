@@ -29,6 +29,11 @@ CASES = {
     "cnn": ["model=cnn"],
     "mlp": ["model=mlp"],
 }
+DEEP = [
+    "model=openvla_tiny",
+    "model.init_config.vision_overrides=[{embed_dim: 128, depth: 6, num_heads: 4, mlp_ratio: 2}]",
+]
+"""Six blocks in a tower: four that are recomputed together, and two."""
 WITHOUT_BLOCKS = ("cnn", "mlp")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
 
@@ -97,6 +102,27 @@ def assert_same(found, plain):
         torch.testing.assert_close(found[1][name], gradient, msg=name, **TOLERANCE)
 
 
+def test_blocks_of_a_tower_are_recomputed_once_and_keep_one_input(monkeypatch):
+    policy, observation = small_policy(*DEEP)
+    blocks = policy.vision_backbone.featurizer.blocks
+    plain, passes = score(policy, observation), []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, *_: passes.append(block) if torch.is_grad_enabled() else None)
+    set_training_options(policy, recomputed=True, compiled=False)
+    found = {}
+    for together in (4, 1):
+        monkeypatch.setattr(module, "TOGETHER", together)
+        found[together] = score(policy, observation)
+        assert [passes.count(block) for block in blocks] == [2] * 6, "forwards and for the gradient"
+        passes.clear()
+    for logprobs, gradients, _ in found.values():
+        assert torch.equal(logprobs, plain[0])
+        assert all(torch.equal(gradient, plain[1][name]) for name, gradient in gradients.items())
+    num_patches = policy.vision_backbone.featurizer.spec.grid_size**2
+    inputs = len(observation) * num_patches * 128 * torch.float32.itemsize
+    assert found[1][2] - found[4][2] == 4 * inputs, "of four blocks that are not the first of their group"
+
+
 def test_recomputed_blocks_keep_less_and_change_no_gradient(case):
     name, policy, observation = case
     plain = score(policy, observation)
@@ -141,7 +167,7 @@ def test_compiled_blocks_change_no_gradient(case, quick, recomputed):
 def score_shards(folder):
     """Write what one of two ranks computes with compiled, recomputed blocks in shards."""
     torch.compile = partial(torch.compile, backend="aot_eager")
-    policy, observation = small_policy("model=openvla_tiny")
+    policy, observation = small_policy(*DEEP)
     set_training_options(policy, recomputed=True, compiled=True)
     parallel = Sharded(policy, "cpu")
     for _ in range(2):  # the second pass finds the code of the first
@@ -155,7 +181,7 @@ def score_shards(folder):
 
 def test_compiled_and_recomputed_shards_give_the_gradients_of_a_plain_model(tmp_path):
     launch(score_shards, str(tmp_path), 2, "cpu")
-    policy, observation = small_policy("model=openvla_tiny")
+    policy, observation = small_policy(*DEEP)
     plain = policy.evaluate_actions(policy.preprocess(observation), torch.full((3, policy.num_sampled), 530)).logprobs
     plain.sum().backward()
     for number in range(2):

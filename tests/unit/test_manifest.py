@@ -202,6 +202,9 @@ def test_unreadable_manifests_are_named(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="manifest"):
         Manifest.load(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="manifest.json cannot be read.*UnicodeDecodeError"):
+        Manifest.load(tmp_path)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="no manifest.json"):
         Manifest.load(tmp_path)

@@ -354,6 +354,13 @@ def test_envs_are_made_for_two_threads_and_offloaded_only_where_asked(offload):
     assert batch.group_ids[0].tolist() == list(range(NUM_ENVS)), "the first attempt, unless told otherwise"
 
 
+@pytest.mark.parametrize(("threads", "on_gpu", "own_streams"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_threads_beside_others_have_a_stream_unless_the_simulation_is_on_the_gpu(threads, on_gpu, own_streams):
+    make = type("Env", (ClockEnv,), {"on_gpu": on_gpu})
+    with collecting(True, threads, make=make) as (collector, _):
+        assert [thread.lane._own_stream for thread in collector.worker_threads] == [own_streams] * threads
+
+
 class WatchedPolicy(ClockPolicy):
     """Notes how it is called."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlinf.errors import ConfigError
-from rlinf.recipes.samples import BadRowError, Prompt, Sample, collate
+from rlinf.recipes.samples import BadRowError, Prompt, Sample, collate, tokens_of
 
 
 def test_a_batch_holds_tokens_masks_and_images_of_its_rows():
@@ -22,6 +22,11 @@ def test_a_batch_holds_tokens_masks_and_images_of_its_rows():
     )
     assert [tuple(each.shape) for each in batch["pixel_values"]] == [(0, 3, 2, 2), (2, 3, 2, 2)]
     assert batch["pixel_values"][1].equal(images) and batch.size == 2
+
+
+def test_a_packed_row_has_the_tokens_of_its_samples():
+    assert tokens_of(Prompt([1, 2])) == [[1, 2]]
+    assert tokens_of((Sample([1], [True]), Sample([2, 3], [False, True]))) == [[1], [2, 3]]
 
 
 def test_prompts_have_no_mask():

@@ -249,29 +249,29 @@ class Scene:
 
 
 class EqualGenerators(Sequence):
-    """A generator for each of ``count`` rows, all under one seed. A row draws from one or two, and only those are seeded."""
+    """A generator for each of ``count`` rows, all under one seed. A row draws from one or two, and no more are made."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._made: dict[int, np.random.RandomState] = {}
-        self._seeded: set[int] = set()
+        self._made: list[np.random.RandomState] = []
+        self._of_row: dict[int, np.random.RandomState] = {}
 
     def seed(self, seed: int) -> None:
         """Begin anew under another seed."""
         self._seed = seed
-        self._seeded.clear()
+        self._of_row.clear()
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, row: Any) -> np.random.RandomState:
         row = range(self.count)[row]  # as a list counts, also from its end
-        if row not in self._made:
-            self._made[row] = np.random.RandomState(0)
-        if row not in self._seeded:  # as a new generator, in a tenth of the time
-            self._made[row].seed(self._seed)
-            self._seeded.add(row)
-        return self._made[row]
+        if row not in self._of_row:
+            if len(self._made) == len(self._of_row):
+                self._made.append(np.random.RandomState(0))
+            generator = self._of_row[row] = self._made[len(self._of_row)]
+            generator.seed(self._seed)  # as a new generator, in a tenth of the time
+        return self._of_row[row]
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:

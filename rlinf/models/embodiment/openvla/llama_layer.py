@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, eager_attention_forward
 
+from rlinf.models.embodiment.modules.lean import LeanMLP, LeanRMSNorm
 from rlinf.models.embodiment.openvla.kv_cache import KVCache
 
 
@@ -66,9 +67,12 @@ class LlamaActionLayer(LlamaDecoderLayer):
 
 
 def use_action_layers(language_model: LlamaForCausalLM) -> None:
-    """Turn the layers of a freshly built model into ``LlamaActionLayer`` (same parameters)."""
+    """Turn the layers of a freshly built model into ``LlamaActionLayer`` (same parameters), and their parts into lean ones."""
     for layer in language_model.model.layers:
         layer.__class__ = LlamaActionLayer
+        layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = LeanRMSNorm
+        if language_model.config.hidden_act == "silu":
+            layer.mlp.__class__ = LeanMLP
 
 
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaActionLayer", "DinoBlock", "SiglipBlock"]
-    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaActionLayer", "DinoBlock", "SiglipBlock")
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaActionLayer", "DinoBlock", "SiglipBlock", "Projector")
     lora_target_modules: ClassVar[str] = (
         r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2)|projector\.fc\d"
         r"|language_model\.model\.layers\..*_proj)"

@@ -8,6 +8,7 @@ from transformers import Dinov2WithRegistersConfig, SiglipVisionConfig
 from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import Dinov2WithRegistersLayer
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
+from rlinf.models.blocks import run_in_turn
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig, VisionTowerSpec
 
 LAYER_NORM_EPS = 1e-6
@@ -141,8 +142,7 @@ class VisionTower(nn.Module):
                 hidden_states = torch.cat([cls_token, registers, hidden_states + self.pos_embed], dim=1)
         else:
             hidden_states = hidden_states + self.pos_embed
-        for block in self.blocks[: self.spec.num_used_blocks]:
-            hidden_states = block(hidden_states, text)
+        hidden_states = run_in_turn(list(self.blocks)[: self.spec.num_used_blocks], hidden_states, text)
         return hidden_states[:, self.spec.num_prefix_tokens :]
 
 

@@ -30,12 +30,7 @@ BOARD = 512
 DISTANCE_UNIT = 128
 """Pixels of distance that cost 1 under ``env.dense=keypoints``."""
 CONTROL_FREQ_HZ = 10
-STATE_HIGH = {
-    "full": (BOARD, BOARD, BOARD, BOARD, 2 * np.pi),
-    "keypoints": (BOARD,) * 18,
-    "proprio": (BOARD, BOARD),
-    "none": (),
-}
+STATE_HIGH = {"full": (BOARD,) * 4 + (2 * np.pi,), "keypoints": (BOARD,) * 18, "proprio": (BOARD, BOARD), "none": ()}
 """Usual highest values of each ``env.state``; the lowest are 0."""
 
 
@@ -99,8 +94,8 @@ class PushTVectorEnv(ProcessVectorEnv):
                 "The package 'gym-pusht' is missing, and env.name=pusht needs it. Install it with "
                 "`bash scripts/setup.sh --arms`, or set another env=..."
             )
-        low, high = (np.zeros(2), np.full(2, BOARD)) if config.action == "target" else (-np.ones(2), np.ones(2))
-        super().__init__(config, num_envs, auto_reset, low, high)
+        bounds = (np.zeros(2), np.full(2, BOARD)) if config.action == "target" else (-np.ones(2), np.ones(2))
+        super().__init__(config, num_envs, auto_reset, *bounds)
         self.metadata["render_fps"] = CONTROL_FREQ_HZ / config.action_repeat
 
     @classmethod
@@ -151,22 +146,7 @@ class PushTSimulator(Simulator):
 
     def render(self, size: int) -> np.ndarray:
         """Return the board as the package draws it for its pictures, without the mark of the last action."""
-        env = self._env
-        return np.ascontiguousarray(env._get_img(env._draw(), size, size))
-
-    def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
-        """Return the path of the disc, which nothing can stop: each target pulls it by the package's PD controller."""
-        env = self._env
-        place, velocity = np.array(env.agent.position), np.array(env.agent.velocity)
-        places = [place]
-        for action in chunk:
-            for _ in range(self.config.action_repeat):
-                target = self._target(action, place)
-                for _ in range(int(1 / (env.dt * env.control_hz))):
-                    velocity = velocity + (env.k_p * (target - place) - env.k_v * velocity) * env.dt
-                    place = place + velocity * env.dt
-            places.append(place)
-        return np.stack(places) * size / BOARD
+        return np.ascontiguousarray(self._env._get_img(self._env._draw(), size, size))
 
     def poses(self) -> dict[str, list[float]]:
         """Return the poses of disc and T, in pixels of the board."""
@@ -182,12 +162,11 @@ class PushTSimulator(Simulator):
         wanted = [goal.local_to_world(corner) for shape in self._env._block_shapes for corner in shape.get_vertices()]
         return float(np.linalg.norm(self._env.get_keypoints(self._env._block_shapes) - np.array(wanted), axis=1).mean())
 
-    def _target(self, action: np.ndarray, place: np.ndarray | None = None) -> np.ndarray:
-        """Return where ``action`` pulls the disc, which is at ``place`` (None: where it is now)."""
+    def _target(self, action: np.ndarray) -> np.ndarray:
+        """Return where ``action`` pulls the disc."""
         if self.config.action == "target":
             return action.astype(np.float64)
-        start = np.array(self._env.agent.position) if place is None else place
-        return np.clip(start + self.config.step_size * action, 0.0, BOARD)
+        return np.clip(np.array(self._env.agent.position) + self.config.step_size * action, 0.0, BOARD)
 
     def _state(self) -> np.ndarray | None:
         env = self._env

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
-import sys
+import platform
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,35 +30,22 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """A task of the package: its classes, its sentence for cubes of one colour, its time limit in control steps.
+    """A task of the package: its class, its sentence for cubes of one colour, its time limit in control steps.
 
     ``pays_nearness``: its reward pays for being near at each step, so that waiting would earn more than success.
     """
 
     env_class: str
-    config_class: str
     sentence: str
     horizon: int
     pays_nearness: bool = False
 
 
+PLACE_SENTENCE = "Pick up the {} cube and place it on the blue circle."
 TASKS = {
-    "PickLift": Task(
-        "so101_nexus.mujoco.pick_env:PickLiftEnv", "so101_nexus.config:PickConfig", "Pick up the {} cube.", 1024
-    ),
-    "PickAndPlace": Task(
-        "so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv",
-        "so101_nexus.config:PickAndPlaceConfig",
-        "Pick up the {} cube and place it on the blue circle.",
-        1024,
-    ),
-    "Touch": Task(
-        "so101_nexus.mujoco.touch_env:TouchEnv",
-        "so101_nexus.config:TouchConfig",
-        "Touch the {} cube.",
-        512,
-        pays_nearness=True,
-    ),
+    "PickLift": Task("so101_nexus.mujoco.pick_env:PickLiftEnv", "Pick up the {} cube.", 1024),
+    "PickAndPlace": Task("so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv", PLACE_SENTENCE, 1024),
+    "Touch": Task("so101_nexus.mujoco.touch_env:TouchEnv", "Touch the {} cube.", 512, pays_nearness=True),
 }
 """Task by the package's name."""
 COLOURS = ("red", "orange", "yellow", "green", "purple", "black", "white")
@@ -136,21 +124,16 @@ class SO101VectorEnv(ProcessVectorEnv):
     config: SO101Config
 
     def __init__(self, config: SO101Config, num_envs: int, auto_reset: bool) -> None:
-        if sys.version_info < (3, 12):
-            raise MissingDependencyError(
-                f"env.name=so101 needs Python 3.12 or 3.13, because its package so101-nexus does, and this is Python "
-                f"{sys.version_info.major}.{sys.version_info.minor}. Make an environment with "
-                "`PYTHON=python3.12 RLINF_VENV=.venv312 bash scripts/setup.sh --arms`, or set another env=..."
-            )
         if importlib.util.find_spec("so101_nexus") is None:
             raise MissingDependencyError(
-                "The package 'so101-nexus' is missing, and env.name=so101 needs it. Install it with "
-                "`bash scripts/setup.sh --arms`, or set another env=..."
+                "The package 'so101-nexus' is missing, and env.name=so101 needs it. It needs Python 3.12 or 3.13, and this is "
+                f"Python {platform.python_version()}. Type `PYTHON=python3.12 RLINF_VENV=.venv312 bash scripts/setup.sh --arms`, "
+                "or set another env=..."
             )
         if config.cameras:
             choose_backend()
-        low, high = (-np.ones(6), np.ones(6)) if config.control == "delta" else map(in_units(config), (LOW, HIGH))
-        super().__init__(config, num_envs, auto_reset, low, high)
+        bounds = (-np.ones(6), np.ones(6)) if config.control == "delta" else joint_limits(config)
+        super().__init__(config, num_envs, auto_reset, *bounds)
         self.metadata["render_fps"] = CONTROL_FREQ_HZ / config.action_repeat
 
     @classmethod
@@ -180,7 +163,7 @@ class SO101VectorEnv(ProcessVectorEnv):
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the joint limits (proprio); None for other states."""
-        return tuple(map(in_units(self.config), (LOW, HIGH))) if self.config.state == "proprio" else None
+        return joint_limits(self.config) if self.config.state == "proprio" else None
 
     @classmethod
     def horizon_of(cls, config: SO101Config, task: str) -> int:
@@ -210,7 +193,8 @@ class SO101Simulator(Simulator):
         """Draw and place the cubes and the arm's first pose from a seed of ``spec``."""
         self._task = self.task_names[spec.task_id]
         if self._task not in self._envs:
-            self._envs[self._task] = own_state(scene_of(self.config, self._task))
+            settings = self.config.control, tuple(self.config.colours), self.config.num_distractors
+            self._envs[self._task] = own_state(scene_of(threading.get_ident(), self._task, *settings))
         self._env = self._envs[self._task]
         seed = derive_seed(spec.seed, "so101", self._task, spec.init_state_id) % 2**31
         self._numbers, info = self._env.reset(seed=seed)
@@ -219,7 +203,8 @@ class SO101Simulator(Simulator):
 
     def step(self, action: np.ndarray) -> SingleStep:
         self._enter()
-        taken, total = self._command(action), 0.0
+        taken = action if self.config.control == "delta" else from_units(self.config, action)
+        total = 0.0
         for _ in range(self.config.action_repeat):
             self._numbers, reward, _, _, info = self._env.step(taken)
             total += float(reward) - self._paid
@@ -242,7 +227,7 @@ class SO101Simulator(Simulator):
         if self.config.control == "delta":
             return np.clip(way, -1.0, 1.0).astype(np.float32)
         target = now + np.clip(way, -1.0, 1.0) * DELTA * self.config.action_repeat
-        return in_units(self.config)(target).astype(np.float32)
+        return in_units(self.config, target).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
         """Return a picture of the first camera, or from the side."""
@@ -256,24 +241,16 @@ class SO101Simulator(Simulator):
             found[f"cube {index}"] = env.data.qpos[slot.qpos_addr : slot.qpos_addr + 7].tolist()
         return found
 
-    def close(self) -> None:
-        self._envs.clear()
-        self._task, self._env = "", None
-
     def _enter(self) -> None:
         """Put what the episode's reset has drawn into the model, which other simulators share."""
         for name, values in self._own.items():
             getattr(self._env.model, name)[:] = values
 
-    def _command(self, action: np.ndarray) -> np.ndarray:
-        """Return ``action`` as the package takes it."""
-        return action if self.config.control == "delta" else from_units(self.config, action)
-
     def _state(self) -> np.ndarray | None:
         if self.config.state == "none":
             return None
         if self.config.state == "proprio":
-            return in_units(self.config)(self._env._get_current_qpos()).astype(np.float32)
+            return in_units(self.config, self._env._get_current_qpos()).astype(np.float32)
         numbers = np.zeros(FULL_STATE, dtype=np.float32)
         numbers[: len(self._numbers)] = self._numbers
         numbers[SHARED_STATE + 6 + list(TASKS).index(self._task)] = 1.0
@@ -283,7 +260,13 @@ class SO101Simulator(Simulator):
         key = self._task, size, self.config.rendering, self.config.num_distractors, *self.config.colours
         with _renderers_lock:
             if key not in _renderers:
-                _renderers[key] = make_renderer(self._env.model, size, self.config.rendering)
+                model, is_fast = (
+                    copy.copy(self._env.model),
+                    self.config.rendering == "fast",
+                )  # physics keeps every vertex
+                if is_fast:
+                    lighten(model)
+                _renderers[key] = StateRenderer(model, size, MAX_GEOMS, fast=is_fast)
             renderer = _renderers[key]
             for name in ("mat_rgba", "geom_rgba"):
                 getattr(renderer.model, name)[:] = self._own[name]
@@ -293,14 +276,6 @@ class SO101Simulator(Simulator):
 _renderers: dict[tuple, StateRenderer] = {}
 """This process's renderers by task, size and scene: arms of one task share one."""
 _renderers_lock = threading.Lock()
-
-
-def make_renderer(model: Any, size: int, rendering: str) -> StateRenderer:
-    """Return a renderer for the states of ``model``, with its own copy of it; the physics keeps every vertex."""
-    copied = copy.copy(model)
-    if rendering == "fast":
-        lighten(copied)
-    return StateRenderer(copied, size, MAX_GEOMS, fast=rendering == "fast")
 
 
 def camera_of(env: Any, name: str) -> Any:
@@ -323,24 +298,6 @@ def camera_of(env: Any, name: str) -> Any:
     return camera
 
 
-class Scenes(threading.local):
-    """Scenes of a thread by task and settings."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple, Any] = {}
-
-
-_scenes = Scenes()
-
-
-def scene_of(config: SO101Config, task: str) -> Any:
-    """Return this thread's scene of ``task`` under ``config``."""
-    key = task, config.control, config.num_distractors, *config.colours
-    if key not in _scenes.found:
-        _scenes.found[key] = make_scene(config, task)
-    return _scenes.found[key]
-
-
 def own_state(scene: Any) -> Any:
     """Return the package's env with the model of ``scene`` and a state of its own."""
     env = copy.copy(scene)
@@ -349,35 +306,36 @@ def own_state(scene: Any) -> Any:
     return env
 
 
-def make_scene(config: SO101Config, task: str) -> Any:
-    """Return the package's env of ``task`` under ``config``, without a time limit (0.7 s)."""
+@functools.lru_cache(maxsize=16)
+def scene_of(thread: int, task: str, control: str, colours: tuple[str, ...], num_distractors: int) -> Any:
+    """Return the package's env of ``task`` for the simulators of a ``thread`` (0.7 s)."""
     from so101_nexus import objects, observations
 
-    pool = [objects.CubeObject(color=colour) for colour in config.colours]
-    shared = (
+    pool = [objects.CubeObject(color=colour) for colour in colours]
+    names = [
         "JointPositions", "JointVelocities", "EndEffectorPose", "GraspState", "ObjectPose", "ObjectVelocity",
         "ObjectOffset",
-    )  # fmt: skip
-    places = task == "PickAndPlace"
-    names = (*shared, "TargetPosition", "TargetOffset") if places else shared
-    options: dict[str, Any] = {"observations": [getattr(observations, name)() for name in names]}
-    if config.num_distractors:
-        options["n_distractors"] = config.num_distractors
-        options |= {"distractors": pool[1:], "objects": pool[:1]} if places else {}
-    scene_config = import_string(TASKS[task].config_class)(**({"objects": pool} | options))
-    mode = "pd_joint_target_delta_pos" if config.control == "delta" else "pd_joint_pos"
-    return import_string(TASKS[task].env_class)(config=scene_config, control_mode=mode)
+    ]  # fmt: skip
+    options: dict[str, Any] = {"objects": pool, "n_distractors": num_distractors}
+    if task == "PickAndPlace":
+        names += ["TargetPosition", "TargetOffset"]
+        if num_distractors:  # this task draws them from a pool of their own
+            options |= {"objects": pool[:-num_distractors], "distractors": pool[-num_distractors:]}
+    env_class = import_string(TASKS[task].env_class)
+    config = env_class.default_config_cls(observations=[getattr(observations, name)() for name in names], **options)
+    return env_class(config, control_mode="pd_joint_target_delta_pos" if control == "delta" else "pd_joint_pos")
 
 
-def in_units(config: SO101Config) -> Any:
-    """Return a function from joint positions ``[6]`` in radians to ``env.units``."""
+def in_units(config: SO101Config, joints: np.ndarray) -> np.ndarray:
+    """Return joint positions ``[6]`` in radians in ``env.units``."""
     if config.units == "radians":
-        return np.asarray
+        return joints
+    return np.append(np.degrees(joints[:5]), 100 * (joints[5] - LOW[5]) / (HIGH[5] - LOW[5]))
 
-    def convert(joints: np.ndarray) -> np.ndarray:
-        return np.append(np.degrees(joints[:5]), 100 * (joints[5] - LOW[5]) / (HIGH[5] - LOW[5]))
 
-    return convert
+def joint_limits(config: SO101Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lowest and highest joint positions in ``env.units``."""
+    return in_units(config, LOW), in_units(config, HIGH)
 
 
 def from_units(config: SO101Config, joints: np.ndarray) -> np.ndarray:

@@ -5,14 +5,9 @@ Runs in a Python that has lerobot. Nothing comes from a hub: tokenizers and lang
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch
 
@@ -51,10 +46,6 @@ TINY = {
               "gpt_hidden_dim": 32, "vqvae_n_embed": 4, "vqvae_embedding_dim": 16, "vqvae_enc_hidden_dim": 16},
     "smolvla": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "resize_imgs_with_padding": (64, 64),
                 "num_vlm_layers": 2, "num_steps": 2, "load_vlm_weights": False, "tokenizer_max_length": 12},
-    "pi0": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "num_inference_steps": 2,
-            "image_resolution": (28, 28), "tokenizer_max_length": 12, "dtype": "float32", "paligemma_variant": "gemma_300m"},
-    "pi05": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "num_inference_steps": 2,
-             "image_resolution": (28, 28), "tokenizer_max_length": 32, "dtype": "float32", "paligemma_variant": "gemma_300m"},
 }  # fmt: skip
 """The settings of each type, so small that a pass takes milliseconds."""
 
@@ -122,49 +113,6 @@ def write_vlm(folder: Path) -> None:
         image.save_pretrained(folder)
 
 
-@contextlib.contextmanager
-def tiny_gemma() -> Iterator[None]:
-    """Let pi0 and pi0.5 be built 32 numbers wide: their smallest own size has a billion weights.
-
-    Only where they are built: their configuration has no fields for these sizes.
-    """
-    from lerobot.policies.pi0 import modeling_pi0
-    from lerobot.policies.pi05 import modeling_pi05
-    from transformers import PaliGemmaConfig, SiglipVisionConfig
-
-    store = SiglipVisionConfig.__setattr__
-
-    def narrow(self: SiglipVisionConfig, name: str, value: object) -> None:
-        store(self, name, {"intermediate_size": 32, "projection_dim": 32}.get(name, value))
-
-    def paligemma() -> PaliGemmaConfig:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
-        vision = {"model_type": "siglip_vision_model", "image_size": 28, **sizes}
-        return PaliGemmaConfig(vision_config=vision, text_config={"model_type": "gemma"})
-
-    def small(module: Any) -> Any:
-        return module.GemmaConfig(width=32, depth=2, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=16)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(SiglipVisionConfig, "__setattr__", narrow))
-        for module in (modeling_pi0, modeling_pi05):
-            sizes = {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]}
-            stack.enter_context(mock.patch.object(module, "CONFIG_MAPPING", sizes))
-            stack.enter_context(mock.patch.object(module, "get_gemma_config", lambda variant, of=module: small(of)))
-        yield
-
-
-@contextlib.contextmanager
-def tokenizer_at(folder: Path) -> Iterator[None]:
-    """Let a processor that names a tokenizer of the hub be made with the one of a folder."""
-    from lerobot.processor import tokenizer_processor as module
-
-    load = module.AutoTokenizer.from_pretrained
-    here = SimpleNamespace(from_pretrained=lambda name, **options: load(folder, **options))
-    with mock.patch.object(module, "AutoTokenizer", here):
-        yield
-
-
 def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: int = 0, **changes: object) -> Path:
     """Write a folder of a type, as lerobot's training does: config, weights, and both processors with statistics."""
     from lerobot.policies import get_policy_class, make_policy_config, make_pre_post_processors
@@ -174,21 +122,17 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
     if kind == "smolvla":
         write_vlm(folder / "vlm")
         options["vlm_model_name"] = str(folder / "vlm")
-    elif kind.startswith("pi0"):
-        write_tokenizer(folder / "vlm")
     inputs, outputs = features(cameras)
     config = make_policy_config(
         kind, input_features=inputs, output_features=outputs, device="cpu", push_to_hub=False, **options
     )
     torch.manual_seed(seed)
-    with tiny_gemma() if kind.startswith("pi0") else contextlib.nullcontext():
-        policy = get_policy_class(kind)(config)
+    policy = get_policy_class(kind)(config)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    with tokenizer_at(folder / "vlm"):
-        pipelines = make_pre_post_processors(config, dataset_stats=statistics(cameras))
+    pipelines = make_pre_post_processors(config, dataset_stats=statistics(cameras))
     policy.save_pretrained(folder)
     for pipeline in pipelines:
         pipeline.save_pretrained(folder)

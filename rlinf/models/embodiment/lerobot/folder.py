@@ -93,19 +93,12 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
         shared = {tensor.data_ptr() for name, tensor in state.items() if named[name] is not None and tensor.numel()}
         missing = [name for name, found in named.items() if found is None and state[name].data_ptr() not in shared]
         unexpected = sorted(set(stored.values()) - set(named.values()))
-        for problem, names in (
-            ("lacks weights of the policy", missing),
-            ("holds weights that the policy has not", unexpected),
-        ):
-            if names:
-                return [Finding(WEIGHTS, f"{problem}: {', '.join(names[:3])} ({len(names)})", ANOTHER)]
-        other = [
-            name
-            for name, found in named.items()
-            if found is not None and not _equal(state[name], file.get_tensor(found))
-        ]
-    if other:
-        return [Finding(WEIGHTS, f"was not loaded into {', '.join(other[:3])} ({len(other)})", ANOTHER)]
+        held = {name: found for name, found in named.items() if found is not None}
+        other = [name for name, found in held.items() if not _equal(state[name], file.get_tensor(found))]
+    problems = {"lacks weights of the policy:": missing, "holds weights that the policy has not:": unexpected}
+    for problem, names in {**problems, "was not loaded into": other}.items():
+        if names:
+            return [Finding(WEIGHTS, f"{problem} {', '.join(names[:3])} ({len(names)})", ANOTHER)]
     return []
 
 
@@ -113,9 +106,8 @@ def action_statistics(folder: str | Path) -> dict[str, list[float]]:
     """Return the statistics by which the folder's actions are brought into the policy's units, by name."""
     state = _statistics(Path(folder), _step(Path(folder), "policy_postprocessor.json"))
     prefix = f"{ACTION}."
-    return {
-        name.removeprefix(prefix): each.flatten().tolist() for name, each in state.items() if name.startswith(prefix)
-    }
+    own = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
+    return {name: each.flatten().tolist() for name, each in own.items()}
 
 
 def folder_digest(folder: str | Path) -> str:
@@ -133,10 +125,7 @@ def local_tokenizer(folder: Path, name: str) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        files = (
-            try_to_load_from_cache(name, each)
-            for each in ("tokenizer_config.json", "config.json", "processor_config.json")
-        )
+        files = [try_to_load_from_cache(name, f"{part}config.json") for part in ("tokenizer_", "", "processor_")]
         return name if any(isinstance(each, str) for each in files) else None
     except HFValidationError:
         return None
@@ -147,14 +136,10 @@ def _type_finding(values: Mapping[str, Any]) -> Finding | None:
     if not values:
         return Finding("config.json", "is missing", "set model.model_path=<a folder that lerobot has saved>")
     if kind is None:
-        return Finding(
-            "config.json", "names no type, so the folder is not lerobot's", "use another model=<name> (`rlinf models`)"
-        )
+        return Finding("config.json", "names no type, so the folder is not lerobot's", "use another model=<name>")
     if kind not in SUPPORTED:
-        known = f"required: {', '.join(SUPPORTED)}"
-        return Finding(
-            "config.json", f"has the type '{kind}', of a newer lerobot or not adapted here; {known}", "use one of these"
-        )
+        found = f"has the type '{kind}', of a newer lerobot or not adapted here"
+        return Finding("config.json", found, f"use a policy of type {', '.join(SUPPORTED)}")
     return None
 
 
@@ -167,9 +152,7 @@ def _ensembling(values: Mapping[str, Any]) -> Iterator[Finding]:
 def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
     for name, shape in config.pictures.items():
         if len(shape) != 3 or shape[0] != 3:
-            cure = (
-                f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with pictures in this order"
-            )
+            cure = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such pictures"
             yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", cure)
     if not config.pictures and not config.states:
         yield Finding("input_features", "of config.json is empty, so the policy sees nothing", ANOTHER)
@@ -190,9 +173,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     except (SafetensorError, OSError) as error:
         yield Finding(WEIGHTS, f"cannot be read ({error})", "copy it again")
         return
-    buffers = [
-        name for name in names if name.startswith(("normalize_inputs.", "normalize_targets.", "unnormalize_outputs."))
-    ]
+    buffers = [each for each in names if each.startswith(("normalize_", "unnormalize_"))]
     if buffers:
         found = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
         yield Finding(WEIGHTS, found, f"migrate the folder: {MIGRATE.format(folder)}")
@@ -201,9 +182,8 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
 def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
     modes = config.normalization_mapping or {}
     features = {**(config.input_features or {}), **(config.output_features or {})}
-    wanted = {
-        name: modes.get(each["type"], "IDENTITY") for name, each in features.items() if "empty_camera" not in name
-    }
+    seen = {name: each for name, each in features.items() if "empty_camera" not in name}
+    wanted = {name: modes.get(each["type"], "IDENTITY") for name, each in seen.items()}
     states = {}
     for file, kind in PIPELINES.items():
         if not (folder / file).is_file():
@@ -214,9 +194,8 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
             step = _step(folder, file)
             states[file] = _statistics(folder, step)
         except (CheckpointError, OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
-            yield Finding(
-                file, f"cannot be read ({type(error).__name__}: {error})", "copy it again, with its .safetensors"
-            )
+            found = f"cannot be read ({type(error).__name__}: {error})"
+            yield Finding(file, found, "copy it again, with its .safetensors")
             continue
         mine = {name: mode for name, mode in wanted.items() if name == ACTION or kind == "normalizer_processor"}
         for name, mode in mine.items():
@@ -237,9 +216,7 @@ def _normalizer_findings(
     """Check the statistics of one feature in one pipeline."""
     if mode == "IDENTITY":
         return
-    retrain = (
-        "save the pre- and postprocessor with the data set's statistics (`dataset_stats`), or copy them from training"
-    )
+    retrain = "save both processors with the data set's statistics (`dataset_stats`), or copy them from training"
     if step is None:
         yield Finding(name, f"is trained with {mode}, and {file} has no normaliser", retrain)
         return
@@ -283,9 +260,8 @@ def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
 def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Check that actions come back in the units in which they were learnt."""
     shared = [name for name in sorted(before.keys() & after.keys()) if name.startswith(f"{ACTION}.")]
-    pairs = {
-        name: (before[name].float(), after[name].float()) for name in shared if before[name].shape == after[name].shape
-    }
+    alike = [name for name in shared if before[name].shape == after[name].shape]
+    pairs = {name: (before[name].float(), after[name].float()) for name in alike}
     other = [name for name, (old, new) in pairs.items() if not torch.allclose(old, new, rtol=1e-4, atol=1e-6)]
     if other:
         old, new = pairs[other[0]]

@@ -75,7 +75,12 @@ class LocalRunner:
             raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
-        self.feature_dim = self.ask(self._blank(), None).features.shape[1]
+        try:
+            self.feature_dim = self.ask(self._blank(), None).features.shape[1]
+        except Exception as error:
+            found = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
+            cure = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot asks for>"
+            raise CheckpointError(f"{found}. {cure}") from error
 
     def _load(self) -> tuple[Any, Callable, Callable]:
         try:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,16 @@ from rlinf.serving.server import Limits, PolicyServer
 from rlinf.serving.vla_eval import Hello
 from rlinf.types import Observation
 
-RUN = [
-    "model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0",
-    "env.max_episode_steps=12", "rollout.num_envs=4", "rollout.num_chunks=12", "trainer.max_steps=2", "evaluation.num_episodes=4",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+ENV = ["env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0", "env.max_episode_steps=12", "env.cameras=[]"]
+EVALUATION = [
+    "evaluation.num_episodes=4",
+    "evaluation.num_videos_per_task=0",
+    "tracking.progress=false",
     "cluster.num_threads=1",
+]
+RUN = [
+    *ENV, *EVALUATION, "model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "rollout.num_envs=4",
+    "rollout.num_chunks=12", "trainer.max_steps=2", "evaluation.probe=false", "tracking.tensorboard=false",
 ]  # fmt: skip
 PPO = ["algorithm=ppo", "model.init_config.normalize_state=true", "algorithm.scale_rewards=true", "trainer.minibatch_size=24",
        "algorithm.critic_warmup_steps=0"]  # fmt: skip
@@ -85,16 +90,16 @@ def test_actions_are_equal_wherever_the_policy_acts(runs, name, tmp_path):
     acted = greedy(policy, seen)
     assert np.array_equal(rlinf.load_policy(export).act(seen), acted)
     with served(export) as url:
-        with PolicyClient(url, 20, 20) as client:
+        with closing(PolicyClient(url, 20, 20)) as client:
             asked = [client.ask({"state": row, "prompt": "do the task"})["actions"] for row in seen.state]
-        words = [*RUN[3:7], "model=remote", f"model.url={url}", "evaluation.num_episodes=4", "tracking.progress=false"]
+        words = [*ENV, *EVALUATION, "model=remote", f"model.url={url}", "model.connect_timeout_s=60"]
         assert main(["evaluate", *words, f"output_dir={tmp_path / 'remote'}"]) == 0
-    np.testing.assert_array_equal(np.stack(asked), acted)
+    np.testing.assert_allclose(np.stack(asked), acted, atol=1e-6)  # calls of other sizes round otherwise
     assert main(["evaluate", f"checkpoint={export}", f"output_dir={tmp_path / 'local'}"]) == 0
     assert results_of(tmp_path / "remote") == results_of(tmp_path / "local") == results_of(run / "eval" / "after_rl")
     lost = copy.deepcopy(policy)
     (lost.base if name == "head" else lost).input_moments.load_state_dict(RunningMoments(3).state_dict())
-    assert np.abs(greedy(lost, seen) - acted).max() > 1e-3, "control: a policy that has lost its moments"
+    assert np.abs(greedy(lost, seen) - acted).max() > 1e-4, "control: a policy that has lost its moments"
 
 
 def test_a_head_leaves_the_moments_of_its_policy_as_they_are(runs):

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlinf.errors import ConfigError
 
 TOGETHER = 4
-"""Blocks of a vision tower that are recomputed together: their activations are no more than a layer's of the language model."""
+"""Blocks of a vision tower that are recomputed together: their activations take at most the space of a language model's layer."""
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -63,7 +63,7 @@ def set_training_options(model: nn.Module, *, recomputed: bool | int, compiled: 
 def run_in_turn(blocks: Sequence[nn.Module], hidden_states: Tensor, *args: Any) -> Tensor:
     """Run blocks one after the other; ``TOGETHER`` neighbours that are recomputed keep the input of the first one only.
 
-    For blocks whose activations are small beside those of the model's other blocks.
+    For blocks whose activations are small beside the activations of the model's other blocks.
     """
     for start in range(0, len(blocks), TOGETHER):
         group = blocks[start : start + TOGETHER]

@@ -23,7 +23,7 @@ class LeanRMSNorm(LlamaRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise ``[..., H]``."""
-        if hidden_states.dtype == torch.float32:  # there is no copy
+        if hidden_states.dtype == torch.float32:  # without a copy
             return super().forward(hidden_states)
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 

@@ -212,7 +212,8 @@ class RLTrainer(ActionTrainer):
         """Divide the rewards of a rollout by one number, under ``algorithm.scale_rewards`` (a collective call).
 
         It is the deviation of the running discounted return over all rollouts, this one included (Engstrom et al. 2020, section 3).
-        One number for all keeps equal returns equal. Returns begin at 0, because a rollout begins with fresh episodes.
+        One number for all keeps equal returns equal. Returns begin at 0 in each rollout, also where episodes go on
+        (``rollout.continue_episodes``): their rewards so far are not kept.
         """
         if self.return_moments is None:
             return {}

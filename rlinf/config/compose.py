@@ -174,11 +174,11 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     """Say that a group has no such option, and which one was meant or where they are listed."""
-    close = closest(name, options)
-    if close:
-        hint = f" Did you mean '{close}'? Set {group}={close}"
-    elif group == "env" and (env := env_of_task(name, options)):
+    close, env = closest(name, options), env_of_task(name, options) if group == "env" else None
+    if env:  # a task's exact name means more than an env's similar one
         hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
+    elif close:
+        hint = f" Did you mean '{close}'? Set {group}={close}"
     elif group == search.GROUP:
         hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
     else:

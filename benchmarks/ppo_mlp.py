@@ -8,7 +8,7 @@ networks ([256, 256], tanh), the same number of env steps per update phase and o
 
 The peer runs twice, with its own defaults (10 epochs, batches of 64, learning rate 3e-4, gamma 0.99) and with the values of our
 experiment; the better median counts. Both policies are evaluated after every update phase on the same 100 episodes, greedily;
-this time does not count. Beside other work, processor seconds are what counts. ``--against REF`` also compares our env steps per second of training with those of a git ref.
+this time does not count. Beside other work, compare processor seconds. ``--against REF`` also compares our env steps per second of training with those of a git ref.
 Ratios are peer / ours: above 1 means that ours needs less.
 """
 

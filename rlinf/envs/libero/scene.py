@@ -79,10 +79,11 @@ class Scene:
         self._mujoco, self._fast_rendering = mujoco, fast_rendering
         self.lock = threading.RLock()
         try:
-            self._env = env_class(
-                bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,
-                control_freq=CONTROL_FREQ_HZ, hard_reset=False,
-            ).env  # fmt: skip
+            with _numpy_seed(np.random.get_state()):  # robosuite draws places, which every episode overwrites
+                self._env = env_class(
+                    bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,
+                    control_freq=CONTROL_FREQ_HZ, hard_reset=False,
+                ).env  # fmt: skip
         except (OSError, ValueError) as error:
             raise MissingDependencyError(
                 f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Set "

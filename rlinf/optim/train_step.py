@@ -142,8 +142,11 @@ class TrainStep:
         (norms, (self.grad_norm, *_)), self._measured = self._measured, None
         if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
             raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
-        for part, norm in zip(norms.parts, norms.norms, strict=True):
-            clip_gradients(part, norms.total if self.clips_together else norm, self.max_grad_norm)
+        if self.clips_together:
+            clip_gradients(sum(norms.parts, []), norms.total, self.max_grad_norm)
+        else:
+            for part, norm in zip(norms.parts, norms.norms, strict=True):
+                clip_gradients(part, norm, self.max_grad_norm)
         self.step(moves=any(norms.parts))
         return self.grad_norm
 

@@ -61,8 +61,7 @@ class MinibatchPlan:
         place = torch.cat(places)
         dealt = torch.cat(rows)[place.argsort(stable=True)]
         sizes = place.bincount(minlength=self.num_minibatches)
-        for m, part in enumerate(dealt.split(sizes.tolist())):
-            # Of the rows start <= p < end of a rank, those with p mod M = m are in minibatch m. ``before`` is one less than their number
-            # before each end; the differences are not changed by that.
-            before = (self._ends_of_ranks - m - 1) // self.num_minibatches
-            yield Minibatch(part, int(before.diff().max()))
+        # Of the rows start <= p < end of a rank, those with p mod M = m are in minibatch m. ``before`` is one less than their number
+        # before each end; the differences are not changed by that.
+        before = (self._ends_of_ranks - torch.arange(self.num_minibatches).unsqueeze(1) - 1) // self.num_minibatches
+        yield from map(Minibatch, dealt.split(sizes.tolist()), before.diff().amax(1).tolist())

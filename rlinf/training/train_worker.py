@@ -103,13 +103,13 @@ class TrainWorker:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         policy = [p for name, p in named if VALUE_HEAD not in name]
         value = [p for name, p in named if VALUE_HEAD in name]
-        groups = [
-            {"params": [p for p in policy if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in policy if p.ndim < 2], "weight_decay": 0.0},
-            {"params": value, "weight_decay": 0.0, "lr": config.value_learning_rate},
-        ]
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}  # few, because each takes a kernel of its own
+        for parameter in policy:
+            decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+            groups.setdefault((config.learning_rate, decay), []).append(parameter)
+        groups.setdefault((config.value_learning_rate, 0.0), []).extend(value)
         optimizer = MasterAdamW(
-            [group for group in groups if group["params"]],
+            [{"params": held, "lr": rate, "weight_decay": decay} for (rate, decay), held in groups.items() if held],
             masters=None if former is None else dict(zip(former.parameters, former.masters, strict=True)),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -190,7 +190,8 @@ class TrainWorker:
             algorithm: Gives the loss.
             step: Iteration of the run.
         """
-        self.model.train()
+        if not self.model.training:  # the call visits every module
+            self.model.train()
         rows = minibatch.rows
         # A rank copies the pictures of its micro-batches only.
         own = algorithm.of_minibatch(batch.select(rows, observation=False))
@@ -213,6 +214,8 @@ class TrainWorker:
             if is_empty:
                 micro = batch.select(part, observation=False).to(device)
                 micro.loss_mask = torch.zeros_like(micro.loss_mask)
+            elif len(part) == len(rows):
+                micro = sent(device)
             else:
                 micro = sent(device).select(slice(start, start + len(part)), observation=False)
             output = algorithm.loss(replace(micro, observation=seen), evaluation, counts, step)

@@ -117,6 +117,18 @@ def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, found: str,
         refuse(f"model.init_config.normalize_state=true with {found}", required, cure)
 
 
+def check_history(settings: Any) -> None:
+    """Refuse a policy that reads earlier observations, too, where nobody remembers them."""
+    count = getattr(settings, "n_obs_steps", 1)
+    if count > 1:
+        required = "1: `rlinf evaluate`, `audit`, `play` and `collect` remember earlier ones, servers and heads do not"
+        refuse(
+            f"a policy that reads {count} observations at a time (n_obs_steps)",
+            required,
+            "model.model_path=<another policy>",
+        )
+
+
 def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
     device = resolve_device(config.cluster.device, 1)

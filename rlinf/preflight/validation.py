@@ -32,6 +32,7 @@ from rlinf.preflight.compatibility import (
     check_demonstrator,
     check_elsewhere,
     check_evaluation,
+    check_history,
     check_inputs,
     check_model,
     check_moments,
@@ -119,6 +120,8 @@ def sources_section(case: Case) -> None:
 
 def policy_section(case: Case) -> None:
     if case.policy is not None:
+        if case.learns or case.command == "serve":
+            check_history(case.policy[1])
         check_features(case.policy[0], case.config.model)
         check_inputs(case.config, case.policy)
     if case.config.model.cuda_graph:

@@ -242,6 +242,16 @@ def test_actions_far_outside_the_bounds_of_the_env_are_refused(tmp_path: Path) -
         check(one)
 
 
+@pytest.mark.parametrize("command", ["serve", "train"])
+def test_a_policy_with_a_history_is_refused_where_nobody_remembers(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = make(tmp_path / "folder", "diffusion", n_obs_steps=2, horizon=8, chunk_size=None)
+    words = [f"model.model_path={folder}", "model.action_token_len=4", "model.action_chunks_len=4", "algorithm=sac"]
+    assert main([command, "model=lerobot", *words, "env=tabletop"]) == 2
+    assert "n_obs_steps" in capsys.readouterr().err
+
+
 def test_overrides_mend_what_they_are_named_for(tmp_path: Path) -> None:
     folder = make(tmp_path / "folder")
     _tokenizer(folder)

@@ -277,7 +277,7 @@ def _numbers(scale: float | list[float]) -> Tensor:
 
 
 def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse other sizes than the folder's, and a policy that needs a memory."""
+    """Refuse other sizes than the folder's."""
     if (action_dim, action_chunks_len) != (config.action_dim, config.n_action_steps):
         raise ConfigError(
             f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, and the folder's policy acts with "

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf.cli.table import format_table
-from rlinf.config.compose import parse_overrides
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, import_target
 from rlinf.options import from_mapping, option
+from rlinf.recipes.load import with_overrides
 
 
 @dataclass
@@ -34,8 +34,7 @@ def check_policy(arguments: Sequence[str]) -> int:
     if len(folders) != 1:
         found = f"`rlinf check-policy` got {', '.join(folders) or 'no folder'}"
         raise ConfigError(f"{found}; required: one folder that lerobot has saved. Run rlinf check-policy <folder>")
-    given = parse_overrides([word for word in arguments if "=" in word])
-    settings = from_mapping(PolicyCheckConfig, {item.key_or_group: item.value() for item in given})
+    settings = from_mapping(PolicyCheckConfig, with_overrides({}, [word for word in arguments if "=" in word]))
     report = import_target(MODELS.get("lerobot").check_folder)
     rows, wrong = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
     folder = settings.migrate or folders[0]

@@ -252,7 +252,7 @@ def test_a_policy_with_a_history_is_refused_where_nobody_remembers(
     assert "n_obs_steps" in capsys.readouterr().err
 
 
-def test_overrides_mend_what_they_are_named_for(tmp_path: Path) -> None:
+def test_overrides_mend_what_they_are_named_for(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = make(tmp_path / "folder")
     _tokenizer(folder)
     (tmp_path / "words").mkdir()
@@ -260,6 +260,8 @@ def test_overrides_mend_what_they_are_named_for(tmp_path: Path) -> None:
     config.tokenizer = str(tmp_path / "words")
     assert check_folder(folder, config) == []
     assert str(folder) in MIGRATE.format(folder)
+    assert main(["check-policy", str(folder), "override_config.prmpt=x"]) == 2
+    assert "'prompt'" in capsys.readouterr().err  # a key with dots is a field of it
 
 
 def test_weights_must_be_those_of_the_folder(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""A policy that acts in real time: which action is sent when, what is lost, and what is held."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from run_results import run_config
+
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.robot import robot
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.robot import check_fits
+from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
+
+SPEC = EpisodeSpec("clock", 0, 0, 0)
+ENV = EnvSpec("clock", [], [], 64, 1)
+
+
+class Clock:
+    """A robot whose state is the number of its actions so far."""
+
+    is_calibrated = True
+    observation_features, action_features = {"now": float}, {"joint": float}
+
+    def __init__(self, num_steps=20, lost=()):
+        self.num_steps, self.lost = num_steps, lost
+
+    def begin(self, spec):
+        self.sent, self.result, self.asked = [], None, 0
+        return "tell the time"
+
+    def get_observation(self):
+        if len(self.sent) in self.lost:
+            raise TimeoutError("no frame")
+        return {"now": float(len(self.sent))}
+
+    def send_action(self, action):
+        self.sent.append(action["joint"])
+        if len(self.sent) == self.num_steps:
+            self.result = EpisodeResult(SPEC, "clock", True, 1.0, self.num_steps)
+        return action
+
+
+class Foretell:
+    """A policy whose action for each step is the number of the step, 1 for the first."""
+
+    def __init__(self, chunk_len=8, fails=()):
+        self.model = SimpleNamespace(action_dim=1, num_observations=1)
+        self.chunk_len, self.fails, self.calls, self.seen = chunk_len, fails, 0, []
+
+    def stream(self, spec):
+        return None
+
+    def act(self, row, streams):
+        self.calls += 1
+        self.seen.append(row.state[0, 0])
+        if self.calls in self.fails:
+            raise ConnectionError("the server is gone")
+        return (row.state[0, 0] + 1 + np.arange(self.chunk_len, dtype=np.float32))[None, :, None]
+
+
+def played(clock=None, policy=None, **settings):
+    clock, policy = clock or Clock(), policy or Foretell()
+    with RobotEpisodes(policy, clock, ENV, RobotConfig(**{"real_time": False} | settings)) as episodes:
+        episodes.play([SPEC], lambda result: None)
+    return clock.sent, episodes.timing
+
+
+def test_the_next_chunk_is_asked_for_in_time():
+    """0.15 s are three steps of 20 Hz. A step waits 0.025 s, so an answer to step t is used at t + 3."""
+    sent, timing = played(latency_s=0.15)
+    assert sent == [0, 0, 0, *range(4, 21)], (
+        "every action is the one for its step; before the first answer, the robot holds"
+    )
+    assert (timing.held, timing.lost, timing.missed) == (3, 0, 0)
+    assert timing.stale == 3 * (timing.as_dict()["calls"] - 2), (
+        "three actions of each chunk came too late; two calls measure"
+    )
+
+
+def test_waiting_holds_the_robot_and_acts_on_old_observations():
+    sent, timing = played(latency_s=0.15, execution="wait")
+    assert sent == [0, 0, 0, *range(1, 9), 0, 0, 0, *range(12, 18)], "the chunk of step 0 begins three steps late"
+    assert (timing.held, timing.stale) == (6, 0)
+
+
+@pytest.mark.parametrize("execution", ["overlap", "wait"])
+def test_a_quick_policy_acts_as_without_a_clock(execution):
+    sent, timing = played(latency_s=0.02, execution=execution)
+    assert sent == list(range(1, 21)) and (timing.held, timing.stale) == (0, 0)
+
+
+def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps():
+    """Four actions, three of which are late: each answer gives one, and the next question is asked at once."""
+    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15)
+    assert sent[:9] == [0, 0, 0, 4, 0, 0, 7, 0, 0] and timing.held == sent.count(0)
+
+
+def test_control_actions_of_another_time_are_noticed(monkeypatch):
+    monkeypatch.setattr(
+        ChunkSchedule, "offer", lambda self, chunk, seen_at, step: self.__dict__.update(_chunk=chunk, _first=step)
+    )
+    assert played(latency_s=0.15)[0] != [0, 0, 0, *range(4, 21)]
+
+
+def test_steps_that_an_answer_takes():
+    assert [lead_steps(latency, 0.025, 20) for latency in (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)] == [0, 0, 1, 1, 3, 6]
+
+
+def test_schedule_by_hand():
+    schedule = ChunkSchedule(overlaps=True)
+    assert schedule.action(0) is None and schedule.asks(0, 0)
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, step=4)
+    assert [schedule.action(step) for step in (1, 6)] == [None, None] and schedule.action(5) == 3
+    assert [schedule.asks(step, 2) for step in (3, 4, 6)] == [False, True, True]
+    schedule = ChunkSchedule(overlaps=False)
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, step=4)
+    assert schedule.action(4) == 0 and not schedule.asks(7, 2) and schedule.asks(8, 2)
+
+
+def test_lost_observations_are_survived_until_the_last_one_is_too_old():
+    """From step 5 on nothing is seen. 0.2 s are four steps, so steps 5 to 7 go on, and 8 to 11 hold."""
+    sent, timing = played(Clock(lost=range(5, 12)), frame_age_s=0.2)
+    assert sent[:8] == list(range(1, 9)), "an action is still the one for its time"
+    assert sent[8:12] == [0] * 4 and sent[12:] == list(range(13, 21))
+    assert (timing.lost, timing.held) == (7, 4)
+    policy = Foretell(chunk_len=2)
+    sent, _ = played(Clock(lost=range(5, 12)), policy, frame_age_s=0.2)
+    assert sent[4:8] == [5, 6, 0, 0] and policy.seen.count(4) == 1, "an old observation is not asked about again"
+
+
+def test_a_camera_that_never_comes_moves_nothing():
+    policy = Foretell()
+    sent, timing = played(Clock(lost=range(100)), policy, on_stale="repeat")
+    assert set(sent) == {0} and timing.lost == 20 and policy.calls == 0
+
+
+def test_a_failed_call_costs_a_hold_and_no_episode():
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), on_stale="repeat")
+    assert sent == [1, 1, 1, *range(4, 21)], (
+        "calls 1 and 2 measure; 4 and 5 are of steps 1 and 2, which repeat the action before"
+    )
+    assert (timing.failures, timing.held) == (2, 2)
+
+
+def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
+    clock = Clock()
+    with pytest.raises(RLinfError, match=r"3 calls in a row.*ConnectionError: the server is gone"):
+        played(clock, Foretell(chunk_len=1, fails=range(5, 50)))
+    assert clock.sent[:2] == [1, 2] and set(clock.sent[2:]) == {0}
+
+
+def test_a_changed_action_is_counted():
+    sent, timing = played(policy=Foretell(chunk_len=4), max_change=0.5)
+    assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20
+
+
+def test_time_that_passes_gives_the_same_actions():
+    sent, timing = played(Clock(num_steps=6), real_time=True, fps=20)
+    assert len(timing.lateness_s) == 6 and min(timing.lateness_s) >= 0
+    assert all(action in (0, step) for step, action in enumerate(sent, 1)) or timing.missed
+
+
+def test_a_robot_that_does_not_fit_is_refused():
+    camera = Clock()
+    camera.observation_features = {"now": float, "top": (64, 64, 3)}
+    check_fits(camera, ENV, 1)  # more cameras than the policy reads
+    for named, fault in {
+        "cameras": (camera, EnvSpec("clock", ["front"], ["front"], 64, 1), 1),
+        "numbers of its state": (Clock(), EnvSpec("clock", [], [], 64, 2), 1),
+        "joints": (Clock(), ENV, 2),
+    }.items():
+        with pytest.raises(ConfigError, match=named):
+            check_fits(*fault)
+    camera.is_calibrated = False
+    with pytest.raises(ConfigError, match="calibrat"):
+        check_fits(camera, ENV, 1)
+
+
+def test_a_policy_that_remembers_is_refused():
+    policy = Foretell()
+    policy.model.num_observations = 2
+    with pytest.raises(ConfigError, match="2 observations"):
+        RobotEpisodes(policy, Clock(), ENV, RobotConfig())
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "model.action_chunks_len=4", "evaluation.num_episodes=6", "evaluation.num_envs=2",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.progress=false", "cluster.num_threads=1",
+)  # fmt: skip
+
+
+def numbers_of(result):
+    return [(one.spec, one.success, one.episode_return, one.num_env_steps) for one in result.results]
+
+
+def test_without_latency_the_episodes_are_those_of_an_evaluation(tmp_path):
+    torch.manual_seed(0)
+    plain = numbers_of(evaluate(run_config(tmp_path / "plain", *WORDS)))
+    quick = robot(run_config(tmp_path / "quick", *WORDS), RobotConfig(real_time=False))
+    late = robot(run_config(tmp_path / "late", *WORDS), RobotConfig(real_time=False, latency_s=0.15))
+    assert numbers_of(quick) == plain
+    assert numbers_of(late) != plain, "control: late actions change episodes"
+    timing = json.loads((tmp_path / "late" / "timing.json").read_text())
+    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0 and (tmp_path / "late" / "result.json").exists()
+
+
+def test_delays_noise_and_lost_frames_depend_on_the_episode_alone(tmp_path):
+    faults = {
+        name: robot(run_config(tmp_path / name, *WORDS), RobotConfig(real_time=False, **values))
+        for name, values in {
+            "none": {}, "delay": {"delay_steps": 2}, "noise": {"noise": 0.3}, "again": {"noise": 0.3},
+            "lost": {"drop_frames": 1.0, "frame_age_s": 0.1},
+        }.items()
+    }  # fmt: skip
+    found = {name: numbers_of(result) for name, result in faults.items()}
+    assert found["noise"] == found["again"]
+    assert found["none"] not in (found["delay"], found["noise"], found["lost"])
+    assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in faults["lost"].results), "nothing moves"
+
+
+def test_one_robot_has_no_ranks_and_no_recordings(tmp_path):
+    for words in ("cluster.num_processes=2", "evaluation.record_episodes=1"):
+        with pytest.raises(ConfigError, match=words.partition("=")[0]):
+            robot(run_config(tmp_path, *WORDS, words), RobotConfig())

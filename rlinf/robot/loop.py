@@ -28,7 +28,7 @@ NUM_LATENCIES = 20
 
 @dataclass
 class Timing:
-    """What the clock saw, over all episodes.
+    """Numbers of the clock, over all episodes.
 
     Attributes:
         lateness_s: Of each step, how much after its time it began.
@@ -78,7 +78,7 @@ class RobotEpisodes:
 
     Args:
         policy: Acts on one row.
-        robot: Does what the policy says.
+        robot: Executes the actions.
         spec: The env that the policy was made for.
         settings: Rate, overlap, limits.
 
@@ -110,7 +110,7 @@ class RobotEpisodes:
         return results
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        return []  # what has happened on a robot cannot be played again
+        return []  # an episode of a robot cannot be played again
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +204,7 @@ class RobotEpisodes:
             schedule.offer(answer.chunk, answer.seen_at, step)
 
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
-        """Send an action, or hold without one; return what was sent."""
+        """Send an action, or hold without one; return the action that was sent."""
         if action is None:
             self.timing.held += 1
             action = last if self.settings.on_stale == "repeat" else np.zeros_like(last)

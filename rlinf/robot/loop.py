@@ -124,13 +124,14 @@ class RobotEpisodes:
 
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
-        self._stream = self.policy.stream(spec)
         instruction = robot.begin(spec)
         schedule, period, step = ChunkSchedule(settings.execution == "overlap"), 1 / settings.fps, 0
         row: Observation | None = None
         seen_at, self._asked_at, last = 0, -1, np.zeros(len(robot.action_features), np.float32)
         time.begin()
+        self._stream = self.policy.stream(spec)
         self._measure_latency(instruction)
+        self._stream = self.policy.stream(spec)  # whose draws are those of an evaluation
         time.begin()
         try:
             while robot.result is None:

@@ -1,19 +1,20 @@
 """A policy that acts in real time: which action is sent when, what is lost, and what is held."""
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.robot import robot
+from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
-from rlinf.robot.robot import check_fits
+from rlinf.robot.robot import EnvRobot, check_fits
 from rlinf.robot.schedule import ChunkSchedule, lead_steps
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
@@ -197,33 +198,47 @@ WORDS = (
 )  # fmt: skip
 
 
-def numbers_of(result):
-    return [(one.spec, one.success, one.episode_return, one.num_env_steps) for one in result.results]
+def same(left, right):
+    """Whether two evaluations are equal but for rounding: a call of one row rounds differently from a call of sixteen."""
+    pairs = list(zip(left.results, right.results, strict=True))
+    lengths = all((a.spec, a.success, a.num_env_steps) == (b.spec, b.success, b.num_env_steps) for a, b in pairs)
+    return lengths and all(abs(a.episode_return - b.episode_return) < 1e-5 for a, b in pairs)
 
 
-def test_without_latency_the_episodes_are_those_of_an_evaluation(tmp_path):
-    torch.manual_seed(0)
-    plain = numbers_of(evaluate(run_config(tmp_path / "plain", *WORDS)))
-    quick = robot(run_config(tmp_path / "quick", *WORDS), RobotConfig(real_time=False))
-    late = robot(run_config(tmp_path / "late", *WORDS), RobotConfig(real_time=False, latency_s=0.15))
-    assert numbers_of(quick) == plain
-    assert numbers_of(late) != plain, "control: late actions change episodes"
-    timing = json.loads((tmp_path / "late" / "timing.json").read_text())
-    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0 and (tmp_path / "late" / "result.json").exists()
+@pytest.mark.parametrize("greedy", ["true", "false"])
+def test_without_latency_the_episodes_are_those_of_an_evaluation(tmp_path, greedy):
+    words = (*WORDS, f"evaluation.greedy={greedy}")
+    plain = evaluate(run_config(tmp_path / "plain", *words))
+    quick = robot(run_config(tmp_path / "quick", *words), RobotConfig(real_time=False))
+    assert same(quick, plain)
 
 
-def test_delays_noise_and_lost_frames_depend_on_the_episode_alone(tmp_path):
-    faults = {
-        name: robot(run_config(tmp_path / name, *WORDS), RobotConfig(real_time=False, **values))
+def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):
+    found = {
+        name: robot(run_config(tmp_path / name, *WORDS, "evaluation.greedy=false"), RobotConfig(real_time=False, **values))
         for name, values in {
-            "none": {}, "delay": {"delay_steps": 2}, "noise": {"noise": 0.3}, "again": {"noise": 0.3},
+            "none": {}, "late": {"latency_s": 0.15}, "noise": {"noise": 0.3}, "again": {"noise": 0.3},
             "lost": {"drop_frames": 1.0, "frame_age_s": 0.1},
         }.items()
     }  # fmt: skip
-    found = {name: numbers_of(result) for name, result in faults.items()}
-    assert found["noise"] == found["again"]
-    assert found["none"] not in (found["delay"], found["noise"], found["lost"])
-    assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in faults["lost"].results), "nothing moves"
+    assert same(found["noise"], found["again"])
+    assert not any(same(found["none"], found[name]) for name in ("late", "noise", "lost")), "control"
+    assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in found["lost"].results), "nothing moves"
+    timing = json.loads((tmp_path / "late" / "timing.json").read_text())
+    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0
+
+
+def test_observations_are_delayed_by_whole_steps():
+    config = run_config("unused", *WORDS).env
+    with closing(make_env(config, 1, auto_reset=False)) as env:
+        now, late = [], []
+        for delay, seen in ((0, now), (2, late)):
+            simulated = EnvRobot(env, RobotConfig(delay_steps=delay))
+            simulated.begin(env.episode_specs("eval")[0])
+            for _ in range(6):
+                seen.append(tuple(simulated.get_observation().values()))
+                simulated.send_action({"action_0": 1.0, "action_1": 0.5})
+    assert late == [now[0], now[0], *now[:4]] and len(set(now)) == 6
 
 
 def test_one_robot_has_no_ranks_and_no_recordings(tmp_path):

@@ -14,7 +14,7 @@ from rlinf.types import Observation
 
 
 class Answer(NamedTuple):
-    """A chunk ``[C, D]``, or the error in its place; the step of its observation, and the seconds that it took."""
+    """A chunk ``[C, D]``, or the error in its place; the place that was due at its observation, and the seconds that it took."""
 
     chunk: np.ndarray | BaseException
     seen_at: int
@@ -43,7 +43,7 @@ class Timekeeper(ABC):
         self._set_to_zero()
 
     def ask(self, row: Observation, seen_at: int) -> None:
-        """Ask for the chunk of a row that was seen at the step ``seen_at``."""
+        """Ask for the chunk of a row; the place ``seen_at`` was due when it was seen."""
         self._open = self._thread.submit(self._timed, row), seen_at, self.now()
 
     @property

@@ -18,10 +18,9 @@ class RobotConfig:
         "holds until it is there.",
         choices=("overlap", "wait"),
     )
-    on_stale: str = option(
-        "zero",
-        "Sent at a step without an action: zero (an env of displacements), or repeat the last one (positions).",
-        choices=("zero", "repeat"),
+    displacements: list[int] | None = option(
+        None,
+        "Numbers of an action, from 0, that are displacements: a hold sends 0 and repeats the others, which are positions; null: all.",
     )
     max_change: float | None = option(
         None,

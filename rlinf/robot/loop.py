@@ -35,7 +35,7 @@ class Timing:
         latencies_s: Of each answer of the policy.
         missed: Steps that were left out, because their time was over when they could begin.
         held: Steps without an action for their time.
-        stale: Actions that were dropped, because their time was over when their chunk came.
+        stale: Actions that were dropped, because others had been executed in their places when their chunk came.
         lost: Observations that did not come.
         limited: Actions that ``max_change`` has changed.
         failures: Calls of the policy that failed.
@@ -93,7 +93,14 @@ class RobotEpisodes:
                 "observation, whose chunks can overlap. Use rlinf evaluate"
             )
         check_fits(robot, spec, policy.model.action_dim)
+        num_joints, given = len(robot.action_features), settings.displacements
+        wrong = [number for number in given or () if not 0 <= number < num_joints]
+        if wrong:
+            raise ConfigError(
+                f"displacements={given}, and an action has {num_joints} numbers, from 0; required: some of them. Leave out {wrong}"
+            )
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
+        self.displaces = np.isin(np.arange(num_joints), np.arange(num_joints) if given is None else given)
         self.timing = Timing()
         self.num_restarts = 0
         kind = RealTime if settings.real_time else SimulatedTime
@@ -125,68 +132,77 @@ class RobotEpisodes:
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
         instruction = robot.begin(spec)
-        schedule, period, step = ChunkSchedule(settings.execution == "overlap"), 1 / settings.fps, 0
+        schedule, period = ChunkSchedule(settings.execution == "overlap", self.displaces), 1 / settings.fps
         row: Observation | None = None
-        seen_at, self._asked_at, last = 0, -1, np.zeros(len(robot.action_features), np.float32)
+        step = due = seen_at = seen_step = 0
+        self._asked_step, last = -1, np.zeros(len(robot.action_features), np.float32)
         time.begin()
-        self._stream = self.policy.stream(spec)
-        self._measure_latency(instruction)
-        self._stream = self.policy.stream(spec)  # whose draws are those of an evaluation
+        self._first_chunk(schedule, spec, instruction)
         time.begin()
         try:
             while robot.result is None:
                 time.sleep_until(step * period)
                 late = time.now() - step * period
                 timing.lateness_s.append(late)
-                if late > period:
-                    timing.missed += int(late / period)
-                    step += int(late / period)
+                missed = int(late / period)
+                timing.missed += missed
+                step += missed
+                due += 0 if self.displaces.any() else missed
                 try:
-                    row, seen_at = row_of(robot, robot.get_observation(), self.cameras, instruction), step
+                    row, seen_at, seen_step = (
+                        row_of(robot, robot.get_observation(), self.cameras, instruction),
+                        due,
+                        step,
+                    )
                 except LOST:
                     timing.lost += 1
                 action = None
-                if row is not None and (step - seen_at) * period < settings.frame_age_s:
-                    action = self._next_action(schedule, row, seen_at, step)
+                if row is not None and (step - seen_step) * period < settings.frame_age_s:
+                    self._ask(schedule, row, seen_at, seen_step, due)
+                    action = schedule.action(due)
                 last = self._send(action, last)
+                if action is not None:
+                    schedule.execute(action, last)
                 step += 1
+                due += action is not None or not self.displaces.any()
         except BaseException:
             if robot.result is None:
                 self._send(None, last)
             raise
         return robot.result
 
-    def _measure_latency(self, instruction: str) -> None:
-        """Ask once before the clock begins to count, if it is not known how long the policy takes."""
-        if self._latencies:
-            return
+    def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
+        """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.
+
+        Without an observation, the clock begins without a chunk.
+        """
         try:
             row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST:
             return
-        for _ in range(2):  # the first call also makes things that stay
+        for is_first in (
+            (False,) if self._latencies else (True, False)
+        ):  # the very first call also makes things that stay
+            self._stream = self.policy.stream(spec)
             self.time.ask(row, 0)
             while (answer := self.time.answer(1.0)) is None:
                 self.time.sleep_until(self.time.now() + 1.0)
-            self._take(answer, None, 0)
-        self._latencies = deque([answer.latency_s], maxlen=NUM_LATENCIES)
+            if not is_first:
+                self._take(answer, schedule, 0)
 
-    def _next_action(self, schedule: ChunkSchedule, row: Observation, seen_at: int, step: int) -> np.ndarray | None:
-        """Return the action of a step, and ask for the next chunk when it is time; None: the step has none."""
+    def _ask(self, schedule: ChunkSchedule, row: Observation, seen_at: int, seen_step: int, due: int) -> None:
+        """Take an answer that is there, and ask for the next chunk when it is time; without an action, wait for half a period."""
         time, grace_s = self.time, GRACE / self.settings.fps
         if time.is_asked and (answer := time.answer(0.0)) is not None:
-            self._take(answer, schedule, step)
+            self._take(answer, schedule, due)
         lead = lead_steps(max(self._latencies, default=0.0), grace_s, self.settings.fps)
-        if not time.is_asked and seen_at > self._asked_at and schedule.asks(step, lead):
+        if not time.is_asked and seen_step > self._asked_step and schedule.asks(due, lead):
             time.ask(row, seen_at)
-            self._asked_at = seen_at
-        action = schedule.action(step)
-        if action is None and time.is_asked and (answer := time.answer(grace_s)) is not None:
-            self._take(answer, schedule, step)
-            action = schedule.action(step)
-        return action
+            self._asked_step = seen_step
+        if schedule.action(due) is None and time.is_asked and (answer := time.answer(grace_s)) is not None:
+            self._take(answer, schedule, due)
 
-    def _take(self, answer: Answer, schedule: ChunkSchedule | None, step: int) -> None:
+    def _take(self, answer: Answer, schedule: ChunkSchedule, due: int) -> None:
         """Execute the chunk of an answer, or count its failure; raise RLinfError after ``max_failures`` of them in a row."""
         if isinstance(answer.chunk, BaseException):
             self.timing.failures += 1
@@ -200,21 +216,20 @@ class RobotEpisodes:
         self._failures = 0
         self._latencies.append(answer.latency_s)
         self.timing.latencies_s.append(answer.latency_s)
-        if schedule is not None:
-            self.timing.stale += step - answer.seen_at if schedule.overlaps else 0
-            schedule.offer(answer.chunk, answer.seen_at, step)
+        self.timing.stale += schedule.offer(answer.chunk, answer.seen_at, due)
 
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
         """Send an action, or hold without one; return the action that was sent."""
         if action is None:
             self.timing.held += 1
-            action = last if self.settings.on_stale == "repeat" else np.zeros_like(last)
+            action = np.where(self.displaces, 0, last)
         elif self.settings.max_change is not None:
             bounded = np.clip(action, last - self.settings.max_change, last + self.settings.max_change)
             self.timing.limited += int(not np.array_equal(bounded, action))
             action = bounded
-        self.robot.send_action(dict(zip(self.robot.action_features, action.tolist(), strict=True)))
-        return action
+        names = list(self.robot.action_features)
+        sent = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
+        return np.array([sent[name] for name in names], np.float32)
 
 
 @contextmanager

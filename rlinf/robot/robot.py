@@ -149,4 +149,5 @@ class EnvRobot:
         self._seen.append(step.observation)
         if step.episodes:
             self.result = step.episodes[0]
-        return action
+        made = np.clip(numbers, self.env.action_low, self.env.action_high)
+        return dict(zip(self.action_features, made.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Which action of which chunk is executed when."""
+"""The order in which the actions of chunks are executed."""
 
 from __future__ import annotations
 
@@ -8,33 +8,49 @@ import numpy as np
 
 
 class ChunkSchedule:
-    """Deals the actions of chunks to the steps of a robot, which are numbered from 0.
+    """Deals the actions of chunks to places, of which one is due at each step.
+
+    The place that is due counts steps, if all numbers of an action are positions: those of the past are over. Otherwise it counts
+    executed actions, because a displacement that was not executed is still to be made.
+
+    A chunk whose first actions come too late was planned as if they were executed. Others were, so the displacements lead elsewhere.
+    The difference is added to the next action, and any part of it that was not executed to the one after.
 
     Args:
-        overlaps: Action ``k`` of a chunk belongs to the step ``k`` after its observation, so the first ones are dropped that
-            were computed too late. False: to the step ``k`` after its arrival.
+        overlaps: Action ``k`` of a chunk belongs to the place ``k`` after its observation, so the actions are dropped in whose
+            places others were executed meanwhile. False: to the place ``k`` after its arrival.
+        displaces: bool ``[D]``: which numbers of an action are displacements.
     """
 
-    def __init__(self, overlaps: bool) -> None:
-        self.overlaps = overlaps
-        self._chunk, self._first = np.zeros((0, 0), np.float32), 0
+    def __init__(self, overlaps: bool, displaces: np.ndarray) -> None:
+        self.overlaps, self.displaces = overlaps, displaces
+        self._chunk, self._first = np.zeros((0, len(displaces)), np.float32), 0
+        self._executed: list[np.ndarray] = []
+        self._missing = np.zeros(len(displaces), np.float32)
 
-    def offer(self, chunk: np.ndarray, seen_at: int, step: int) -> None:
-        """Execute ``chunk [C, D]`` from the present ``step`` on; its observation was made at the step ``seen_at``."""
-        self._chunk, self._first = chunk, seen_at if self.overlaps else step
+    def offer(self, chunk: np.ndarray, seen_at: int, due: int) -> int:
+        """Execute ``chunk [C, D]`` from the place ``due`` on; ``seen_at`` was due at its observation. Return how many were dropped."""
+        self._chunk, self._first = chunk, seen_at if self.overlaps else due
+        dropped = due - self._first
+        self._missing[:] = 0
+        if dropped and self.displaces.any():
+            instead = np.sum(self._executed[-dropped:], axis=0)
+            self._missing = np.where(self.displaces, chunk[:dropped].sum(0) - instead, 0).astype(np.float32)
+        return dropped
 
-    def forget(self) -> None:
-        """Drop the actions that are left."""
-        self._chunk = self._chunk[:0]
+    def action(self, due: int) -> np.ndarray | None:
+        """Return the action ``[D]`` of a place; None: it has none."""
+        place = due - self._first
+        return self._chunk[place] + self._missing if 0 <= place < len(self._chunk) else None
 
-    def action(self, step: int) -> np.ndarray | None:
-        """Return the action ``[D]`` of a step; None: it has none."""
-        place = step - self._first
-        return self._chunk[place] if 0 <= place < len(self._chunk) else None
+    def execute(self, wanted: np.ndarray, sent: np.ndarray) -> None:
+        """Note that the robot has made ``sent`` of an action."""
+        self._executed.append(sent)
+        self._missing = np.where(self._missing == 0, 0, wanted - sent).astype(np.float32)
 
-    def asks(self, step: int, lead: int) -> bool:
+    def asks(self, due: int, lead: int) -> bool:
         """Return whether the next chunk must be asked for now, if it comes ``lead`` steps later."""
-        left = max(0, self._first + len(self._chunk) - step)
+        left = max(0, self._first + len(self._chunk) - due)
         return left <= (lead if self.overlaps else 0)
 
 

@@ -72,22 +72,39 @@ def played(clock=None, policy=None, **settings):
     return clock.sent, episodes.timing
 
 
-def test_the_next_chunk_is_asked_for_in_time():
+@pytest.mark.parametrize("displacements", [[], [0]])
+def test_the_next_chunk_is_asked_for_in_time(displacements):
     """0.15 s are three steps of 20 Hz. A step waits 0.025 s, so an answer to step t is used at t + 3."""
-    sent, timing = played(latency_s=0.15)
-    assert sent == [0, 0, 0, *range(4, 21)], (
-        "every action is the one for its step; before the first answer, the robot holds"
-    )
-    assert (timing.held, timing.lost, timing.missed) == (3, 0, 0)
-    assert timing.stale == 3 * (timing.as_dict()["calls"] - 2), (
-        "three actions of each chunk came too late; two calls measure"
+    sent, timing = played(latency_s=0.15, displacements=displacements)
+    assert sent == list(range(1, 21)), "every action is the one for its step"
+    assert (timing.held, timing.lost, timing.missed) == (0, 0, 0)
+    assert timing.stale == 3 * (timing.as_dict()["calls"] - 1), (
+        "three actions of each chunk came too late, but for the first chunk"
     )
 
 
-def test_waiting_holds_the_robot_and_acts_on_old_observations():
+def test_waiting_holds_the_robot():
     sent, timing = played(latency_s=0.15, execution="wait")
-    assert sent == [0, 0, 0, *range(1, 9), 0, 0, 0, *range(12, 18)], "the chunk of step 0 begins three steps late"
-    assert (timing.held, timing.stale) == (6, 0)
+    assert sent == [*range(1, 9), 0, 0, 0, *range(9, 17), 0], "the chunk of step 8 begins three steps later"
+    assert (timing.held, timing.stale) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("displacements", "expected"),
+    [
+        ([], [1, 2, 3, 4, 5, 5, 5, 8, 8, 8, 11, 11, 11]),
+        ([0], [1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 11 + 6, 0, 0, 12 - 6]),
+    ],
+)
+def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps(displacements, expected):
+    """Four actions. A hold makes positions late, and keeps displacements for later.
+
+    The question of step 1 is answered at step 4 and gives the action 5 alone; the question of step 4, at step 7, the action
+    for step 7 (8), or the one after 5 (6). The question of step 7 was planned with 8 + 9 + 10 in place of 6 + 7 + 8, the next
+    one with 11 in place of 17: displacements make up for these 6.
+    """
+    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15, displacements=displacements)
+    assert sent[: len(expected)] == expected and timing.held > 0
 
 
 @pytest.mark.parametrize("execution", ["overlap", "wait"])
@@ -96,31 +113,41 @@ def test_a_quick_policy_acts_as_without_a_clock(execution):
     assert sent == list(range(1, 21)) and (timing.held, timing.stale) == (0, 0)
 
 
-def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps():
-    """Four actions, three of which are late: each answer gives one, and the next question is asked at once."""
-    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15)
-    assert sent[:9] == [0, 0, 0, 4, 0, 0, 7, 0, 0] and timing.held == sent.count(0)
-
-
 def test_control_actions_of_another_time_are_noticed(monkeypatch):
     monkeypatch.setattr(
-        ChunkSchedule, "offer", lambda self, chunk, seen_at, step: self.__dict__.update(_chunk=chunk, _first=step)
+        ChunkSchedule, "offer", lambda self, chunk, seen_at, due: self.__dict__.update(_chunk=chunk, _first=due) or 0
     )
-    assert played(latency_s=0.15)[0] != [0, 0, 0, *range(4, 21)]
+    assert played(latency_s=0.15, displacements=[])[0] != list(range(1, 21))
 
 
 def test_steps_that_an_answer_takes():
     assert [lead_steps(latency, 0.025, 20) for latency in (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)] == [0, 0, 1, 1, 3, 6]
 
 
+def test_a_displacement_that_was_not_made_is_made_next():
+    """A gripper's command, the second number, is no displacement. One of two planned units is executed, in two places."""
+    schedule = ChunkSchedule(overlaps=True, displaces=np.array([True, False]))
+    plan = np.array([[2.0, 5.0], [2.0, 6.0], [2.0, 7.0], [2.0, 8.0]], np.float32)
+    for _ in range(2):
+        schedule.execute(np.array([1.0, 0.0]), np.array([1.0, 0.0]))
+    assert schedule.offer(plan, seen_at=0, due=2) == 2
+    assert schedule.action(2).tolist() == [4, 7], "2, and the 2 that are missing"
+    schedule.execute(schedule.action(2), np.array([3.0, 7.0]))
+    assert schedule.action(3).tolist() == [3, 8], "one is missing still"
+    schedule.execute(schedule.action(3), np.array([3.0, 8.0]))
+    assert schedule.action(3).tolist() == [2, 8], "nothing is missing, and a later cut is not made up for"
+    schedule.execute(schedule.action(3), np.array([1.0, 8.0]))
+    assert schedule.action(3).tolist() == [2, 8]
+
+
 def test_schedule_by_hand():
-    schedule = ChunkSchedule(overlaps=True)
+    schedule = ChunkSchedule(overlaps=True, displaces=np.array([False]))
     assert schedule.action(0) is None and schedule.asks(0, 0)
-    schedule.offer(np.arange(4.0)[:, None], seen_at=2, step=4)
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
     assert [schedule.action(step) for step in (1, 6)] == [None, None] and schedule.action(5) == 3
     assert [schedule.asks(step, 2) for step in (3, 4, 6)] == [False, True, True]
-    schedule = ChunkSchedule(overlaps=False)
-    schedule.offer(np.arange(4.0)[:, None], seen_at=2, step=4)
+    schedule = ChunkSchedule(overlaps=False, displaces=np.array([False]))
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
     assert schedule.action(4) == 0 and not schedule.asks(7, 2) and schedule.asks(8, 2)
 
 
@@ -137,15 +164,13 @@ def test_lost_observations_are_survived_until_the_last_one_is_too_old():
 
 def test_a_camera_that_never_comes_moves_nothing():
     policy = Foretell()
-    sent, timing = played(Clock(lost=range(100)), policy, on_stale="repeat")
+    sent, timing = played(Clock(lost=range(100)), policy, displacements=[])
     assert set(sent) == {0} and timing.lost == 20 and policy.calls == 0
 
 
 def test_a_failed_call_costs_a_hold_and_no_episode():
-    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), on_stale="repeat")
-    assert sent == [1, 1, 1, *range(4, 21)], (
-        "calls 1 and 2 measure; 4 and 5 are of steps 1 and 2, which repeat the action before"
-    )
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), displacements=[])
+    assert sent == [1, 2, 2, 2, *range(5, 21)], "calls 4 and 5 are of steps 2 and 3, which repeat the action before"
     assert (timing.failures, timing.held) == (2, 2)
 
 
@@ -153,7 +178,7 @@ def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
     clock = Clock()
     with pytest.raises(RLinfError, match=r"3 calls in a row.*ConnectionError: the server is gone"):
         played(clock, Foretell(chunk_len=1, fails=range(5, 50)))
-    assert clock.sent[:2] == [1, 2] and set(clock.sent[2:]) == {0}
+    assert clock.sent[:3] == [1, 2, 3] and set(clock.sent[3:]) == {0}
 
 
 def test_a_changed_action_is_counted():
@@ -184,6 +209,8 @@ def test_a_robot_that_does_not_fit_is_refused():
 
 
 def test_a_policy_that_remembers_is_refused():
+    with pytest.raises(ConfigError, match=r"displacements=\[1\]"):
+        RobotEpisodes(Foretell(), Clock(), ENV, RobotConfig(displacements=[1]))
     policy = Foretell()
     policy.model.num_observations = 2
     with pytest.raises(ConfigError, match="2 observations"):

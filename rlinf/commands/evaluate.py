@@ -172,7 +172,12 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
                 policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
-                episodes = stack.enter_context(RobotEpisodes(policy, EnvRobot(env, robot), env_spec(config), robot))
+                acting = EnvRobot(env, robot)
+                episodes = stack.enter_context(
+                    RobotEpisodes(
+                        policy, acting, env_spec(config), robot, lambda: autocast(opened.model, config.model.precision)
+                    )
+                )
                 opened.conditions["robot"] = asdict(robot)
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlinf.commands.evaluate import evaluate
+from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
@@ -28,4 +29,5 @@ def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
                 f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
             )
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
-    return evaluate(replace(config, evaluation=single), settings)
+    with sigterm_is_ctrl_c():
+        return evaluate(replace(config, evaluation=single), settings)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.evaluator import RowPolicy, Video
 from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.robot import LOST, EpisodicRobot, check_fits, row_of
+from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, check_fits, row_of
 from rlinf.robot.schedule import ChunkSchedule, lead_steps
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 
@@ -81,11 +82,19 @@ class RobotEpisodes:
         robot: Executes the actions.
         spec: The env that the policy was made for.
         settings: Rate, overlap, limits.
+        computes: Returns the context in which the policy computes; contexts of torch do not reach another thread by themselves.
 
     Raise ConfigError if policy or robot does not fit, before anything moves.
     """
 
-    def __init__(self, policy: RowPolicy, robot: EpisodicRobot, spec: EnvSpec, settings: RobotConfig) -> None:
+    def __init__(
+        self,
+        policy: RowPolicy,
+        robot: EpisodicRobot,
+        spec: EnvSpec,
+        settings: RobotConfig,
+        computes: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         num_observations = getattr(policy.model, "num_observations", 1)
         if num_observations > 1:
             raise ConfigError(
@@ -100,19 +109,26 @@ class RobotEpisodes:
                 f"displacements={given}, and an action has {num_joints} numbers, from 0; required: some of them. Leave out {wrong}"
             )
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
+        self.computes = computes
         self.displaces = np.isin(np.arange(num_joints), np.arange(num_joints) if given is None else given)
         self.timing = Timing()
-        self.num_restarts = 0
         kind = RealTime if settings.real_time else SimulatedTime
         self.time = kind(self._act, settings.latency_s)
         self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._failures = 0
 
+    @property
+    def num_restarts(self) -> int:
+        return self.robot.num_restarts
+
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        results = []
+        results: list[EpisodeResult] = []
         with _quick_threads():
-            for spec in specs:
-                results.append(self._episode(spec))
+            while len(results) < len(specs):
+                try:
+                    results.append(self._episode(specs[len(results)]))
+                except EpisodeVoidError:
+                    continue  # it begins again
                 on_result(results[-1])
         return results
 
@@ -127,7 +143,8 @@ class RobotEpisodes:
         self.time.close()
 
     def _act(self, row: Observation) -> np.ndarray:
-        return self.policy.act(row, [self._stream])[0]
+        with torch.no_grad(), self.computes():
+            return self.policy.act(row, [self._stream])[0]
 
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
@@ -149,11 +166,8 @@ class RobotEpisodes:
                 step += missed
                 due += 0 if self.displaces.any() else missed
                 try:
-                    row, seen_at, seen_step = (
-                        row_of(robot, robot.get_observation(), self.cameras, instruction),
-                        due,
-                        step,
-                    )
+                    row = row_of(robot, robot.get_observation(), self.cameras, instruction)
+                    seen_at, seen_step = due, step
                 except LOST:
                     timing.lost += 1
                 action = None
@@ -165,6 +179,8 @@ class RobotEpisodes:
                     schedule.execute(action, last)
                 step += 1
                 due += action is not None or not self.displaces.any()
+        except EpisodeVoidError:
+            raise
         except BaseException:
             if robot.result is None:
                 self._send(None, last)
@@ -180,14 +196,13 @@ class RobotEpisodes:
             row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST:
             return
-        for is_first in (
-            (False,) if self._latencies else (True, False)
-        ):  # the very first call also makes things that stay
+        # The very first call also makes things that stay, so its time says nothing.
+        for counts in (True,) if self._latencies else (False, True):
             self._stream = self.policy.stream(spec)
             self.time.ask(row, 0)
             while (answer := self.time.answer(1.0)) is None:
                 self.time.sleep_until(self.time.now() + 1.0)
-            if not is_first:
+            if counts:
                 self._take(answer, schedule, 0)
 
     def _ask(self, schedule: ChunkSchedule, row: Observation, seen_at: int, seen_step: int, due: int) -> None:

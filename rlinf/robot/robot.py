@@ -18,6 +18,10 @@ LOST = (TimeoutError, ConnectionError)
 """Errors of ``get_observation`` that cost one observation, not the episode; lerobot's cameras and buses raise these."""
 
 
+class EpisodeVoidError(Exception):
+    """The robot was lost in an episode, and has come back; the episode must begin again."""
+
+
 class Robot(Protocol):
     """The members of lerobot's ``Robot`` that are used here.
 
@@ -50,6 +54,11 @@ class Robot(Protocol):
 
 class EpisodicRobot(Robot, Protocol):
     """A robot whose scene is put back, and whose success somebody tells."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was lost and has come back."""
+        ...
 
     def begin(self, spec: EpisodeSpec) -> str:
         """Put the scene into the first state of an episode; return the instruction."""
@@ -122,6 +131,10 @@ class EnvRobot:
         numbers: dict[str, Any] = {f"state_{index}": float for index in range(self._state_dim)}
         return numbers | {name: (config.image_size, config.image_size, 3) for name in config.cameras}
 
+    @property
+    def num_restarts(self) -> int:
+        return self.env.num_restarts
+
     def begin(self, spec: EpisodeSpec) -> str:
         observation, _ = self.env.reset(options={"episodes": [spec]})
         self.result = None
@@ -146,6 +159,8 @@ class EnvRobot:
         if self.settings.noise:
             moved = numbers + self.settings.noise * half * self._random.standard_normal(len(numbers))
         step = self.env.chunk_step(moved[None, None].astype(np.float32))
+        if len(step.lost_env_ids):
+            raise EpisodeVoidError("the simulator was lost")
         self._seen.append(step.observation)
         if step.episodes:
             self.result = step.episodes[0]

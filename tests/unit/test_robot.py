@@ -1,11 +1,12 @@
 """A policy that acts in real time: which action is sent when, what is lost, and what is held."""
 
 import json
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
@@ -14,7 +15,7 @@ from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
-from rlinf.robot.robot import EnvRobot, check_fits
+from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
 from rlinf.robot.schedule import ChunkSchedule, lead_steps
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
@@ -25,7 +26,7 @@ ENV = EnvSpec("clock", [], [], 64, 1)
 class Clock:
     """A robot whose state is the number of its actions so far."""
 
-    is_calibrated = True
+    is_calibrated, num_restarts = True, 0
     observation_features, action_features = {"now": float}, {"joint": float}
 
     def __init__(self, num_steps=20, lost=()):
@@ -184,6 +185,36 @@ def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
 def test_a_changed_action_is_counted():
     sent, timing = played(policy=Foretell(chunk_len=4), max_change=0.5)
     assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20
+
+
+def test_an_episode_begins_again_where_the_robot_was_lost():
+    class Lost(Clock):
+        def send_action(self, action):
+            if len(self.sent) == 5 and not self.num_restarts:
+                self.num_restarts = 1
+                raise EpisodeVoidError("gone")
+            return super().send_action(action)
+
+    clock = Lost()
+    with RobotEpisodes(Foretell(), clock, ENV, RobotConfig(real_time=False)) as episodes:
+        results = episodes.play([SPEC, SPEC], lambda result: None)
+    assert len(results) == 2 and episodes.num_restarts == 1 and clock.sent == list(range(1, 21))
+
+
+@pytest.mark.parametrize("real_time", [False, True])
+def test_the_policy_computes_in_its_context(real_time):
+    found = []
+
+    class Autocast(Foretell):
+        def act(self, row, streams):
+            found.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return super().act(row, streams)
+
+    for computes in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
+        settings = RobotConfig(real_time=real_time, fps=100)
+        with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, computes) as episodes:
+            episodes.play([SPEC], lambda result: None)
+    assert {*found} == {(False, False), (True, False)}
 
 
 def test_time_that_passes_gives_the_same_actions():

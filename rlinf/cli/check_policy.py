@@ -19,6 +19,7 @@ class PolicyCheckConfig:
 
     interpreter: str | None = option(None, "Python with lerobot, as `model.interpreter`.")
     override_config: dict[str, Any] = option({}, "Fields to replace, as `model.override_config`.")
+    migrate: str | None = option(None, "New folder, to be written from the folder of an old lerobot, and checked.")
 
 
 def check_policy(arguments: Sequence[str]) -> int:
@@ -26,7 +27,8 @@ def check_policy(arguments: Sequence[str]) -> int:
 
     Found are lost or foreign statistics, swapped pictures, other units, weights that do not fit, and a tokenizer that is not here. Each
     line names the feature and the cure. Weights are compared where a Python has lerobot: this one, interpreter=<python>, or
-    .venv-lerobot. override_config={...} lays changes over the folder's configuration. The exit status is 1 if something was found.
+    .venv-lerobot. override_config={...} lays changes over the folder's configuration. migrate=<new folder> first writes the folder
+    of an old lerobot as the present one would. The exit status is 1 if something was found.
     """
     folders = [word for word in arguments if "=" not in word]
     if len(folders) != 1:
@@ -35,10 +37,11 @@ def check_policy(arguments: Sequence[str]) -> int:
     given = parse_overrides([word for word in arguments if "=" in word])
     settings = from_mapping(PolicyCheckConfig, {item.key_or_group: item.value() for item in given})
     report = import_target(MODELS.get("lerobot").check_folder)
-    rows, wrong = report(folders[0], settings.interpreter, settings.override_config)
+    rows, wrong = report(folders[0], settings.interpreter, settings.override_config, settings.migrate)
+    folder = settings.migrate or folders[0]
     if rows:
-        print(format_table(("part", folders[0]), rows))
+        print(format_table(("part", folder), rows))
     for sentence in wrong:
         print(f"BLIND: {sentence}")
-    print(f"\n{folders[0]}: {f'{len(wrong)} found, so it is refused' if wrong else 'nothing is wrong'}")
+    print(f"\n{folder}: {f'{len(wrong)} found, so it is refused' if wrong else 'nothing is wrong'}")
     return int(bool(wrong))

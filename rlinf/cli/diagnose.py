@@ -13,7 +13,7 @@ import yaml
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.cli.table import format_table
 from rlinf.commands.hydra_app import configure, parse, split
-from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere, statistics_of_env
+from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere, policy_for
 from rlinf.config.schema import RunConfig
 from rlinf.contracts.env import spread_specs
 from rlinf.contracts.report import Check
@@ -21,7 +21,7 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
-from rlinf.models import MODELS, build_policy
+from rlinf.models import MODELS
 from rlinf.models.loading import hide_progress_bars, read_json
 from rlinf.models.precision import autocast
 from rlinf.options import from_mapping
@@ -109,7 +109,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
         if config.model.url is not None:
             model = open_elsewhere(config, env, config.evaluation.allow_mismatch).policy
         elif named is None:
-            model = build_policy(config, statistics_of_env(config, env))
+            model = policy_for(config, env)
         else:
             model = open_checkpoint(named, config).policy
         observation, _ = env.reset(options={"episodes": spread_specs(env, NUM_ROWS)})

@@ -185,7 +185,7 @@ def _check_checkpoint(arguments: Sequence[str]) -> None:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """Store episodes of the env's scripted expert, or of the policy of ``checkpoint``, as a LeRobotDataset.
+    """Store episodes of the env's scripted expert, or of the policy of ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
 
     With a checkpoint, model and env come from its configuration. Overrides change single keys; a whole group
     (``env=tabletop``) replaces a section.

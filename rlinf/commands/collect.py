@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import open_checkpoint, open_elsewhere
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
 from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
-from rlinf.config.schema import RunConfig
+from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.distributed.process_group import resolve_device, set_num_threads
@@ -124,12 +124,15 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
 
 
 def _policy(config: RunConfig, env: VectorEnv) -> tuple[RowPolicy | None, dict[str, Any]]:
-    """Return the policy of ``checkpoint`` or ``model.url`` (neither: the expert acts), and what the dataset records of who acted."""
+    """Return the policy (None: the expert acts), and what the dataset records of who acted."""
+    if expert_acts(config):
+        return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
     if config.model.url is not None:
         opened = open_elsewhere(config, env, config.evaluation.allow_mismatch)
         where: dict[str, Any] = {"url": config.model.url}
     elif config.checkpoint is None:
-        return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
+        opened = Opened(None, None, policy_for(config, env), None)
+        where = {"model_path": config.model.model_path}
     else:
         opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
         where = {"checkpoint": str(opened.folder)}

@@ -19,7 +19,7 @@ from rlinf.cluster.factory import env_maker
 from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places
-from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, statistics_of_env
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import go_on, waiting
@@ -55,7 +55,6 @@ from rlinf.evaluation.sequential import rate_confidence_sequence
 from rlinf.evaluation.stopping import DECIDED, stop_rule
 from rlinf.files import write_text
 from rlinf.manifest import Manifest
-from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
@@ -402,7 +401,7 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
     elif config.checkpoint is not None:
         opened = open_checkpoint(config.checkpoint, config, allowed)
     else:
-        model = build_policy(config, statistics_of_env(config, env))
+        model = policy_for(config, env)
         opened = Opened(None, None, model, build_manifest(config, model, policy_version=0))
     model, manifest, saved = opened.policy, opened.present, opened.manifest
     for mismatch in opened.differences:

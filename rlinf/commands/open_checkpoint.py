@@ -144,6 +144,15 @@ def load_policy(
     return HeadedPolicy.on(policy, source) if has_head(source) else policy
 
 
+def policy_for(
+    config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None, deferred: bool = False
+) -> Any:
+    """Build the configured policy with ``statistics_of_env``; raise ConfigError if its actions are not the env's."""
+    policy = build_policy(config, statistics_of_env(config, env, dataset), deferred=deferred)
+    policy.check_actions(env.action_low, env.action_high)
+    return policy
+
+
 def statistics_of_env(
     config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
 ) -> dict[str, Any] | None:

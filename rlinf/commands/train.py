@@ -22,7 +22,7 @@ from rlinf.cluster.factory import describe_places, env_maker
 from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
-from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
+from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
@@ -56,7 +56,6 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError, RLinfError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
-from rlinf.models import build_policy
 from rlinf.models.base_weights import trained_names
 from rlinf.models.weights_in_files import check_read, how_read
 from rlinf.number_formats import format_count
@@ -293,7 +292,7 @@ def _policy(
     may_shard = trainer.sharding == "auto" and world_size() > 1 and not learns_head(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
-        return build_policy(config, statistics_of_env(config, env, dataset), deferred=deferred)
+        return policy_for(config, env, dataset, deferred)
     # A new run may go on in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
     allowed = [*config.evaluation.allow_mismatch, *free]

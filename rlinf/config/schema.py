@@ -202,13 +202,18 @@ def is_alone(config: RunConfig) -> bool:
     return False
 
 
+def expert_acts(config: RunConfig) -> bool:
+    """Return whether `rlinf collect` plays the scripted expert: no policy is named."""
+    return config.checkpoint is None and config.model.url is None and config.model.model_path is None
+
+
 def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
     except RLinfError:  # an unknown env, which `validate` reports
         return []
-    if config.dataset is not None and config.checkpoint is None:
+    if config.dataset is not None and expert_acts(config):
         return usual
     try:
         found = declared_policy(config)

@@ -104,7 +104,7 @@ class SFTConfig:
 
 @dataclass
 class CollectConfig:
-    """Options of `rlinf collect`, which plays and stores the scripted expert (see `sft.expert`) or the policy of `checkpoint`."""
+    """Options of `rlinf collect`, which plays and stores the scripted expert (see `sft.expert`), or a policy."""
 
     num_episodes: int = option(
         100, "Episodes to play, spread evenly over the tasks, each with an initial state of its own.", minimum=1

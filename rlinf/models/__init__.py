@@ -57,8 +57,8 @@ class ModelEntry:
             ``path`` is None for a model without a folder.
         acts: False for a language model, which does not act in an environment.
         elsewhere: The policy is behind ``model.url``; it has no weights here.
-        check_folder: ``(folder, interpreter, overrides) -> (rows, sentences)`` for ``rlinf check-policy``: what a folder holds, and
-            its faults.
+        check_folder: ``(folder, interpreter, overrides, new folder | None) -> (rows, sentences)`` for ``rlinf check-policy``: what a
+            folder holds, and its faults.
         folder_settings: ``folder -> settings of the model section | None`` for a folder whose config.json names no ``model_type``; None:
             it is of another project.
     """

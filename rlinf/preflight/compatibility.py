@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlinf.config.schema import RunConfig
+from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.formats import describe_dataset, image_columns, state_column
 from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
@@ -307,7 +307,7 @@ def check_collect(config: RunConfig) -> None:
     require_package("pyarrow", "`rlinf collect`", "pyarrow")
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
-    if config.checkpoint is None:
+    if expert_acts(config):
         instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
         ENVS.get(env.name).check_expert(env, options_of_expert(config.sft.expert), instead)
     _check_num_episodes(config, "collect")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, section_class
+from rlinf.config.schema import RunConfig, chunks_needed, declared_policy, expert_acts, section_class
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
@@ -63,8 +63,7 @@ class Case:
     @property
     def has_policy(self) -> bool:
         """Whether the command loads a policy; otherwise the scripted expert of the env acts."""
-        config = self.config
-        return self.command != "collect" or config.checkpoint is not None or config.model.url is not None
+        return self.command != "collect" or not expert_acts(self.config)
 
     @cached_property
     def policy(self) -> tuple[Any, Any] | None:

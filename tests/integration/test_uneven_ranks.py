@@ -128,7 +128,7 @@ def test_a_group_of_one_rank_is_played_again_and_counted_on_all(tmp_path):
 
 def begin_apart(folder: Path) -> None:
     """Build runs whose ranks draw their weights under other seeds, and whose fingerprint on rank 0 moves torch's generator."""
-    generators, own = [], train_module.build_policy
+    generators, own = [], train_module.policy_for
 
     def fingerprint(_env):
         torch.manual_seed(7)
@@ -142,7 +142,7 @@ def begin_apart(folder: Path) -> None:
     cases = {"replicate": "replicate", "fsdp2": "fsdp2", "control": "replicate"}
     cases = {"one": "replicate"} if world_size() == 1 else cases
     found = {}
-    with mock.patch.multiple(train_module, build_policy=policy, take_fingerprint=fingerprint):
+    with mock.patch.multiple(train_module, policy_for=policy, take_fingerprint=fingerprint):
         for case, sharding in cases.items():
             if case == "control":
                 train_module.take_weights_of_rank_0 = lambda model: None  # in a process of this launch only

@@ -1,22 +1,26 @@
 """Policies of lerobot act here as their own classes do; in this process, or in an interpreter of their own."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lerobot_folders import ACTIONS, SIZE, STATE
+from safetensors.torch import load_file, save_file
 
 import rlinf
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, PolicyServerError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
-from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
+from rlinf.models.embodiment.lerobot.migrate import migrate
+from rlinf.models.embodiment.lerobot.runner import LocalRunner, greedy_noise, seeds_of
 from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
 from rlinf.types import Observation
 
@@ -196,7 +200,23 @@ def test_a_silent_interpreter_is_named(apart, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(PolicyServerError, match=r"model\.timeout_s"):
         apart.predict_action_batch(do_sample=False, **apart.preprocess(observation()))
     monkeypatch.undo()
-    runner._start()
+    again = apart.predict_action_batch(do_sample=False, **apart.preprocess(observation())).actions  # a new one answers
+    assert bool(torch.isfinite(again).all())
+
+
+def test_an_interrupted_question_leaves_no_answer_behind(apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C the next question gets its own answer, not the one that was on its way."""
+    first, second = (apart.preprocess(observation(seed=seed)) for seed in (0, 5))
+    expected = apart.predict_action_batch(do_sample=False, **second).actions
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(apart.runner, "_reply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apart.predict_action_batch(do_sample=False, **first)
+    monkeypatch.undo()
+    assert torch.equal(apart.predict_action_batch(do_sample=False, **second).actions, expected)
 
 
 def test_an_interpreter_without_lerobot_is_named(
@@ -214,10 +234,6 @@ def test_an_interpreter_without_lerobot_is_named(
 
 def test_weights_that_do_not_fit_are_refused(folders: Folders, tmp_path: Path) -> None:
     """lerobot itself loads such a folder with a warning."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     folder = Path(shutil.copytree(folders["act"], tmp_path / "act"))
     state = load_file(folder / "model.safetensors")
     save_file({name: each for name, each in state.items() if "action_head" not in name}, folder / "model.safetensors")
@@ -225,9 +241,50 @@ def test_weights_that_do_not_fit_are_refused(folders: Folders, tmp_path: Path) -
         build_policy({"model": section(folder, interpreter=PYTHON)})
 
 
+@HERE
+def test_a_policy_that_loads_and_does_not_act_is_refused(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pi0 of lerobot 0.6.1 beside our transformers: one error at the start, which names another interpreter."""
+
+    def refused(*arguments: object) -> None:
+        raise TypeError("create_causal_mask() got an unexpected keyword argument 'input_embeds'")
+
+    monkeypatch.setattr(LocalRunner, "ask", refused)
+    with pytest.raises(CheckpointError, match=r"act does not act here .*input_embeds.*model\.interpreter"):
+        build_policy({"model": section(folders["act"])})
+
+
 def test_sizes_are_those_of_the_folder(folders: Folders) -> None:
     with pytest.raises(ConfigError, match="model.action_chunks_len=4"):
         build_policy({"model": section(folders["act"], action_chunks_len=8)})
+
+
+def test_a_folder_of_an_old_lerobot_is_migrated(folders: Folders, tmp_path: Path) -> None:
+    """Its statistics come out of the weights; lerobot's own conversion loses a feature with `_` in its name."""
+    camera, new, old = "cam_high", folders["act"], tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text((new / "config.json").read_text().replace("images.front", f"images.{camera}"))
+    (normalizer,) = new.glob("policy_preprocessor_*normalizer*.safetensors")
+    state = load_file(new / "model.safetensors")
+    for name, each in load_file(normalizer).items():
+        buffer = (
+            f"buffer_{name.replace('front', camera).rpartition('.')[0].replace('.', '_')}.{name.rpartition('.')[2]}"
+        )
+        for part in ("normalize_targets", "unnormalize_outputs") if "action" in name else ("normalize_inputs",):
+            state |= {f"{part}.{buffer}": each.clone()} if name.endswith(("mean", "std")) else {}
+    save_file(state, old / "model.safetensors")
+    with pytest.raises(CheckpointError, match="migrate="):
+        build_policy({"model": section(old, interpreter=PYTHON)})
+    assert main(["check-policy", str(old), f"migrate={tmp_path / 'new'}", f"interpreter={PYTHON}"]) == 0
+    with pytest.raises(ConfigError, match="exists"):
+        migrate(old, tmp_path / "new")
+    made = load_file(tmp_path / "new" / normalizer.name)
+    expected = {name.replace("front", camera): each for name, each in load_file(normalizer).items()}
+    assert (
+        all(torch.equal(each, expected[name]) for name, each in made.items())
+        and f"observation.images.{camera}.mean" in made
+    )
+    weights = load_file(tmp_path / "new" / "model.safetensors")
+    assert weights.keys() == load_file(new / "model.safetensors").keys()
 
 
 def test_load_policy_reads_a_folder_of_lerobot(folders: Folders) -> None:
@@ -262,11 +319,25 @@ def evaluated(folder: Path, output: Path, *more: str) -> list[tuple]:
     return [(each.success, each.num_env_steps, round(each.episode_return, 5)) for each in results]
 
 
-def test_an_evaluation_does_not_depend_on_who_plays_together(folders: Folders, tmp_path: Path) -> None:
-    """Three envs and one env give the same episodes."""
+def test_an_evaluation_does_not_depend_on_who_plays_together(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three envs and one env give the same episodes, and so does an interpreter that is killed while it answers."""
     found = evaluated(folders["act"], tmp_path / "three")
     assert len(found) == 4
     assert found == evaluated(folders["act"], tmp_path / "one", "evaluation.num_envs=1")
+    runners: list[WorkerRunner] = []
+    wait = WorkerRunner._reply
+
+    def killed(runner: WorkerRunner, *arguments: object) -> dict:
+        runners.append(runner)
+        if len(runners) == 3:  # the first reply tells that the policy is loaded
+            os.kill(runner._child.process.pid, signal.SIGKILL)
+        return wait(runner, *arguments)
+
+    monkeypatch.setattr(WorkerRunner, "_reply", killed)
+    assert found == evaluated(folders["act"], tmp_path / "killed", f"model.interpreter={PYTHON}")
+    assert [runner.num_restarts for runner in set(runners)] == [1]
 
 
 @HERE
@@ -337,6 +408,21 @@ def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_
     given = {"images": rows.images, "state": rows.state, "instruction": rows.instruction}
     first, second = (policy.act(given) for policy in policies)
     np.testing.assert_array_equal(first, second)
+
+
+@HERE
+def test_threads_get_their_own_answers(folders: Folders) -> None:
+    """Two threads that ask at once get features and actions of their own observations."""
+    model = build_policy({"model": section(folders["act"])})
+    asked = [model.preprocess(observation(seed=seed)) for seed in (0, 1)]
+    expected = [model.propose(each) for each in asked]
+
+    def ask(row: int) -> bool:
+        found = [model.propose(asked[row]) for _ in range(20)]
+        return all(torch.equal(each.features, expected[row].features) for each in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, (0, 1))) == [True, True]
 
 
 @HERE

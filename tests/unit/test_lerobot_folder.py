@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +13,14 @@ from safetensors.torch import load_file, save_file
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
-from rlinf.models.embodiment.lerobot.folder import MIGRATE, check_folder, compare_weights, refuse_folder
+from rlinf.models.embodiment.lerobot.folder import (
+    MIGRATE,
+    action_statistics,
+    check_folder,
+    compare_weights,
+    refuse_folder,
+)
+from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
 
 MODES = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
@@ -165,16 +173,19 @@ def _narrow(folder: Path) -> None:
 
 BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, str]] = {
     "no normaliser": (_without_normalizer, make, "observation.images.front", "dataset_stats"),
-    "no preprocessor": (lambda folder: (folder / f"{BEFORE}.json").unlink(), make, f"{BEFORE}.json", "migrate_policy_normalization"),
+    "no preprocessor": (lambda folder: (folder / f"{BEFORE}.json").unlink(), make, f"{BEFORE}.json", "migrate="),
     "empty statistics": (_empty, make, "action", "is empty"),
     "statistics of other keys": (_other_keys, make, "observation.state", "so100.observation.state"),
-    "normalisation of an old lerobot": (_old, make, "model.safetensors", "migrate_policy_normalization"),
+    "normalisation of an old lerobot": (_old, make, "model.safetensors", "migrate="),
     "another mode in the processor": (
         lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"][1]["config"]["norm_map"].update(STATE="IDENTITY")),
         make, "observation.state", "IDENTITY",
     ),
     "channels last": (_channels_last, make, "observation.images.front", "[3, 32, 32]"),
     "statistics of bytes": (_bytes, make, "observation.images.front", "0..255"),
+    "bounds of bytes": (
+        _bytes, lambda folder: make(folder, modes=dict.fromkeys(MODES, "MIN_MAX")), "observation.images.front", "0..255"
+    ),
     "swapped cameras": (_swapped, two, "observation.images.top", "rename_map"),
     "more actions than a chunk has": (
         lambda folder: change(folder, "config.json", lambda values: values.update(n_action_steps=9)), make, "n_action_steps=9", "1 to 8"
@@ -207,6 +218,28 @@ def test_a_blind_policy_is_refused_by_name(name: str, tmp_path: Path, capsys: py
     assert main(["check-policy", str(folder)]) == 1
     shown = capsys.readouterr().out
     assert feature in shown and cure.lower() in shown.lower()
+
+
+def test_actions_far_outside_the_bounds_of_the_env_are_refused(tmp_path: Path) -> None:
+    """Degrees in an env of radians: one error with the number and the override, which mends it."""
+    statistics = action_statistics(make(tmp_path / "folder"))  # mean 0.25, deviation 0.5
+    bounds = np.array([-1, -1, -1, -0.5], np.float32), np.array([1, 1, 1, 0.5], np.float32)
+
+    def check(learnt: dict[str, list[float]], scale: float = 1.0) -> None:
+        config = LerobotConfig.from_pretrained(tmp_path / "folder")
+        config.norm_stats, config.action_scale = {"lerobot": {"action": learnt}}, scale
+        LerobotPolicy(config, None, 4, 4).check_actions(*bounds)
+
+    check(statistics)
+    check({})
+    degrees = {name: [57.29578 * each for each in numbers] for name, numbers in statistics.items()}
+    for names in (("mean", "std"), ("q01", "q99"), ("min", "max")):
+        with pytest.raises(ConfigError, match=r"action 0 .*model\.override_config\.action_scale"):
+            check({name: degrees[name] for name in names})
+    check(degrees, 57.29578)
+    one = {"min": [-1.0, -1.0, -1.4, -1.4], "max": [1.0, 1.0, 4.9, 2.6]}  # 2.6 are 5.2 half-widths of 0.5
+    with pytest.raises(ConfigError, match="action 3 of the policy was learnt from -1.4 to 2.6"):
+        check(one)
 
 
 def test_overrides_mend_what_they_are_named_for(tmp_path: Path) -> None:

@@ -158,6 +158,9 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
+    def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
+        """Raise ConfigError if the policy has learnt actions in other units than an env's, whose bounds are ``[D]`` each."""
+
     @property
     def num_logprobs(self) -> int:
         """``A``, log-probability columns of one policy call."""

@@ -11,17 +11,25 @@ from rlinf.errors import MissingDependencyError, RLinfError
 from rlinf.models.building import override_fields
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import check_folder, facts
+from rlinf.models.embodiment.lerobot.migrate import migrate
 from rlinf.models.embodiment.lerobot.policy import start_runner
 from rlinf.options import override_text
 
 
 def report(
-    folder: str | Path, interpreter: str | None = None, overrides: Mapping[str, Any] | None = None
+    folder: str | Path,
+    interpreter: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    migrated: str | None = None,
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Return rows of what a folder's policy reads and gives, and a sentence for each of its faults.
 
-    Weights are compared where a Python has lerobot. Raise CheckpointError without a folder.
+    Weights are compared where a Python has lerobot. ``migrated`` names a new folder, which is written from an old one and read
+    instead. Raise CheckpointError without a folder.
     """
+    if migrated is not None:
+        migrate(folder, migrated, interpreter)
+        folder = migrated
     found = check_folder(folder)
     config = None
     if not any(each.feature == "config.json" for each in found):

@@ -30,10 +30,12 @@ NEEDED = {
     "QUANTILE10": ("q10", "q90"),
 }
 """The statistics that each mode of normalisation reads."""
-MIGRATE = "python -m lerobot.processor.migrate_policy_normalization --pretrained-path {}"
+MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
+OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+"""First parts of the names of statistics that an old lerobot kept among the weights."""
 ANOTHER = "take the folder that training wrote, or train again"
 LARGEST_PICTURE = 2.0
-"""Means of pictures in 0..1 lie far below."""
+"""Statistics of pictures in 0..1 lie far below."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def folder_digest(folder: str | Path) -> str:
 
 def local_tokenizer(folder: Path, name: str) -> str | None:
     """Return where a tokenizer or a model that is named in a folder lies on this machine; None: nowhere."""
-    for place in (Path(name).expanduser(), folder / name):
+    for place in (folder / name, Path(name).expanduser()):
         if place.is_dir():
             return str(place)
     from huggingface_hub import try_to_load_from_cache
@@ -173,7 +175,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     except (SafetensorError, OSError) as error:
         yield Finding(WEIGHTS, f"cannot be read ({error})", "copy it again")
         return
-    buffers = [each for each in names if each.startswith(("normalize_", "unnormalize_"))]
+    buffers = [each for each in names if each.startswith(OLD_PARTS)]
     if buffers:
         found = f"holds the normalisation ({buffers[0]}), as an old lerobot wrote it and this one ignores"
         yield Finding(WEIGHTS, found, f"migrate the folder: {MIGRATE.format(folder)}")
@@ -242,8 +244,9 @@ def _normalizer_findings(
         yield Finding(name, f"has statistics in {file} that are not finite", retrain)
     elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
         yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
-    elif feature["type"] == "VISUAL" and float(first.abs().max()) > LARGEST_PICTURE:
-        found = f"has statistics of pictures in 0..255 (mean {float(first.max()):.3g}) in {file}; a policy gets them in 0..1"
+    elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_PICTURE:
+        largest = f"{float(torch.maximum(first, second).max()):.3g}"
+        found = f"has statistics of pictures in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
         yield Finding(name, found, "divide them by 255 and train again with float pictures")
 
 

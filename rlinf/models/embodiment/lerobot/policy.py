@@ -23,6 +23,8 @@ from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
+FAR = 5.0
+"""Half-widths of an env's bounds, from their middle, beyond which actions of its demonstrations do not lie."""
 
 
 class LerobotPolicy(ActionModel, nn.Module):
@@ -137,6 +139,29 @@ class LerobotPolicy(ActionModel, nn.Module):
     @property
     def feature_dim(self) -> int:
         return self.config.width if self.folder is None else self.runner.feature_dim
+
+    def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
+        """Compare the statistics of the folder's actions with the bounds; nothing tells units that are too small."""
+        learnt = {name: np.array(each) for name, each in self.config.norm_stats["lerobot"][ACTION].items()}
+        if {"mean", "std"} <= learnt.keys():
+            least, most = learnt["mean"] - 2 * learnt["std"], learnt["mean"] + 2 * learnt["std"]
+        else:
+            names = next((pair for pair in (("q01", "q99"), ("min", "max")) if set(pair) <= learnt.keys()), None)
+            if names is None:
+                return
+            least, most = learnt[names[0]], learnt[names[1]]
+        if len(low) != self.action_dim:
+            return  # the env refuses actions of another width
+        least, most = (np.broadcast_to(each / np.array(self.config.action_scale), low.shape) for each in (least, most))
+        middle, half = (low + high) / 2, (high - low) / 2
+        beyond = np.flatnonzero(np.maximum(abs(least - middle), abs(most - middle)) > FAR * half)
+        if len(beyond):
+            one = beyond[0]
+            raise ConfigError(
+                f"action {one} of the policy was learnt from {least[one]:.4g} to {most[one]:.4g}, and the env takes {low[one]:.4g} to "
+                f"{high[one]:.4g}: other units. Set model.override_config.action_scale=<the policy's units in one of the env's> (57.29578: "
+                "degrees and radians), or env=<an env in the policy's units>"
+            )
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return pictures uint8 ``[B, H, W, 3]`` and states float32 by the names of the features, and the sentences as bytes.

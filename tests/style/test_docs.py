@@ -27,6 +27,7 @@ from rlinf.options import from_mapping, public_fields
 from rlinf.recipes.launch_worker import find_script
 from rlinf.recipes.load import load_recipe, with_overrides
 from rlinf.recipes.questions import QuestionsConfig
+from rlinf.robot.config import RobotConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -69,10 +70,11 @@ def test_reference_has_every_key_once():
     assert missing == []
 
 
-def test_the_page_on_serving_has_every_key_of_the_server():
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of("docs/serving.md"), re.MULTILINE)
+@pytest.mark.parametrize(("page", "kind"), [("docs/serving.md", ServeConfig), ("docs/robot.md", RobotConfig)])
+def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(page), re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
-    assert set(public_fields(ServeConfig)) <= keys and "no_such_key" not in keys
+    assert set(public_fields(kind)) <= keys and "no_such_key" not in keys
 
 
 def test_broken_links_are_found(tmp_path):
@@ -106,7 +108,9 @@ def shell_lines(text: str) -> list[str]:
     return [stripped for line in lines if (stripped := re.sub(r"(^|\s)#.*", "", line).strip())]
 
 
-OWN_KEYS = {"convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "serve": ServeConfig}
+OWN_KEYS = {
+    "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
+}  # fmt: skip
 SCRIPTS = {"examples/embodiment/train.py": "train", "examples/embodiment/evaluate.py": "evaluate"}
 ELSEWHERE = ("resume", "init_from", "checkpoint", "model.model_path")
 """Keys with folders of the reader's; only that the key exists can be checked."""

@@ -23,7 +23,7 @@ LAYERS = (
     ("models",),
     ("checkpoints",),
     ("evaluation",),
-    ("report",),
+    ("report", "robot"),
     ("rollout",),
     ("llm",),
     ("config",),

@@ -1,0 +1,46 @@
+"""Settings of ``rlinf robot``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.options import option
+
+
+@dataclass
+class RobotConfig:
+    """How a policy acts in real time, and how far the simulated robot is from its simulator."""
+
+    fps: float = option(20.0, "Actions a second.", minimum=0.1, maximum=1000)
+    execution: str = option(
+        "overlap",
+        "overlap: the next chunk is computed while this one is executed, and begins with the action whose time has come; wait: the robot "
+        "holds until it is there.",
+        choices=("overlap", "wait"),
+    )
+    displacements: list[int] | None = option(
+        None,
+        "Numbers of an action, from 0, that are displacements: a hold sends 0 and repeats the others, which are positions; null: all.",
+    )
+    max_change: float | None = option(
+        None,
+        "Largest change of each number of an action from one to the next, in the env's units; null: any.",
+        minimum=1e-6,
+    )
+    frame_age_s: float = option(
+        0.5,
+        "Age of the newest observation from which the robot holds; younger ones stand in for lost ones.",
+        minimum=0.001,
+    )
+    max_failures: int = option(3, "Calls of the policy in a row that may fail before the command ends.", minimum=1)
+    real_time: bool = option(
+        True, "False: a clock that jumps from action to action, so that equal settings give equal episodes."
+    )
+    latency_s: float = option(0.0, "Seconds that are added to each call of the policy.", minimum=0)
+    delay_steps: int = option(0, "Actions by which the observations of the simulated robot are behind.", minimum=0)
+    drop_frames: float = option(0.0, "Share of observations that the simulated robot loses.", minimum=0, maximum=1)
+    noise: float = option(
+        0.0,
+        "Deviation of the Gaussian noise on each number that the simulated robot executes, in halves of its range.",
+        minimum=0,
+    )

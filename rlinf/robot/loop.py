@@ -1,0 +1,258 @@
+"""Episodes of a policy on a robot, in real time."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.evaluation.evaluator import RowPolicy, Video
+from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, check_fits, row_of
+from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
+
+GRACE = 0.5
+"""Share of its time for which a step without an action waits for an answer."""
+NUM_LATENCIES = 20
+"""Newest answers by whose slowest one the next question is timed."""
+
+
+@dataclass
+class Timing:
+    """Numbers of the clock, over all episodes.
+
+    Attributes:
+        lateness_s: Of each step, how much after its time it began.
+        latencies_s: Of each answer of the policy.
+        missed: Steps that were left out, because their time was over when they could begin.
+        held: Steps without an action for their time.
+        stale: Actions that were dropped, because others had been executed in their places when their chunk came.
+        lost: Observations that did not come.
+        limited: Actions that ``max_change`` has changed.
+        failures: Calls of the policy that failed.
+    """
+
+    lateness_s: list[float] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+    missed: int = 0
+    held: int = 0
+    stale: int = 0
+    lost: int = 0
+    limited: int = 0
+    failures: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return counts, and medians, 99th percentiles and maxima in milliseconds, as JSON values."""
+        counts = {name: getattr(self, name) for name in ("missed", "held", "stale", "lost", "limited", "failures")}
+        spread = {"lateness_ms": self.lateness_s, "latency_ms": self.latencies_s}
+        return {"steps": len(self.lateness_s), "calls": len(self.latencies_s), **counts} | {
+            name: dict(zip(("median", "p99", "max"), (1e3 * np.quantile(values, (0.5, 0.99, 1.0))).round(3).tolist(), strict=True))
+            for name, values in spread.items()
+            if values
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        values = self.as_dict()
+        shares = ", ".join(
+            f"{name} {values[name]}" for name in ("missed", "held", "stale", "lost", "limited", "failures")
+        )
+        spread = "; ".join(
+            f"{label} {values[key]['median']:.1f} ms (99 %: {values[key]['p99']:.1f}, most: {values[key]['max']:.1f})"
+            for key, label in (("lateness_ms", "late by"), ("latency_ms", "the policy takes"))
+            if key in values
+        )
+        return f"robot: {values['steps']} steps, {values['calls']} calls of the policy; {shares}\n{spread}"
+
+
+class RobotEpisodes:
+    """Plays the episodes of an evaluation on a robot (an ``Episodes``), one after the other.
+
+    Args:
+        policy: Acts on one row.
+        robot: Executes the actions.
+        spec: The env that the policy was made for.
+        settings: Rate, overlap, limits.
+        computes: Returns the context in which the policy computes; contexts of torch do not reach another thread by themselves.
+
+    Raise ConfigError if policy or robot does not fit, before anything moves.
+    """
+
+    def __init__(
+        self,
+        policy: RowPolicy,
+        robot: EpisodicRobot,
+        spec: EnvSpec,
+        settings: RobotConfig,
+        computes: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        num_observations = getattr(policy.model, "num_observations", 1)
+        if num_observations > 1:
+            raise ConfigError(
+                f"{type(policy.model).__name__} reads {num_observations} observations, so it acts step by step; required: a policy of one "
+                "observation, whose chunks can overlap. Use rlinf evaluate"
+            )
+        check_fits(robot, spec, policy.model.action_dim)
+        num_joints, given = len(robot.action_features), settings.displacements
+        wrong = [number for number in given or () if not 0 <= number < num_joints]
+        if wrong:
+            raise ConfigError(
+                f"displacements={given}, and an action has {num_joints} numbers, from 0; required: some of them. Leave out {wrong}"
+            )
+        self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
+        self.computes = computes
+        self.displaces = np.isin(np.arange(num_joints), np.arange(num_joints) if given is None else given)
+        self.timing = Timing()
+        kind = RealTime if settings.real_time else SimulatedTime
+        self.time = kind(self._act, settings.latency_s)
+        self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
+        self._failures = 0
+
+    @property
+    def num_restarts(self) -> int:
+        return self.robot.num_restarts
+
+    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        results: list[EpisodeResult] = []
+        with _quick_threads():
+            while len(results) < len(specs):
+                try:
+                    results.append(self._episode(specs[len(results)]))
+                except EpisodeVoidError:
+                    continue  # it begins again
+                on_result(results[-1])
+        return results
+
+    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
+        return []  # an episode of a robot cannot be played again
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the thread of the policy."""
+        self.time.close()
+
+    def _act(self, row: Observation) -> np.ndarray:
+        with torch.no_grad(), self.computes():
+            return self.policy.act(row, [self._stream])[0]
+
+    def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
+        settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
+        instruction = robot.begin(spec)
+        schedule, period = ChunkSchedule(settings.execution == "overlap", self.displaces), 1 / settings.fps
+        row: Observation | None = None
+        step = due = seen_at = seen_step = 0
+        self._asked_step, last = -1, np.zeros(len(robot.action_features), np.float32)
+        time.begin()
+        self._first_chunk(schedule, spec, instruction)
+        time.begin()
+        try:
+            while robot.result is None:
+                time.sleep_until(step * period)
+                late = time.now() - step * period
+                timing.lateness_s.append(late)
+                missed = int(late / period)
+                timing.missed += missed
+                step += missed
+                due += 0 if self.displaces.any() else missed
+                try:
+                    row = row_of(robot, robot.get_observation(), self.cameras, instruction)
+                    seen_at, seen_step = due, step
+                except LOST:
+                    timing.lost += 1
+                action = None
+                if row is not None and (step - seen_step) * period < settings.frame_age_s:
+                    self._ask(schedule, row, seen_at, seen_step, due)
+                    action = schedule.action(due)
+                last = self._send(action, last)
+                if action is not None:
+                    schedule.execute(action, last)
+                step += 1
+                due += action is not None or not self.displaces.any()
+        except EpisodeVoidError:
+            raise
+        except BaseException:
+            if robot.result is None:
+                self._send(None, last)
+            raise
+        return robot.result
+
+    def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
+        """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.
+
+        Without an observation, the clock begins without a chunk.
+        """
+        try:
+            row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
+        except LOST:
+            return
+        # The very first call also makes things that stay, so its time says nothing.
+        for counts in (True,) if self._latencies else (False, True):
+            self._stream = self.policy.stream(spec)
+            self.time.ask(row, 0)
+            while (answer := self.time.answer(1.0)) is None:
+                self.time.sleep_until(self.time.now() + 1.0)
+            if counts:
+                self._take(answer, schedule, 0)
+
+    def _ask(self, schedule: ChunkSchedule, row: Observation, seen_at: int, seen_step: int, due: int) -> None:
+        """Take an answer that is there, and ask for the next chunk when it is time; without an action, wait for half a period."""
+        time, grace_s = self.time, GRACE / self.settings.fps
+        if time.is_asked and (answer := time.answer(0.0)) is not None:
+            self._take(answer, schedule, due)
+        lead = lead_steps(max(self._latencies, default=0.0), grace_s, self.settings.fps)
+        if not time.is_asked and seen_step > self._asked_step and schedule.asks(due, lead):
+            time.ask(row, seen_at)
+            self._asked_step = seen_step
+        if schedule.action(due) is None and time.is_asked and (answer := time.answer(grace_s)) is not None:
+            self._take(answer, schedule, due)
+
+    def _take(self, answer: Answer, schedule: ChunkSchedule, due: int) -> None:
+        """Execute the chunk of an answer, or count its failure; raise RLinfError after ``max_failures`` of them in a row."""
+        if isinstance(answer.chunk, BaseException):
+            self.timing.failures += 1
+            self._failures += 1
+            if self._failures >= self.settings.max_failures:
+                raise RLinfError(
+                    f"The policy has failed in {self._failures} calls in a row (max_failures), and the robot holds: "
+                    f"{type(answer.chunk).__name__}: {answer.chunk}"
+                ) from answer.chunk
+            return
+        self._failures = 0
+        self._latencies.append(answer.latency_s)
+        self.timing.latencies_s.append(answer.latency_s)
+        self.timing.stale += schedule.offer(answer.chunk, answer.seen_at, due)
+
+    def _send(self, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
+        """Send an action, or hold without one; return the action that was sent."""
+        if action is None:
+            self.timing.held += 1
+            action = np.where(self.displaces, 0, last)
+        elif self.settings.max_change is not None:
+            bounded = np.clip(action, last - self.settings.max_change, last + self.settings.max_change)
+            self.timing.limited += int(not np.array_equal(bounded, action))
+            action = bounded
+        names = list(self.robot.action_features)
+        sent = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
+        return np.array([sent[name] for name in names], np.float32)
+
+
+@contextmanager
+def _quick_threads() -> Iterator[None]:
+    """Let the thread of the clock in after at most a millisecond; Python's own interval is five."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.001)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,0 +1,168 @@
+"""A robot as lerobot's interface has it, and one that is an env of ours."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError
+from rlinf.robot.config import RobotConfig
+from rlinf.seeding import derive_seed
+from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
+
+LOST = (TimeoutError, ConnectionError)
+"""Errors of ``get_observation`` that cost one observation, not the episode; lerobot's cameras and buses raise these."""
+
+
+class EpisodeVoidError(Exception):
+    """The robot was lost in an episode, and has come back; the episode must begin again."""
+
+
+class Robot(Protocol):
+    """The members of lerobot's ``Robot`` that are used here.
+
+    Features are names of numbers, with the type ``float``, and names of cameras, with the shape ``(H, W, 3)`` of uint8 pictures.
+    """
+
+    @property
+    def observation_features(self) -> dict[str, Any]:
+        """Features of ``get_observation``."""
+        ...
+
+    @property
+    def action_features(self) -> dict[str, Any]:
+        """Features of ``send_action``."""
+        ...
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its numbers have a meaning."""
+        ...
+
+    def get_observation(self) -> dict[str, Any]:
+        """Return the newest observation; raise TimeoutError or ConnectionError without one."""
+        ...
+
+    def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Send an action, and return it as it was sent."""
+        ...
+
+
+class EpisodicRobot(Robot, Protocol):
+    """A robot whose scene is put back, and whose success somebody tells."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was lost and has come back."""
+        ...
+
+    def begin(self, spec: EpisodeSpec) -> str:
+        """Put the scene into the first state of an episode; return the instruction."""
+        ...
+
+    @property
+    def result(self) -> EpisodeResult | None:
+        """How the episode ended; None: it goes on."""
+        ...
+
+
+def check_fits(robot: Robot, spec: EnvSpec, action_dim: int) -> None:
+    """Raise ConfigError unless a robot has the cameras, states and joints of the env that a policy was made for."""
+    seen = robot.observation_features
+    cameras, numbers = cameras_of(robot), [name for name in seen if name not in cameras_of(robot)]
+    missing = [name for name in spec.cameras if name not in cameras]
+    if missing:
+        raise ConfigError(
+            f"The robot has the cameras {cameras or 'none'}; required: {list(spec.cameras)} (missing: {', '.join(missing)}). "
+            f"Name the cameras of the robot as the policy's, or set env.cameras={cameras}"
+        )
+    if spec.state_dim is not None and spec.state_dim != len(numbers):
+        raise ConfigError(
+            f"The robot tells {len(numbers)} numbers of its state ({', '.join(numbers) or 'none'}); required: {spec.state_dim}, which the "
+            "policy reads. Set env.state to the state that the policy was trained with"
+        )
+    joints = list(robot.action_features)
+    if len(joints) != action_dim:
+        raise ConfigError(
+            f"The robot has {len(joints)} joints ({', '.join(joints)}) and the policy acts with {action_dim} numbers; required: as many. "
+            "Choose the robot that the policy was trained for"
+        )
+    if not robot.is_calibrated:
+        raise ConfigError("The robot is not calibrated; required: a calibration. Run lerobot-calibrate")
+
+
+def cameras_of(robot: Robot) -> list[str]:
+    """Return the names of a robot's cameras."""
+    return [name for name, kind in robot.observation_features.items() if isinstance(kind, tuple)]
+
+
+def row_of(robot: Robot, values: dict[str, Any], cameras: Sequence[str], instruction: str) -> Observation:
+    """Return an observation of a robot as one row; numbers are in the order of its features."""
+    shown = cameras_of(robot)
+    numbers = [values[name] for name in robot.observation_features if name not in shown]
+    images = {name: np.asarray(values[name], np.uint8)[None] for name in cameras}
+    return Observation(images, np.array([numbers], np.float32) if numbers else None, [instruction])
+
+
+class EnvRobot:
+    """One row of an env as a robot (an ``EpisodicRobot``): an action is one env step, and nothing moves between two of them.
+
+    Args:
+        env: A single env, made with ``auto_reset=False``.
+        settings: Its delays, lost frames and noise; their random numbers depend on the episode alone.
+    """
+
+    is_calibrated = True
+
+    def __init__(self, env: VectorEnv, settings: RobotConfig) -> None:
+        self.env, self.settings = env, settings
+        self.result: EpisodeResult | None = None
+        self._seen: deque[Observation] = deque(maxlen=settings.delay_steps + 1)
+        self._state_dim = env.state_dim
+        self.action_features = {f"action_{index}": float for index in range(env.action_dim)}
+
+    @property
+    def observation_features(self) -> dict[str, Any]:
+        config = self.env.config
+        numbers: dict[str, Any] = {f"state_{index}": float for index in range(self._state_dim)}
+        return numbers | {name: (config.image_size, config.image_size, 3) for name in config.cameras}
+
+    @property
+    def num_restarts(self) -> int:
+        return self.env.num_restarts
+
+    def begin(self, spec: EpisodeSpec) -> str:
+        observation, _ = self.env.reset(options={"episodes": [spec]})
+        self.result = None
+        self._seen.clear()
+        self._seen.append(observation)
+        self._random = np.random.default_rng(derive_seed(spec.seed, "robot", spec.task_id, spec.init_state_id))
+        return observation.instruction[0]
+
+    def get_observation(self) -> dict[str, Any]:
+        if self._random.random() < self.settings.drop_frames:
+            raise TimeoutError("no frame came in time")
+        seen = self._seen[0]
+        numbers = () if seen.state is None else seen.state[0].tolist()
+        return {f"state_{index}": number for index, number in enumerate(numbers)} | {
+            name: image[0] for name, image in seen.images.items()
+        }
+
+    def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
+        numbers = np.array([action[name] for name in self.action_features], np.float32)
+        half = (self.env.action_high - self.env.action_low) / 2
+        moved = numbers
+        if self.settings.noise:
+            moved = numbers + self.settings.noise * half * self._random.standard_normal(len(numbers))
+        step = self.env.chunk_step(moved[None, None].astype(np.float32))
+        if len(step.lost_env_ids):
+            raise EpisodeVoidError("the simulator was lost")
+        self._seen.append(step.observation)
+        if step.episodes:
+            self.result = step.episodes[0]
+        made = np.clip(numbers, self.env.action_low, self.env.action_high)
+        return dict(zip(self.action_features, made.tolist(), strict=True))

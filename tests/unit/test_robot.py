@@ -1,0 +1,305 @@
+"""A policy that acts in real time: which action is sent when, what is lost, and what is held."""
+
+import json
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from run_results import run_config
+
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.robot import robot
+from rlinf.envs import make_env
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
+from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
+
+SPEC = EpisodeSpec("clock", 0, 0, 0)
+ENV = EnvSpec("clock", [], [], 64, 1)
+
+
+class Clock:
+    """A robot whose state is the number of its actions so far."""
+
+    is_calibrated, num_restarts = True, 0
+    observation_features, action_features = {"now": float}, {"joint": float}
+
+    def __init__(self, num_steps=20, lost=()):
+        self.num_steps, self.lost = num_steps, lost
+
+    def begin(self, spec):
+        self.sent, self.result, self.asked = [], None, 0
+        return "tell the time"
+
+    def get_observation(self):
+        if len(self.sent) in self.lost:
+            raise TimeoutError("no frame")
+        return {"now": float(len(self.sent))}
+
+    def send_action(self, action):
+        self.sent.append(action["joint"])
+        if len(self.sent) == self.num_steps:
+            self.result = EpisodeResult(SPEC, "clock", True, 1.0, self.num_steps)
+        return action
+
+
+class Foretell:
+    """A policy whose action for each step is the number of the step, 1 for the first."""
+
+    def __init__(self, chunk_len=8, fails=()):
+        self.model = SimpleNamespace(action_dim=1, num_observations=1)
+        self.chunk_len, self.fails, self.calls, self.seen = chunk_len, fails, 0, []
+
+    def stream(self, spec):
+        return None
+
+    def act(self, row, streams):
+        self.calls += 1
+        self.seen.append(row.state[0, 0])
+        if self.calls in self.fails:
+            raise ConnectionError("the server is gone")
+        return (row.state[0, 0] + 1 + np.arange(self.chunk_len, dtype=np.float32))[None, :, None]
+
+
+def played(clock=None, policy=None, **settings):
+    clock, policy = clock or Clock(), policy or Foretell()
+    with RobotEpisodes(policy, clock, ENV, RobotConfig(**{"real_time": False} | settings)) as episodes:
+        episodes.play([SPEC], lambda result: None)
+    return clock.sent, episodes.timing
+
+
+@pytest.mark.parametrize("displacements", [[], [0]])
+def test_the_next_chunk_is_asked_for_in_time(displacements):
+    """0.15 s are three steps of 20 Hz. A step waits 0.025 s, so an answer to step t is used at t + 3."""
+    sent, timing = played(latency_s=0.15, displacements=displacements)
+    assert sent == list(range(1, 21)), "every action is the one for its step"
+    assert (timing.held, timing.lost, timing.missed) == (0, 0, 0)
+    assert timing.stale == 3 * (timing.as_dict()["calls"] - 1), (
+        "three actions of each chunk came too late, but for the first chunk"
+    )
+
+
+def test_waiting_holds_the_robot():
+    sent, timing = played(latency_s=0.15, execution="wait")
+    assert sent == [*range(1, 9), 0, 0, 0, *range(9, 17), 0], "the chunk of step 8 begins three steps later"
+    assert (timing.held, timing.stale) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("displacements", "expected"),
+    [
+        ([], [1, 2, 3, 4, 5, 5, 5, 8, 8, 8, 11, 11, 11]),
+        ([0], [1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 11 + 6, 0, 0, 12 - 6]),
+    ],
+)
+def test_a_chunk_that_is_shorter_than_the_latency_leaves_gaps(displacements, expected):
+    """Four actions. A hold makes positions late, and keeps displacements for later.
+
+    The question of step 1 is answered at step 4 and gives the action 5 alone; the question of step 4, at step 7, the action
+    for step 7 (8), or the one after 5 (6). The question of step 7 was planned with 8 + 9 + 10 in place of 6 + 7 + 8, the next
+    one with 11 in place of 17: displacements make up for these 6.
+    """
+    sent, timing = played(policy=Foretell(chunk_len=4), latency_s=0.15, displacements=displacements)
+    assert sent[: len(expected)] == expected and timing.held > 0
+
+
+@pytest.mark.parametrize("execution", ["overlap", "wait"])
+def test_a_quick_policy_acts_as_without_a_clock(execution):
+    sent, timing = played(latency_s=0.02, execution=execution)
+    assert sent == list(range(1, 21)) and (timing.held, timing.stale) == (0, 0)
+
+
+def test_control_actions_of_another_time_are_noticed(monkeypatch):
+    monkeypatch.setattr(
+        ChunkSchedule, "offer", lambda self, chunk, seen_at, due: self.__dict__.update(_chunk=chunk, _first=due) or 0
+    )
+    assert played(latency_s=0.15, displacements=[])[0] != list(range(1, 21))
+
+
+def test_steps_that_an_answer_takes():
+    assert [lead_steps(latency, 0.025, 20) for latency in (0.0, 0.025, 0.026, 0.075, 0.15, 0.3)] == [0, 0, 1, 1, 3, 6]
+
+
+def test_a_displacement_that_was_not_made_is_made_next():
+    """A gripper's command, the second number, is no displacement. One of two planned units is executed, in two places."""
+    schedule = ChunkSchedule(overlaps=True, displaces=np.array([True, False]))
+    plan = np.array([[2.0, 5.0], [2.0, 6.0], [2.0, 7.0], [2.0, 8.0]], np.float32)
+    for _ in range(2):
+        schedule.execute(np.array([1.0, 0.0]), np.array([1.0, 0.0]))
+    assert schedule.offer(plan, seen_at=0, due=2) == 2
+    assert schedule.action(2).tolist() == [4, 7], "2, and the 2 that are missing"
+    schedule.execute(schedule.action(2), np.array([3.0, 7.0]))
+    assert schedule.action(3).tolist() == [3, 8], "one is missing still"
+    schedule.execute(schedule.action(3), np.array([3.0, 8.0]))
+    assert schedule.action(3).tolist() == [2, 8], "nothing is missing, and a later cut is not made up for"
+    schedule.execute(schedule.action(3), np.array([1.0, 8.0]))
+    assert schedule.action(3).tolist() == [2, 8]
+
+
+def test_schedule_by_hand():
+    schedule = ChunkSchedule(overlaps=True, displaces=np.array([False]))
+    assert schedule.action(0) is None and schedule.asks(0, 0)
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
+    assert [schedule.action(step) for step in (1, 6)] == [None, None] and schedule.action(5) == 3
+    assert [schedule.asks(step, 2) for step in (3, 4, 6)] == [False, True, True]
+    schedule = ChunkSchedule(overlaps=False, displaces=np.array([False]))
+    schedule.offer(np.arange(4.0)[:, None], seen_at=2, due=4)
+    assert schedule.action(4) == 0 and not schedule.asks(7, 2) and schedule.asks(8, 2)
+
+
+def test_lost_observations_are_survived_until_the_last_one_is_too_old():
+    """From step 5 on nothing is seen. 0.2 s are four steps, so steps 5 to 7 go on, and 8 to 11 hold."""
+    sent, timing = played(Clock(lost=range(5, 12)), frame_age_s=0.2)
+    assert sent[:8] == list(range(1, 9)), "an action is still the one for its time"
+    assert sent[8:12] == [0] * 4 and sent[12:] == list(range(13, 21))
+    assert (timing.lost, timing.held) == (7, 4)
+    policy = Foretell(chunk_len=2)
+    sent, _ = played(Clock(lost=range(5, 12)), policy, frame_age_s=0.2)
+    assert sent[4:8] == [5, 6, 0, 0] and policy.seen.count(4) == 1, "an old observation is not asked about again"
+
+
+def test_a_camera_that_never_comes_moves_nothing():
+    policy = Foretell()
+    sent, timing = played(Clock(lost=range(100)), policy, displacements=[])
+    assert set(sent) == {0} and timing.lost == 20 and policy.calls == 0
+
+
+def test_a_failed_call_costs_a_hold_and_no_episode():
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5)), displacements=[])
+    assert sent == [1, 2, 2, 2, *range(5, 21)], "calls 4 and 5 are of steps 2 and 3, which repeat the action before"
+    assert (timing.failures, timing.held) == (2, 2)
+
+
+def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
+    clock = Clock()
+    with pytest.raises(RLinfError, match=r"3 calls in a row.*ConnectionError: the server is gone"):
+        played(clock, Foretell(chunk_len=1, fails=range(5, 50)))
+    assert clock.sent[:3] == [1, 2, 3] and set(clock.sent[3:]) == {0}
+
+
+def test_a_changed_action_is_counted():
+    sent, timing = played(policy=Foretell(chunk_len=4), max_change=0.5)
+    assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20
+
+
+def test_an_episode_begins_again_where_the_robot_was_lost():
+    class Lost(Clock):
+        def send_action(self, action):
+            if len(self.sent) == 5 and not self.num_restarts:
+                self.num_restarts = 1
+                raise EpisodeVoidError("gone")
+            return super().send_action(action)
+
+    clock = Lost()
+    with RobotEpisodes(Foretell(), clock, ENV, RobotConfig(real_time=False)) as episodes:
+        results = episodes.play([SPEC, SPEC], lambda result: None)
+    assert len(results) == 2 and episodes.num_restarts == 1 and clock.sent == list(range(1, 21))
+
+
+@pytest.mark.parametrize("real_time", [False, True])
+def test_the_policy_computes_in_its_context(real_time):
+    found = []
+
+    class Autocast(Foretell):
+        def act(self, row, streams):
+            found.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return super().act(row, streams)
+
+    for computes in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
+        settings = RobotConfig(real_time=real_time, fps=100)
+        with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, computes) as episodes:
+            episodes.play([SPEC], lambda result: None)
+    assert {*found} == {(False, False), (True, False)}
+
+
+def test_time_that_passes_gives_the_same_actions():
+    sent, timing = played(Clock(num_steps=6), real_time=True, fps=20)
+    assert len(timing.lateness_s) == 6 and min(timing.lateness_s) >= 0
+    assert all(action in (0, step) for step, action in enumerate(sent, 1)) or timing.missed
+
+
+def test_a_robot_that_does_not_fit_is_refused():
+    camera = Clock()
+    camera.observation_features = {"now": float, "top": (64, 64, 3)}
+    check_fits(camera, ENV, 1)  # more cameras than the policy reads
+    for named, fault in {
+        "cameras": (camera, EnvSpec("clock", ["front"], ["front"], 64, 1), 1),
+        "numbers of its state": (Clock(), EnvSpec("clock", [], [], 64, 2), 1),
+        "joints": (Clock(), ENV, 2),
+    }.items():
+        with pytest.raises(ConfigError, match=named):
+            check_fits(*fault)
+    camera.is_calibrated = False
+    with pytest.raises(ConfigError, match="calibrat"):
+        check_fits(camera, ENV, 1)
+
+
+def test_a_policy_that_remembers_is_refused():
+    with pytest.raises(ConfigError, match=r"displacements=\[1\]"):
+        RobotEpisodes(Foretell(), Clock(), ENV, RobotConfig(displacements=[1]))
+    policy = Foretell()
+    policy.model.num_observations = 2
+    with pytest.raises(ConfigError, match="2 observations"):
+        RobotEpisodes(policy, Clock(), ENV, RobotConfig())
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "model.action_chunks_len=4", "evaluation.num_episodes=6", "evaluation.num_envs=2",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.progress=false", "cluster.num_threads=1",
+)  # fmt: skip
+
+
+def same(left, right):
+    """Whether two evaluations are equal but for rounding: a call of one row rounds differently from a call of sixteen."""
+    pairs = list(zip(left.results, right.results, strict=True))
+    lengths = all((a.spec, a.success, a.num_env_steps) == (b.spec, b.success, b.num_env_steps) for a, b in pairs)
+    return lengths and all(abs(a.episode_return - b.episode_return) < 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("greedy", ["true", "false"])
+def test_without_latency_the_episodes_are_those_of_an_evaluation(tmp_path, greedy):
+    words = (*WORDS, f"evaluation.greedy={greedy}")
+    plain = evaluate(run_config(tmp_path / "plain", *words))
+    quick = robot(run_config(tmp_path / "quick", *words), RobotConfig(real_time=False))
+    assert same(quick, plain)
+
+
+def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):
+    found = {
+        name: robot(run_config(tmp_path / name, *WORDS, "evaluation.greedy=false"), RobotConfig(real_time=False, **values))
+        for name, values in {
+            "none": {}, "late": {"latency_s": 0.15}, "noise": {"noise": 0.3}, "again": {"noise": 0.3},
+            "lost": {"drop_frames": 1.0, "frame_age_s": 0.1},
+        }.items()
+    }  # fmt: skip
+    assert same(found["noise"], found["again"])
+    assert not any(same(found["none"], found[name]) for name in ("late", "noise", "lost")), "control"
+    assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in found["lost"].results), "nothing moves"
+    timing = json.loads((tmp_path / "late" / "timing.json").read_text())
+    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0
+
+
+def test_observations_are_delayed_by_whole_steps():
+    config = run_config("unused", *WORDS).env
+    with closing(make_env(config, 1, auto_reset=False)) as env:
+        now, late = [], []
+        for delay, seen in ((0, now), (2, late)):
+            simulated = EnvRobot(env, RobotConfig(delay_steps=delay))
+            simulated.begin(env.episode_specs("eval")[0])
+            for _ in range(6):
+                seen.append(tuple(simulated.get_observation().values()))
+                simulated.send_action({"action_0": 1.0, "action_1": 0.5})
+    assert late == [now[0], now[0], *now[:4]] and len(set(now)) == 6
+
+
+def test_one_robot_has_no_ranks_and_no_recordings(tmp_path):
+    for words in ("cluster.num_processes=2", "evaluation.record_episodes=1"):
+        with pytest.raises(ConfigError, match=words.partition("=")[0]):
+            robot(run_config(tmp_path, *WORDS, words), RobotConfig())

@@ -20,6 +20,7 @@ from rlinf.evaluation.evaluator import (
     ObjectPolicy,
     RankGroup,
     RowPolicy,
+    Stream,
     predictions_for_rows,
     replay_episodes,
     slug,
@@ -96,8 +97,11 @@ class JudgedPolicy(RowPolicy):
 
     judgements: list[dict[str, float | None]] = field(default_factory=list)
 
-    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]``, bit-equal to ``RowPolicy.act``."""
+    def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]``, bit-equal to ``RowPolicy.act``. A policy that remembers has no judgements."""
+        if getattr(self.model, "num_observations", 1) > 1:
+            self.judgements = [dict.fromkeys(JUDGEMENTS)] * len(observation)
+            return super().act(observation, streams)
         actions: dict[int, np.ndarray] = {}
         judged: dict[int, dict[str, float | None]] = {}
         for rows, inputs, prediction in predictions_for_rows(

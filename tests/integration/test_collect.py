@@ -238,6 +238,12 @@ def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, 
     longest = max(episode["num_env_steps"] for episode in about["episodes"])
     assert len(calls) == -(-longest // 2), "the policy is asked once per chunk"
     assert about["differences"] == []
+    # A folder of weights is a policy, too, not a reason for the expert to act.
+    folder = f"model.model_path={cloned / 'checkpoints' / 'sft_000004' / 'model'}"
+    words = ["collect.num_episodes=3", "collect.num_envs=3", "collect.only_success=false", "collect.split=eval"]
+    collect(tmp_path / "folder", *MODEL, "~model.init_config", folder, *words)
+    assert recorded(tmp_path / "folder")["demonstrator"] == "policy"
+    np.testing.assert_array_equal(open_all(tmp_path / "folder").actions, dataset.actions)
 
 
 def test_a_policy_is_collected_from_under_its_own_conditions_or_the_differences_are_recorded(cloned, tmp_path, capsys):

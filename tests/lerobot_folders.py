@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +48,8 @@ TINY = {
               "gpt_hidden_dim": 32, "vqvae_n_embed": 4, "vqvae_embedding_dim": 16, "vqvae_enc_hidden_dim": 16},
     "smolvla": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "resize_imgs_with_padding": (64, 64),
                 "num_vlm_layers": 2, "num_steps": 2, "load_vlm_weights": False, "tokenizer_max_length": 12},
+    **dict.fromkeys(("pi0", "pi05"), {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "dtype": "float32",
+            "image_resolution": (28, 28), "num_inference_steps": 2, "tokenizer_max_length": 12}),
 }  # fmt: skip
 """The settings of each type, so small that a pass takes milliseconds."""
 
@@ -119,6 +123,8 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
 
     folder.mkdir(parents=True, exist_ok=True)
     options = {**TINY[kind], **changes}
+    if kind in ("pi0", "pi05"):
+        write_tokenizer(folder / "vlm")
     if kind == "smolvla":
         write_vlm(folder / "vlm")
         options["vlm_model_name"] = str(folder / "vlm")
@@ -138,6 +144,44 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
         pipeline.save_pretrained(folder)
     localise(folder)
     return folder
+
+
+def patch_pi0(kind: str, monkeypatch: Any) -> None:
+    """Let pi0 or pi0.5 be built with layers of 64 numbers, and find its tokenizer without a hub.
+
+    lerobot writes the widths of PaliGemma into the code.
+    """
+    import importlib
+
+    from lerobot.processor import tokenizer_processor
+    from transformers import PaliGemmaConfig, SiglipVisionConfig
+
+    module = importlib.import_module(f"lerobot.policies.{kind}.modeling_{kind}")
+    sizes = {"depth": 2, "mlp_dim": 64, "num_heads": 8, "num_kv_heads": 1, "head_dim": 8}
+    small = {"gemma_2b": module.GemmaConfig(width=64, **sizes), "gemma_300m": module.GemmaConfig(width=32, **sizes)}
+    monkeypatch.setattr(module, "get_gemma_config", small.get)
+    assign = SiglipVisionConfig.__setattr__
+
+    def narrow(config: Any, name: str, value: Any) -> None:
+        assign(config, name, 64 if name in ("projection_dim", "intermediate_size") else value)
+
+    monkeypatch.setattr(SiglipVisionConfig, "__setattr__", narrow)
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14, "image_size": 28}
+
+    def paligemma() -> PaliGemmaConfig:
+        config = PaliGemmaConfig()
+        config.vision_config = SiglipVisionConfig(**vision, projection_dim=64)
+        return config
+
+    monkeypatch.setattr(module, "CONFIG_MAPPING", {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]})
+    tokenizers = tokenizer_processor.AutoTokenizer
+    find = tokenizers.from_pretrained
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        own = find(folder)
+    monkeypatch.setattr(
+        tokenizers, "from_pretrained", lambda name, **given: own if "paligemma" in str(name) else find(name, **given)
+    )
 
 
 def localise(folder: Path) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lerobot_folders import ACTIONS, SIZE, STATE
+from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0
 from safetensors.torch import load_file, save_file
 
 import rlinf
@@ -21,9 +21,10 @@ from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, P
 from rlinf.models import build_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
 from rlinf.models.embodiment.lerobot import check
+from rlinf.models.embodiment.lerobot import runner as runner_module
 from rlinf.models.embodiment.lerobot.folder import compare_weights
 from rlinf.models.embodiment.lerobot.migrate import migrate
-from rlinf.models.embodiment.lerobot.runner import LocalRunner, greedy_noise, seeds_of
+from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
 from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
 from rlinf.types import Observation
 
@@ -240,15 +241,37 @@ def test_weights_that_do_not_fit_are_refused(folders: Folders, tmp_path: Path) -
 
 
 @HERE
-def test_a_policy_that_loads_and_does_not_act_is_refused(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pi0 of lerobot 0.6.1 beside our transformers: one error at the start, which names another interpreter."""
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_pi0_acts_beside_our_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lerobot's own class; alone it does not act, which is one error. Its training path, which makes no such mask, agrees."""
+    from lerobot.policies import pi_gemma
+    from transformers.masking_utils import create_causal_mask
 
-    def refused(*arguments: object) -> None:
-        raise TypeError("create_causal_mask() got an unexpected keyword argument 'input_embeds'")
-
-    monkeypatch.setattr(LocalRunner, "ask", refused)
-    with pytest.raises(CheckpointError, match=r"act does not act here .*input_embeds.*model\.interpreter"):
-        build_policy({"model": section(folders["act"])})
+    patch_pi0(kind, monkeypatch)
+    monkeypatch.setattr(pi_gemma, "create_causal_mask", create_causal_mask)
+    folder = make(kind, tmp_path / kind)
+    with monkeypatch.context() as unmended:
+        unmended.setattr(runner_module, "let_masks_take_positions", lambda: None)
+        with pytest.raises(CheckpointError, match=r"does not act here .*cache_position.*model\.interpreter"):
+            build_policy({"model": section(folder)})
+    model = build_policy({"model": section(folder)})
+    rows = observation()
+    noise = greedy_noise(model.config.noise_shape).repeat(3, 1, 1)
+    policy, before, after = theirs(folder)
+    prepared = before(theirs_of(rows))
+    chunk = policy.predict_action_chunk(prepared, noise=noise)
+    expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
+    found = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    policy.config.num_inference_steps = (
+        1  # so noise minus chunk is the velocity, and the loss of this chunk at time 1 is 0
+    )
+    chunk = policy.predict_action_chunk(prepared, noise=noise)
+    monkeypatch.setattr(policy.model, "sample_noise", lambda *arguments: noise)
+    monkeypatch.setattr(policy.model, "sample_time", lambda *arguments: torch.ones(3))
+    with torch.no_grad():
+        losses = [float(policy.forward({**prepared, "action": each})[0]) for each in (chunk, chunk + 0.01)]
+    assert losses[0] < 1e-9 < 5e-5 < losses[1]
 
 
 def test_sizes_are_those_of_the_folder(folders: Folders) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +100,9 @@ class LocalRunner:
             config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
             for name, value in self._overrides(config).items():
                 setattr(config, name, value)
-            policy = get_policy_class(config.type).from_pretrained(str(self.folder), config=config)
+            policy_class = get_policy_class(config.type)
+            let_masks_take_positions()
+            policy = policy_class.from_pretrained(str(self.folder), config=config)
             before, after = make_pre_post_processors(
                 config,
                 pretrained_path=str(self.folder),
@@ -207,6 +211,17 @@ class LocalRunner:
         found: dict[str, Any] = {PROMPT: ["stand still"]}
         found |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.pictures.items()}
         return found | {name: np.zeros((1, *steps, width), np.float32) for name, width in self.config.states.items()}
+
+
+def let_masks_take_positions() -> None:
+    """Let pi0 and pi0.5 of lerobot 0.6.1 act beside a newer transformers.
+
+    Its ``create_causal_mask`` takes no ``cache_position`` any more: the cache knows it.
+    """
+    module: Any = sys.modules.get("lerobot.policies.pi_gemma")
+    own = getattr(module, "create_causal_mask", None)
+    if own is not None and "cache_position" not in inspect.signature(own).parameters:
+        module.create_causal_mask = lambda cache_position=None, **given: own(**given)
 
 
 def greedy_noise(shape: Sequence[int]) -> Tensor:

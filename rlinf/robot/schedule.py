@@ -10,7 +10,7 @@ import numpy as np
 class ChunkSchedule:
     """Deals the actions of chunks to places, of which one is due at each step.
 
-    The place that is due counts steps, if all numbers of an action are positions: those of the past are over. Otherwise it counts
+    The place that is due counts steps, if all numbers of an action are positions: past ones are over. Otherwise it counts
     executed actions, because a displacement that was not executed is still to be made.
 
     A chunk whose first actions come too late was planned as if they were executed. Others were, so the displacements lead elsewhere.

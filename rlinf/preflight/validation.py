@@ -462,6 +462,8 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
         refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
+    if policy is not None:
+        policy_class.check_sft(policy[1])
     check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:

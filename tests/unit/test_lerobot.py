@@ -458,3 +458,56 @@ def test_a_flow_is_steered_by_its_noise(folders: Folders) -> None:
     torch.testing.assert_close(found.sample(uniforms), found.chunks[:, 1:], rtol=0, atol=1e-6)
     assert float((found.chunks[:, 1] - found.chunks[:, 2]).abs().max()) > 1e-4
     assert float((found.features[0] - found.features[1]).abs().max()) > 1e-5
+
+
+@HERE
+@pytest.mark.parametrize("kind", ["act", "smolvla"])
+def test_cloning_is_lerobots_own_loss_and_its_weights_go_back(kind: str, folders: Folders, tmp_path: Path) -> None:
+    """Equal rows, padding and seed give lerobot's loss; the trained folder is loaded by lerobot, and acts as the model."""
+    fields = {"override_config": {"trained": True}}
+    model = build_policy({"model": section(folders[kind], **fields)})
+    policy, before, _ = theirs(folders[kind])
+    rows, actions = (
+        observation(),
+        torch.rand(3, model.sft_chunk_len, ACTIONS, generator=torch.Generator().manual_seed(2)),
+    )
+    uniforms = torch.full((3, 1), 0.25)
+    model.train()
+    losses = model.sft_loss(model.preprocess(rows), actions, uniforms)
+    prepared = before({**theirs_of(rows), "action": actions})
+    prepared["action_is_pad"] = torch.zeros(3, model.sft_chunk_len, dtype=torch.bool)
+    for module in policy.modules():  # no policy of this project has dropout
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            module.dropout = 0.0
+    torch.manual_seed(int(0.25 * 2**31))
+    expected = policy.train().forward(prepared)[0]
+    torch.testing.assert_close(losses, expected.expand(3), rtol=1e-6, atol=0)
+    assert float((model.sft_loss(model.preprocess(rows), actions + 1, uniforms) - expected).abs().max()) > 1e-2, (
+        "control"
+    )
+
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, 1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model.sft_loss(model.preprocess(rows), actions, uniforms).mean()
+        loss.backward()
+        optimizer.step()
+    assert float(loss) < 0.9 * float(expected)
+    model.eval().save_pretrained(tmp_path / "out")
+    assert check.report(tmp_path / "out")[1] == []
+    for folder, equal in ((tmp_path / "out", True), (folders[kind], False)):
+        again = build_policy({"model": section(folder)})
+        found, own = (
+            each.predict_action_batch(do_sample=False, **each.preprocess(rows)).actions for each in (again, model)
+        )
+        assert bool((found - own).abs().max() < 1e-6) == equal
+
+
+def test_weights_that_stay_as_they_are_are_not_cloned(folders: Folders) -> None:
+    for kind, named in (("act", "trained=true"), ("diffusion", "2 observations")):
+        model = build_policy({"model": section(folders[kind], interpreter=PYTHON)})
+        with pytest.raises(ConfigError, match=named):
+            type(model).check_sft(model.config)

@@ -140,6 +140,10 @@ class ActionModel(Module, metaclass=ABCMeta):
         """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
     @classmethod
+    def check_sft(cls, config: Any) -> None:
+        """Refuse settings with which the policy cannot be cloned, although it has ``sft_loss``."""
+
+    @classmethod
     def values_in_rollouts(cls, config: Any) -> bool:
         """Return ``predicts_values`` of a model with this configuration, before it is built."""
         return bool(cls.predicts_values)

@@ -39,6 +39,7 @@ class LerobotConfig(PlainConfig):
         state_scale, action_scale: The policy's units in one of the env's, for each number or for all: 57.29578 where a policy
             counts in degrees and the env in radians.
         prompt: Sentence that replaces the env's; None: the env's.
+        trained: The weights are trained here, by `rlinf sft`. They are then parameters of the model; else it has their digest alone.
         tokenizer, vlm: Folders in place of the names that the folder gives.
         norm_stats, architectures, dtype: See ``PlainConfig``; the first has the statistics of the actions.
     """
@@ -65,6 +66,7 @@ class LerobotConfig(PlainConfig):
     state_scale: float | list[float] = 1.0
     action_scale: float | list[float] = 1.0
     prompt: str | None = None
+    trained: bool = False
     tokenizer: str | None = None
     vlm: str | None = None
 

@@ -17,7 +17,7 @@ from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import action_statistics, folder_digest, refuse_folder
 from rlinf.models.embodiment.lerobot.runner import Answer, LocalRunner
-from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for
+from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
 from rlinf.models.loading import checkpoint_folder
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
@@ -31,7 +31,7 @@ class LerobotPolicy(ActionModel, nn.Module):
     """Asks a runner, in this process or in an interpreter of its own, for chunks and features.
 
     The weights stay with the runner. The state dict holds their digest, so that a head knows its base, and ``save_pretrained`` copies
-    the folder. **Greedy** (``do_sample=False``) begins flows and diffusions from one fixed noise, the same for every row and call;
+    the folder. With ``config.trained`` it holds the weights as well, and ``save_pretrained`` writes them in place of the folder's. **Greedy** (``do_sample=False``) begins flows and diffusions from one fixed noise, the same for every row and call;
     lerobot's evaluation draws new noise, as sampling does here.
 
     Args:
@@ -65,6 +65,25 @@ class LerobotPolicy(ActionModel, nn.Module):
             f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns a head on it, "
             f"frozen. Set algorithm=sac algorithm.head.name=residual, or {INSTEAD}"
         )
+
+    @classmethod
+    def check_sft(cls, config: LerobotConfig) -> None:
+        """Refuse weights that are not in this process, and losses of several observations."""
+        if config.n_obs_steps > 1:
+            raise ConfigError(
+                f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy of one. "
+                "Set model.model_path=<a policy of ACT, SmolVLA, pi0 or pi0.5>"
+            )
+        if not config.trained:
+            raise ConfigError(
+                "The weights of a policy of lerobot stay as they are; required: weights that are trained here. Set "
+                "model.override_config.trained=true"
+            )
+        if not runs_here():
+            raise ConfigError(
+                "lerobot does not import in this Python, and its weights are trained in it; required: one that has it. Run "
+                "`.venv-lerobot/bin/python -m rlinf sft ...`, which bash scripts/setup.sh --lerobot makes"
+            )
 
     @classmethod
     def _from_config(cls, config: LerobotConfig, **arguments: Any) -> LerobotPolicy:
@@ -106,8 +125,11 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.weights_sha256 = nn.Parameter(torch.tensor(list(digest), dtype=torch.float32), requires_grad=False)
         self._asked = interpreter, timeout_s, connect_timeout_s
         self._runner: Any = None
+        self.policy: nn.Module | None = None
         if folder is not None:
             _ = self.runner
+        if config.trained and isinstance(self._runner, LocalRunner):  # elsewhere it acts, and is not trained
+            self.policy = self._runner.policy.requires_grad_(True)
 
     @property
     def runner(self) -> LocalRunner | WorkerRunner:
@@ -118,7 +140,8 @@ class LerobotPolicy(ActionModel, nn.Module):
         return self._runner
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runner": None}  # another process loads its own
+        own = {"_runner": None} if self.policy is None else {}  # another process loads its own
+        return {**self.__dict__, **own}
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +158,14 @@ class LerobotPolicy(ActionModel, nn.Module):
     @property
     def num_candidate_uniforms(self) -> int:
         return math.prod(self.config.noise_shape or [0])
+
+    @property
+    def num_sft_uniforms(self) -> int:
+        return 1  # seeds the noise of the loss
+
+    @property
+    def sft_chunk_len(self) -> int:
+        return self.config.chunk_size
 
     @property
     def feature_dim(self) -> int:
@@ -221,6 +252,22 @@ class LerobotPolicy(ActionModel, nn.Module):
 
         return Proposal(chunks, features, sample if samples else None)
 
+    def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Return lerobot's own loss of the rows, ``[B]``: their mean, once for each row.
+
+        The noise of a variational encoder or a flow depends on the rows of a micro-batch together, as there. Dropout is off, as in
+        every policy here.
+        """
+        if self.policy is None:
+            raise ConfigError(
+                "The policy runs in an interpreter of its own (model.interpreter); its weights are trained in this process alone. Set "
+                "model.interpreter=null model.override_config.trained=true"
+            )
+        batch = _batch(inputs)
+        seed = 0 if uniforms is None else int(float(uniforms[0, 0]) * 2**31)
+        loss = self.runner.loss(batch, actions.cpu() * _numbers(self.config.action_scale), seed)
+        return loss.expand(len(actions))
+
     def _noise(self, uniforms: Tensor) -> Tensor | None:
         """Return normal noise ``[B, N, ...]`` of uniforms ``[B, N, U]``; None for a policy that draws none."""
         shape = self.config.noise_shape
@@ -228,9 +275,7 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     def _ask(self, inputs: Inputs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return chunks ``[B, N, C, D]`` in env units, and features ``[B, F]``, on the model's device."""
-        batch: dict[str, Any] = {name: each.cpu().numpy() for name, each in inputs.items() if name != PROMPT}
-        batch[PROMPT] = as_text(inputs[PROMPT])
-        answer: Answer = self.runner.ask(batch, None if noise is None else noise.numpy())
+        answer: Answer = self.runner.ask(_batch(inputs), None if noise is None else noise.numpy())
         chunks = torch.from_numpy(answer.chunks[:, :, : self.action_chunks_len].copy()) / _numbers(
             self.config.action_scale
         )
@@ -245,8 +290,12 @@ class LerobotPolicy(ActionModel, nn.Module):
     def save_pretrained(
         self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Copy the folder: the weights have not changed."""
+        """Copy the folder, and write trained weights in place of its own."""
         shutil.copytree(self.folder, save_directory, dirs_exist_ok=True)
+        if self.policy is not None:
+            found = self.state_dict() if state_dict is None else state_dict
+            own = {name.removeprefix("policy."): each for name, each in found.items() if name.startswith("policy.")}
+            self.runner.write(own, Path(save_directory))
 
 
 def start_runner(
@@ -259,6 +308,12 @@ def start_runner(
         if python is None
         else WorkerRunner(python, folder, config, timeout_s, start_timeout_s)
     )
+
+
+def _batch(inputs: Inputs) -> dict[str, Any]:
+    """Return the result of ``preprocess`` as a runner reads it."""
+    arrays: dict[str, Any] = {name: each.cpu().numpy() for name, each in inputs.items() if name != PROMPT}
+    return {**arrays, PROMPT: as_text(inputs[PROMPT])}
 
 
 def as_bytes(sentences: Sequence[str]) -> Tensor:

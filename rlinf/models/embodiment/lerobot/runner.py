@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError, MissingDependencyError
-from rlinf.models.embodiment.lerobot.config import PROMPT, LerobotConfig
-from rlinf.models.embodiment.lerobot.folder import Finding, compare_weights, local_tokenizer
+from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
+from rlinf.models.embodiment.lerobot.folder import WEIGHTS, Finding, compare_weights, local_tokenizer
 from rlinf.models.loading import read_json
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -192,6 +194,29 @@ class LocalRunner:
         actions = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
         chunks = actions.float().cpu().unflatten(0, (rows, count)).numpy()
         return Answer(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
+
+    def loss(self, batch: Mapping[str, Any], actions: Tensor, seed: int) -> Tensor:
+        """Return the policy's own loss of ``B`` rows, a scalar with gradients.
+
+        Args:
+            batch: As for ``ask``.
+            actions: float32 ``[B, chunk_size, D]`` in the units of the folder.
+            seed: Fixes its noise.
+        """
+        seen = {name: self._tensor(each) for name, each in batch.items() if name != PROMPT}
+        prepared = self._before({**seen, PROMPT: batch[PROMPT], ACTION: actions.to(self.device)})
+        prepared["action_is_pad"] = torch.zeros(actions.shape[:2], dtype=torch.bool, device=self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return self.policy(prepared)[0]
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write weights under the names and in the number formats of the policy's own file."""
+        target = folder / WEIGHTS
+        with safe_open(target, "pt") as file:
+            stored = {name.removeprefix("model."): name for name in file.keys()}
+        named = {stored.get(name.removeprefix("model.")): each for name, each in weights.items()}
+        write_safetensors(target, {name: each for name, each in named.items() if name is not None})
 
     def _noise(self, rows: int, given: Tensor | None) -> Tensor | None:
         if self.config.noise_shape is None:

@@ -125,7 +125,7 @@ def robot(arguments: Sequence[str]) -> int:
     """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, on_stale, max_change, frame_age_s, max_failures, real_time, latency_s, delay_steps, drop_frames and noise
+    its own are fps, execution, displacements, max_change, frame_age_s, max_failures, real_time, latency_s, delay_steps, drop_frames and noise
     (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)

@@ -186,8 +186,9 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             autocast(opened.model, config.model.precision),
         ):
             _play(config, env, opened, partial, ranks, episodes)
-        if isinstance(episodes, RobotEpisodes):
-            write_text(output / run_folder.TIMING_FILE, json.dumps(episodes.timing.as_dict(), indent=2))
+        if robot is not None and isinstance(episodes, RobotEpisodes):
+            timing = {"settings": asdict(robot), **episodes.timing.as_dict()}
+            write_text(output / run_folder.TIMING_FILE, json.dumps(timing, indent=2))
             print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 

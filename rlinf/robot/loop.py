@@ -152,7 +152,10 @@ class RobotEpisodes:
         schedule, period = ChunkSchedule(settings.execution == "overlap", self.displaces), 1 / settings.fps
         row: Observation | None = None
         step = due = seen_at = seen_step = 0
-        self._asked_step, last = -1, np.zeros(len(robot.action_features), np.float32)
+        # Positions are limited, and held, from where the robot is: 0 may be far away.
+        last = np.array([robot.position()[name] for name in robot.action_features], np.float32)
+        last[self.displaces] = 0
+        self._asked_step = -1
         time.begin()
         self._first_chunk(schedule, spec, instruction)
         time.begin()

@@ -64,6 +64,10 @@ class EpisodicRobot(Robot, Protocol):
         """Put the scene into the first state of an episode; return the instruction."""
         ...
 
+    def position(self) -> dict[str, float]:
+        """Return the action that would leave it where it is, by the names of its actions."""
+        ...
+
     @property
     def result(self) -> EpisodeResult | None:
         """How the episode ended; None: it goes on."""
@@ -143,6 +147,10 @@ class EnvRobot:
         self._random = np.random.default_rng(derive_seed(spec.seed, "robot", spec.task_id, spec.init_state_id))
         return observation.instruction[0]
 
+    def position(self) -> dict[str, float]:
+        """Return 0 for each number, within the bounds: an env of positions does not tell where it is."""
+        return dict(zip(self.action_features, self._bounded(np.zeros(self.env.action_dim)).tolist(), strict=True))
+
     def get_observation(self) -> dict[str, Any]:
         if self._random.random() < self.settings.drop_frames:
             raise TimeoutError("no frame came in time")
@@ -164,5 +172,7 @@ class EnvRobot:
         self._seen.append(step.observation)
         if step.episodes:
             self.result = step.episodes[0]
-        made = np.clip(numbers, self.env.action_low, self.env.action_high)
-        return dict(zip(self.action_features, made.tolist(), strict=True))
+        return dict(zip(self.action_features, self._bounded(numbers).tolist(), strict=True))
+
+    def _bounded(self, numbers: np.ndarray) -> np.ndarray:
+        return np.clip(numbers, self.env.action_low, self.env.action_high)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ChunkSchedule:
-    """Deals the actions of chunks to places, of which one is due at each step.
+    """Assigns the actions of chunks to places. One place is due at each step.
 
     The place that is due counts steps, if all numbers of an action are positions: past ones are over. Otherwise it counts
     executed actions, because a displacement that was not executed is still to be made.

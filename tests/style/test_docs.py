@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli import COMMANDS, main
+from rlinf.cli import COMMANDS, main, run
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
 from rlinf.commands.hydra_app import parse
@@ -75,6 +75,11 @@ def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(page), re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     assert set(public_fields(kind)) <= keys and "no_such_key" not in keys
+
+
+def test_the_help_of_the_robot_names_its_keys():
+    named = set(re.findall(r"\b[a-z_]+\b", inspect.getdoc(run.robot)))
+    assert set(public_fields(RobotConfig)) <= named and "on_stale" not in named
 
 
 def test_broken_links_are_found(tmp_path):

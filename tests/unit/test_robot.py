@@ -1,4 +1,4 @@
-"""A policy that acts in real time: which action is sent when, what is lost, and what is held."""
+"""A policy that acts in real time: the order of its actions, losses and holds."""
 
 import json
 from contextlib import closing, nullcontext
@@ -29,8 +29,11 @@ class Clock:
     is_calibrated, num_restarts = True, 0
     observation_features, action_features = {"now": float}, {"joint": float}
 
-    def __init__(self, num_steps=20, lost=()):
-        self.num_steps, self.lost = num_steps, lost
+    def __init__(self, num_steps=20, lost=(), at=0.0):
+        self.num_steps, self.lost, self.at = num_steps, lost, at
+
+    def position(self):
+        return {"joint": self.at}
 
     def begin(self, spec):
         self.sent, self.result, self.asked = [], None, 0
@@ -165,8 +168,14 @@ def test_lost_observations_are_survived_until_the_last_one_is_too_old():
 
 def test_a_camera_that_never_comes_moves_nothing():
     policy = Foretell()
-    sent, timing = played(Clock(lost=range(100)), policy, displacements=[])
-    assert set(sent) == {0} and timing.lost == 20 and policy.calls == 0
+    for displacements, held in (([], 5), ([0], 0)):  # a position of 0 would move an arm that stands at 5
+        sent, timing = played(Clock(lost=range(100), at=5.0), policy, displacements=displacements)
+        assert set(sent) == {held} and timing.lost == 20 and policy.calls == 0
+
+
+def test_positions_are_limited_from_where_the_robot_is():
+    assert played(Clock(at=5.0), displacements=[], max_change=0.5)[0][:3] == [4.5, 4.0, 3.5]
+    assert played(Clock(at=5.0), displacements=[0], max_change=0.5)[0][:3] == [0.5, 1.0, 1.5]
 
 
 def test_a_failed_call_costs_a_hold_and_no_episode():
@@ -220,7 +229,7 @@ def test_the_policy_computes_in_its_context(real_time):
 def test_time_that_passes_gives_the_same_actions():
     sent, timing = played(Clock(num_steps=6), real_time=True, fps=20)
     assert len(timing.lateness_s) == 6 and min(timing.lateness_s) >= 0
-    assert all(action in (0, step) for step, action in enumerate(sent, 1)) or timing.missed
+    assert sent == [1, 2, 3, 4, 5, 6], "however late they are"
 
 
 def test_a_robot_that_does_not_fit_is_refused():
@@ -283,7 +292,7 @@ def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):
     assert not any(same(found["none"], found[name]) for name in ("late", "noise", "lost")), "control"
     assert all(one.num_env_steps == 16 and not one.actions_max_abs for one in found["lost"].results), "nothing moves"
     timing = json.loads((tmp_path / "late" / "timing.json").read_text())
-    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0
+    assert timing["latency_ms"]["median"] == 150 and timing["held"] > 0 and timing["settings"]["latency_s"] == 0.15
 
 
 def test_observations_are_delayed_by_whole_steps():

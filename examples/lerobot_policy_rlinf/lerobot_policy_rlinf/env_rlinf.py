@@ -1,4 +1,4 @@
-"""The env type `rlinf` of lerobot: any environment of rlinf, all rows of which step together."""
+"""The env type `rlinf` of lerobot: any environment of rlinf, whose rows step together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -72,7 +72,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         if config.n_obs_steps > 1:
             raise ConfigError(
                 f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy of one. "
-                "Set model.model_path=<a policy of ACT, SmolVLA, pi0 or pi0.5>"
+                "Set model.model_path=<a policy of ACT or SmolVLA>"
             )
         if not config.trained:
             raise ConfigError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures on one GPU what only a GPU can show (random weights, no downloads, 40 GB of disk, 25 minutes on an H200), compares each
+# Measures on one GPU what only a GPU can show (random weights, no downloads, 40 GB of disk, 30 minutes on an H200), compares each
 # number with its threshold, and writes docs/gpu_results.md, which explains them. With --gpus, it measures several GPUs of one machine.
 # The same code runs at tiny size without a GPU:
 #   bash scripts/gpu_check.sh

@@ -188,7 +188,7 @@ def generate_tokens(
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
-        drawn = None if uniforms is None else uniforms[rows].to(device)
+        drawn = None if uniforms is None else to_device(uniforms[rows], device)
         sampler = _Sampler(config, drawn, columns, banned)
         inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
         settings = {"max_new_tokens": allowed, "pad_token_id": pad, "eos_token_id": ends or None}

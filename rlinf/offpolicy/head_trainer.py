@@ -24,6 +24,7 @@ from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, world_size
 from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.transfers import to_device
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
 from rlinf.evaluation.result import actions_clipped
@@ -392,8 +393,8 @@ class HeadTrainer(ActionTrainer):
     def _decide(self, said: Said, uniforms: Tensor, episodes: _Episodes) -> tuple[Tensor, Tensor]:
         """Return the actions ``[B, A]`` of all envs, in halves of the range of the env, and those without noise."""
         device, head = self.policy.device, self.policy.head
-        features, uniforms = said.features.to(device), uniforms.to(device)
-        base = self.policy.base_of(said.chunks.to(device))
+        features, uniforms = to_device(said.features, device), to_device(uniforms, device)
+        base = self.policy.base_of(to_device(said.chunks, device))
         greedy, _ = self.policy.decide(features, base, None)
         if self._is_warm_up():
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.base import AnyAlgorithm, Updates
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
 from rlinf.models.heads.base import Head
@@ -125,7 +126,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         Args:
             num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
         """
-        batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))
+        batch = Batch(*(to_device(tensor, self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
         batch = replace(batch, features=self.head.encoder(batch.features))
         values = self.critics(batch.features, batch.base[:, 0], batch.actions)
@@ -173,7 +174,7 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     def normal_for_options(self, num_rows: int) -> Tensor:
         """Draw the standard normal numbers of the options of some observations."""
-        return torch.randn(num_rows, self.head.num_noises, generator=self.generator).to(self.device)
+        return to_device(torch.randn(num_rows, self.head.num_noises, generator=self.generator), self.device)
 
     def begin_with(self, critics: Critics) -> None:
         """Take over the weights of critics; raise CheckpointError if they are others in number or width."""

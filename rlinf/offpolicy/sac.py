@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import SACConfig
+from rlinf.distributed.transfers import to_device
 from rlinf.models.heads.base import Head
 from rlinf.offpolicy.learner import OffPolicyLearner, share_at_bound
 from rlinf.offpolicy.replay import Batch
@@ -40,7 +41,7 @@ class SAC(OffPolicyLearner):
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)
-        noise = torch.randn(batch.actions.shape, generator=self.generator).to(self.device)
+        noise = to_device(torch.randn(batch.actions.shape, generator=self.generator), self.device)
         r, logprobs = self.head.draw(batch.features, base, noise)
         actions = self.head.compose(base, r)
         values = self.values(batch.features, batch.base, actions)

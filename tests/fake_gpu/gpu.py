@@ -109,9 +109,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": str(library())}
 
 
-KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
-KERNELS.impl("silu_backward", lambda *_: NotImplemented)  # never reached: tensors are fake
-"""Operations with a kernel of their own on a GPU, which a CPU build takes apart into smaller ones."""
+if not torch.backends.cuda.is_built():
+    KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
+    KERNELS.impl("silu_backward", lambda *_: NotImplemented)  # never reached: tensors are fake
+    """Operations with a kernel of their own on a GPU, which a CPU build takes apart into smaller ones."""
 
 
 # -- the counts --------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class Counts:
     """The work of one phase, by the place in the package that caused it.
 
     Attributes:
-        syncs: Numbers of the GPU that the CPU waited for and read: ``.item()``, ``bool``, ``nonzero``.
+        syncs: Waits for numbers of the GPU (``.item()``, ``bool``, ``nonzero``), and for a copy to it without ``non_blocking``.
         d2h, h2d: Copies from the GPU to the CPU, and back.
         waits: Waits for an event, a stream or the device.
         launches: Kernels, without views and allocations.
@@ -267,6 +268,13 @@ class FakeGpu(TorchDispatchMode):
             args = (args[0], self._as_indices(args[1]), *args[2:])
         out = self._run(func, *args, **kwargs)
         self._record(func, name, tensors, out)
+        if (
+            name == "_to_copy"
+            and not isinstance(tensors[0], FakeTensor)
+            and tensors[0].numel()
+            and not kwargs.get("non_blocking")
+        ):
+            self.wait(self.counts.syncs)
         if all(isinstance(leaf, FakeTensor) and leaf.is_cpu for leaf in _flat((out,))):
             return tree_map_only(FakeTensor, lambda tensor: _answer(tensor.shape, tensor.dtype), out)
         return out
@@ -327,6 +335,8 @@ class FakeGpu(TorchDispatchMode):
         self._run(func, into, source, *rest, **options)
         if source.is_cpu and not isinstance(source, FakeTensor):
             self.counts.h2d[_place()] += 1
+            if not options.get("non_blocking") and not any(rest):
+                self.wait(self.counts.syncs)
         else:
             self.launch("copy_")
         return into

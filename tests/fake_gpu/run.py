@@ -3,10 +3,12 @@
 python -m tests.fake_gpu.run                               names of the cases
 python -m tests.fake_gpu.run "openvla_oft, LoRA" update    counts, and the places behind them
 python -m tests.fake_gpu.run --table                       budgets.txt
+python -m tests.fake_gpu.run --json                        all counts, which tests/fake_gpu/real.py reads
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -41,6 +43,9 @@ def main(words: list[str]) -> None:
         for case in CASES:
             for phase, counts in count(case).items():
                 print(table_row(case, phase, counts), flush=True)
+        return
+    if words == ["--json"]:
+        print(json.dumps({case: count(case) for case in CASES}))
         return
     if not words:
         print(*CASES, sep="\n")

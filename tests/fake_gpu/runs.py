@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -204,13 +204,19 @@ def make_state(optimizer: MasterAdamW) -> None:
 
 def count(case: str, phases: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Return the counts of each phase of ``CASES[case]``, or of some: totals, and the commonest places, as JSON."""
+    with FakeGpu() as gpu:
+        return {phase: described(counts) for phase, counts in phases_of(case, gpu, phases)}
+
+
+def phases_of(case: str, gpu: Any, phases: Sequence[str] = ()) -> Iterator[tuple[str, Counts]]:
+    """Yield the counts of each phase of ``CASES[case]``, or of some, on a ``FakeGpu`` or a ``RealGpu``."""
     from tests.fake_gpu import more_runs
 
     chosen = CASES[case]
     kinds = {"ActionRun": ActionRun, "TokenRun": more_runs.TokenRun, "HeadRun": more_runs.HeadRun}
-    with FakeGpu() as gpu:
-        run = kinds[chosen.run](gpu, chosen.settings, chosen.rows)
-        return {phase: described(getattr(run, phase)()) for phase in phases or chosen.phases}
+    run = kinds[chosen.run](gpu, chosen.settings, chosen.rows)
+    for phase in phases or chosen.phases:
+        yield phase, getattr(run, phase)()
 
 
 def described(counts: Counts) -> dict[str, Any]:

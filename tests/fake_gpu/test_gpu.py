@@ -31,6 +31,7 @@ def basics():
         count("tolist", lambda: x[0].tolist())
         count("to the CPU", lambda: x.cpu())
         count("to the GPU", lambda: torch.ones(8).to("cuda"))
+        count("sent", lambda: torch.ones(8).to("cuda", non_blocking=True))
         count("views", lambda: x.view(2, 4, 1024).transpose(0, 1)[0].detach())
         count("kept", lambda: found.setdefault("_", {"tensor": x * 2}))
         del found["_"]
@@ -64,6 +65,9 @@ def counted():
         ("to the CPU", "d2h", 1),
         ("to the CPU", "syncs", 0),
         ("to the GPU", "h2d", 1),
+        ("to the GPU", "syncs", 1),  # as an H100 says
+        ("sent", "h2d", 1),
+        ("sent", "syncs", 0),
         ("views", "launches", 0),
         ("pinned", "d2h", 1),
         ("event", "waits", 1),

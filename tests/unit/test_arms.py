@@ -80,9 +80,14 @@ def test_a_missing_package_names_its_installation(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(MissingDependencyError, match=r"'gym-pusht' is missing.*setup.sh --arms"):
         make_env(PushTConfig(), 1, auto_reset=False)
-    words = r"'so101-nexus' is missing.*needs Python 3.12.*this is Python 3.*PYTHON=python3.12.*setup.sh --arms"
-    with pytest.raises(MissingDependencyError, match=words):
-        make_env(so101.SO101Config(), 1, auto_reset=False)
+    old, new = (
+        "needs Python 3.12 or 3.13, and this.*PYTHON=python3.12 .*setup.sh --arms",
+        "needs it. Type `bash scripts/setup.sh --arms",
+    )
+    for version, words in {(3, 11): old, (3, 12): new}.items():
+        monkeypatch.setattr("sys.version_info", version)
+        with pytest.raises(MissingDependencyError, match=f"'so101-nexus' is missing.*{words}"):
+            make_env(so101.SO101Config(), 1, auto_reset=False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import platform
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,10 +126,11 @@ class SO101VectorEnv(ProcessVectorEnv):
 
     def __init__(self, config: SO101Config, num_envs: int, auto_reset: bool) -> None:
         if importlib.util.find_spec("so101_nexus") is None:
+            too_old = sys.version_info < (3, 12)
+            needs = f" It needs Python 3.12 or 3.13, and this is Python {platform.python_version()}." if too_old else ""
             raise MissingDependencyError(
-                "The package 'so101-nexus' is missing, and env.name=so101 needs it. It needs Python 3.12 or 3.13, and this is "
-                f"Python {platform.python_version()}. Type `PYTHON=python3.12 RLINF_VENV=.venv312 bash scripts/setup.sh --arms`, "
-                "or set another env=..."
+                f"The package 'so101-nexus' is missing, and env.name=so101 needs it.{needs} Type "
+                f"`{'PYTHON=python3.12 RLINF_VENV=.venv312 ' if too_old else ''}bash scripts/setup.sh --arms`, or set another env=..."
             )
         if config.cameras:
             choose_backend()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.running_moments import RunningMoments
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
@@ -312,7 +313,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             )
         chunks, features, sample = self._propose(inputs, num_candidates > 1 or resumable)
         if sample is not None and num_candidates > 1:
-            chunks = torch.cat([chunks, sample(uniforms.to(self.device))], dim=1)
+            chunks = torch.cat([chunks, sample(to_device(uniforms, self.device))], dim=1)
         return Proposal(chunks, features, sample if resumable else None)
 
     def _propose(self, inputs: Inputs, samples: bool) -> Proposal:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
 from rlinf.models.base_weights import weights_digest
@@ -169,11 +170,11 @@ class HeadedPolicy(ActionModel, nn.Module):
         """Act: the head draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
         num_rows, split = len(next(iter(inputs.values()))), self.num_candidate_numbers
         if not do_sample:
-            drawn, noise = uniforms_by_row(inputs, num_rows, split).to(self.device), None
+            drawn, noise = to_device(uniforms_by_row(inputs, num_rows, split), self.device), None
         else:
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
-            uniforms = uniforms.to(self.device)
+            uniforms = to_device(uniforms, self.device)
             drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
         proposal = self.propose_to_head(inputs, drawn)
         features, base = proposal.features, self.base_of(proposal.chunks)

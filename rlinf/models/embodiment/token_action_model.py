@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import RefusedInputError
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -89,7 +90,9 @@ class TokenActionModel(ActionModel):
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
-        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
+        tokens = to_device(
+            self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1), self.device
+        )
         readout, prefix = self._readout, list[PrefixStates]()
         # A class without the token, such as one of the user's, need not take a prefix.
         logits, _ = self._score(inputs, tokens) if readout is None else self._score(inputs, tokens, prefix)

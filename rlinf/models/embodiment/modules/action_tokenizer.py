@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.distributed.transfers import to_device
 from rlinf.models.loading import check_choice, field_error
 
 BIN_RULES = ("midpoints", "grid")
@@ -56,5 +57,5 @@ class ActionTokenizer:
         """Return ``edges`` or ``values`` on a device, sent once."""
         key = (device, array is self.edges)
         if key not in self._by_device:
-            self._by_device[key] = torch.from_numpy(array).to(device)
+            self._by_device[key] = to_device(torch.from_numpy(array), device)
         return self._by_device[key]

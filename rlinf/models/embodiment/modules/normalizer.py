@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import closest
 
@@ -86,7 +87,7 @@ class ActionNormalizer:
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._by_device:
             arrays = (self.low, self.high, self.mask)
-            self._by_device[device] = tuple(torch.from_numpy(array).to(device) for array in arrays)
+            self._by_device[device] = tuple(to_device(torch.from_numpy(array), device) for array in arrays)
         return self._by_device[device]
 
     def unnormalize(self, normalized: Tensor) -> Tensor:

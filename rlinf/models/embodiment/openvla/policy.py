@@ -196,7 +196,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         resize = self._ready_processor().image_processor.resize_once
         images = dict(observation.images)
         for name in list(images)[: self.config.num_images_in_input]:
-            frames = torch.from_numpy(images[name]).to(self.device).permute(0, 3, 1, 2)
+            frames = to_device(torch.from_numpy(images[name]), self.device).permute(0, 3, 1, 2)
             resized = resize(frames)
             if resized is None:
                 return observation

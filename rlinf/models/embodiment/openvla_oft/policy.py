@@ -194,7 +194,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
-        target = self.action_normalizer.normalize(actions).float().to(self.device)
+        target = to_device(self.action_normalizer.normalize(actions).float(), self.device)
         readout, prefix = self.readout_token, list[PrefixStates]()
         states = self._action_states(inputs, None, None if readout is None else prefix)
         losses = (self.action_head(states) - target).abs().mean((1, 2))

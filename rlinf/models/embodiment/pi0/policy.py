@@ -429,7 +429,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss covers. ``uniforms`` are
         ``[B, num_sft_uniforms]``: noise, and last the time.
         """
-        actions = self.action_normalizer.normalize(actions).float().to(self.device)
+        actions = to_device(self.action_normalizer.normalize(actions).float(), self.device)
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
         if uniforms is None:
             uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)

@@ -202,6 +202,32 @@ def _find(loader: Any, part: str, found: Any, name: str, **given: Any) -> Any:
     return found if part in str(name) else loader.from_pretrained(name, **given)
 
 
+def theirs(folder: Path) -> tuple:
+    """Return lerobot's own policy and processors of a folder."""
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.pretrained_backbone_weights = None
+    overrides = {}
+    if (folder / "vlm").exists():
+        overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
+    if hasattr(config, "vlm_model_name"):
+        config.vlm_model_name = str(folder / "vlm")
+    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+
+
+def theirs_of(rows: Any) -> dict:
+    """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
+    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
+    return {
+        "observation.images.front": pictures,
+        "observation.state": torch.from_numpy(rows.state),
+        "task": rows.instruction,
+    }
+
+
 def localise(folder: Path) -> None:
     """Name the parts of a folder by paths within it, so that it can be copied."""
     config = json.loads((folder / "config.json").read_text())

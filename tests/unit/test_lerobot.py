@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0
+from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0, theirs, theirs_of
 from safetensors.torch import load_file, save_file
 
 import rlinf
@@ -76,32 +76,6 @@ def observation(rows: int = 3, seed: int = 0) -> Observation:
     images = {"front": generator.integers(0, 256, (rows, SIZE, SIZE, 3), dtype=np.uint8)}
     state = generator.standard_normal((rows, STATE), dtype=np.float32)
     return Observation(images, state, ["pick up the red block"] * rows)
-
-
-def theirs(folder: Path) -> tuple:
-    """Return lerobot's own policy and processors of a folder."""
-    from lerobot.configs import PreTrainedConfig
-    from lerobot.policies import get_policy_class, make_pre_post_processors
-
-    config = PreTrainedConfig.from_pretrained(folder)
-    config.pretrained_backbone_weights = None
-    overrides = {}
-    if (folder / "vlm").exists():
-        overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
-    if hasattr(config, "vlm_model_name"):
-        config.vlm_model_name = str(folder / "vlm")
-    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
-    return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
-
-
-def theirs_of(rows: Observation) -> dict:
-    """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
-    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
-    return {
-        "observation.images.front": pictures,
-        "observation.state": torch.from_numpy(rows.state),
-        "task": rows.instruction,
-    }
 
 
 @HERE

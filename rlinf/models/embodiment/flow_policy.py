@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlinf.distributed.transfers import to_device
 from rlinf.models.embodiment.base import ActionModel, Inputs
-from rlinf.models.embodiment.pi0.flow import denoising_times, gaussian_entropy, gaussian_logprobs, step_moments
+from rlinf.models.embodiment.modules.flow import denoising_times, gaussian_entropy, gaussian_logprobs, step_moments
 from rlinf.models.loading import without_logprobs
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction

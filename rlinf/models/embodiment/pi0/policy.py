@@ -14,10 +14,10 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.flow_policy import FlowPolicy
+from rlinf.models.embodiment.modules.flow import noisy_actions, training_times
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
-from rlinf.models.embodiment.pi0.flow import noisy_actions, training_times
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
 from rlinf.models.loading import field_error

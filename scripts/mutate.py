@@ -151,7 +151,7 @@ TESTS = {
     "rlinf/models/embodiment/cnn_action_model.py": _cloning("cnn"),
     "rlinf/models/embodiment/hf_vla/policy.py": _cloning("hf_vla"),
     "rlinf/models/embodiment/pi0/policy.py": _cloning("pi0", "pi0, learned noise"),
-    "rlinf/models/embodiment/pi0/flow.py": ["tests/unit/test_flow.py", *_cloning("pi0", "pi0, learned noise")],
+    "rlinf/models/embodiment/modules/flow.py": ["tests/unit/test_flow.py", *_cloning("pi0", "pi0, learned noise")],
     "rlinf/optim/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],

@@ -5,10 +5,12 @@ Runs in a Python that has lerobot. Nothing comes from a hub: tokenizers and lang
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +52,9 @@ TINY = {
                 "num_vlm_layers": 2, "num_steps": 2, "load_vlm_weights": False, "tokenizer_max_length": 12},
     **dict.fromkeys(("pi0", "pi05"), {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "dtype": "float32",
             "image_resolution": (28, 28), "num_inference_steps": 2, "tokenizer_max_length": 12}),
+    "pi0_fast": {"chunk_size": 8, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "dtype": "float32",
+                 "image_resolution": (28, 28), "tokenizer_max_length": 12, "max_decoding_steps": 6, "max_action_tokens": 6,
+                 "validate_action_token_prefix": False},
 }  # fmt: skip
 """The settings of each type, so small that a pass takes milliseconds."""
 
@@ -123,8 +128,11 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
 
     folder.mkdir(parents=True, exist_ok=True)
     options = {**TINY[kind], **changes}
-    if kind in ("pi0", "pi05"):
+    if kind in ("pi0", "pi05", "pi0_fast"):
         write_tokenizer(folder / "vlm")
+    if kind == "pi0_fast":
+        for name in ("lerobot/fast-action-tokenizer", "google/paligemma-3b-pt-224"):  # where they would lie
+            (folder / name).mkdir(parents=True)
     if kind == "smolvla":
         write_vlm(folder / "vlm")
         options["vlm_model_name"] = str(folder / "vlm")
@@ -138,6 +146,8 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
         for parameter in policy.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.05 * torch.randn_like(parameter))
+        if kind == "pi0_fast":  # it says no token that its tokenizer has not
+            policy.model.paligemma_with_expert.paligemma.lm_head.weight[len(WORDS) :] = 0
     pipelines = make_pre_post_processors(config, dataset_stats=statistics(cameras))
     policy.save_pretrained(folder)
     for pipeline in pipelines:
@@ -147,9 +157,10 @@ def make(kind: str, folder: Path, cameras: tuple[str, ...] = ("front",), seed: i
 
 
 def patch_pi0(kind: str, monkeypatch: Any) -> None:
-    """Let pi0 or pi0.5 be built with layers of 64 numbers, and find its tokenizer without a hub.
+    """Let pi0, pi0.5 or pi0-FAST be built with layers of 64 numbers, and find its tokenizers without a hub.
 
-    lerobot writes the widths of PaliGemma into the code.
+    lerobot writes the widths of PaliGemma into the code. The tokenizer of actions stands in for the published one (a DCT and a
+    byte-pair encoding): each token is one coefficient.
     """
     import importlib
 
@@ -174,14 +185,47 @@ def patch_pi0(kind: str, monkeypatch: Any) -> None:
         return config
 
     monkeypatch.setattr(module, "CONFIG_MAPPING", {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]})
-    tokenizers = tokenizer_processor.AutoTokenizer
-    find = tokenizers.from_pretrained
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
-        own = find(folder)
-    monkeypatch.setattr(
-        tokenizers, "from_pretrained", lambda name, **given: own if "paligemma" in str(name) else find(name, **given)
-    )
+        own = tokenizer_processor.AutoTokenizer.from_pretrained(folder)
+    coefficients = SimpleNamespace(decode=lambda tokens: "".join(chr(int(each) % 32) for each in tokens))
+    actions = SimpleNamespace(bpe_tokenizer=coefficients, min_token=-16, scale=4.0)
+    for place in (tokenizer_processor, module):
+        for loader, part, found in (("AutoTokenizer", "paligemma", own), ("AutoProcessor", "fast-action", actions)):
+            if hasattr(place, loader):
+                instead = functools.partial(_find, getattr(place, loader), part, found)
+                monkeypatch.setattr(place, loader, SimpleNamespace(from_pretrained=instead))
+
+
+def _find(loader: Any, part: str, found: Any, name: str, **given: Any) -> Any:
+    """Return ``found`` for names that have ``part`` in them."""
+    return found if part in str(name) else loader.from_pretrained(name, **given)
+
+
+def theirs(folder: Path) -> tuple:
+    """Return lerobot's own policy and processors of a folder."""
+    from lerobot.configs import PreTrainedConfig
+    from lerobot.policies import get_policy_class, make_pre_post_processors
+
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.pretrained_backbone_weights = None
+    overrides = {}
+    if (folder / "vlm").exists():
+        overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
+    if hasattr(config, "vlm_model_name"):
+        config.vlm_model_name = str(folder / "vlm")
+    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+
+
+def theirs_of(rows: Any) -> dict:
+    """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
+    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
+    return {
+        "observation.images.front": pictures,
+        "observation.state": torch.from_numpy(rows.state),
+        "task": rows.instruction,
+    }
 
 
 def localise(folder: Path) -> None:

@@ -117,6 +117,12 @@ ENTRIES = (
         check_folder="rlinf.models.embodiment.lerobot.check:report",
         folder_settings="rlinf.models.embodiment.lerobot.config:settings_of",
     ),
+    ModelEntry(
+        "smolvla",
+        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAPolicy",
+        "rlinf.models.embodiment.lerobot.smolvla:SmolVLAConfig",
+        load_processor="rlinf.models.embodiment.lerobot.policy:load_processor",
+    ),
     ModelEntry("cnn", "rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction", load_processor=NO_PROCESSOR),
     ModelEntry(
         "remote",

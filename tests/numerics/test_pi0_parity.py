@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError
 from rlinf.models import get_model
+from rlinf.models.embodiment.modules.flow import step_moments, time_embedding
 from rlinf.models.embodiment.pi0 import policy as pi0_action_model
-from rlinf.models.embodiment.pi0.flow import step_moments, time_embedding
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
 from rlinf.models.embodiment.pi0.network import prefix_positions
 from rlinf.models.embodiment.pi0.processing import resize_with_pad

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlinf.models.embodiment.pi0.flow import (
+from rlinf.models.embodiment.modules.flow import (
     denoising_times,
     gaussian_entropy,
     gaussian_logprobs,

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0
+from lerobot_folders import ACTIONS, SIZE, STATE, make, patch_pi0, theirs, theirs_of
 from safetensors.torch import load_file, save_file
 
 import rlinf
@@ -24,7 +25,9 @@ from rlinf.models.embodiment.lerobot import check
 from rlinf.models.embodiment.lerobot import runner as runner_module
 from rlinf.models.embodiment.lerobot.folder import compare_weights
 from rlinf.models.embodiment.lerobot.migrate import migrate
+from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
 from rlinf.models.embodiment.lerobot.runner import greedy_noise, seeds_of
+from rlinf.models.embodiment.lerobot.smolvla import SmolVLAConfig, SmolVLAPolicy
 from rlinf.models.embodiment.lerobot.worker import OWN_PLACE, VARIABLE, WorkerRunner, interpreter_for, runs_here
 from rlinf.types import Observation
 
@@ -73,32 +76,6 @@ def observation(rows: int = 3, seed: int = 0) -> Observation:
     images = {"front": generator.integers(0, 256, (rows, SIZE, SIZE, 3), dtype=np.uint8)}
     state = generator.standard_normal((rows, STATE), dtype=np.float32)
     return Observation(images, state, ["pick up the red block"] * rows)
-
-
-def theirs(folder: Path) -> tuple:
-    """Return lerobot's own policy and processors of a folder."""
-    from lerobot.configs import PreTrainedConfig
-    from lerobot.policies import get_policy_class, make_pre_post_processors
-
-    config = PreTrainedConfig.from_pretrained(folder)
-    config.pretrained_backbone_weights = None
-    overrides = {}
-    if (folder / "vlm").exists():
-        overrides = {"tokenizer_processor": {"tokenizer_name": str(folder / "vlm")}}
-    if hasattr(config, "vlm_model_name"):
-        config.vlm_model_name = str(folder / "vlm")
-    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
-    return policy, *make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
-
-
-def theirs_of(rows: Observation) -> dict:
-    """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
-    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
-    return {
-        "observation.images.front": pictures,
-        "observation.state": torch.from_numpy(rows.state),
-        "task": rows.instruction,
-    }
 
 
 @HERE
@@ -274,6 +251,24 @@ def test_pi0_acts_beside_our_transformers(kind: str, tmp_path: Path, monkeypatch
     assert losses[0] < 1e-9 < 5e-5 < losses[1]
 
 
+@HERE
+def test_pi0_fast_acts_as_lerobots_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens, greedily, and its decoding; the tokenizers of a hub are taken from this machine."""
+    patch_pi0("pi0_fast", monkeypatch)
+    folder = make("pi0_fast", tmp_path / "pi0_fast")
+    model = build_policy({"model": section(folder)})
+    rows = observation()
+    policy, before, after = theirs(folder)
+    chunk = policy.predict_action_chunk(before(theirs_of(rows)))
+    expected = torch.stack([after(chunk[:, step]) for step in range(4)], 1)
+    inputs = model.preprocess(rows)
+    found = model.predict_action_batch(do_sample=False, **inputs).actions
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert float((found[0] - found[1]).abs().max()) > 1e-3, "rows differ"
+    proposed = model.propose(inputs)
+    assert torch.equal(proposed.chunks[:, 0], found) and proposed.features.shape == (3, model.feature_dim)
+
+
 def test_sizes_are_those_of_the_folder(folders: Folders) -> None:
     with pytest.raises(ConfigError, match="model.action_chunks_len=4"):
         build_policy({"model": section(folders["act"], action_chunks_len=8)})
@@ -432,7 +427,7 @@ def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_
 
 
 @HERE
-def test_threads_get_their_own_answers(folders: Folders) -> None:
+def test_threads_get_their_own_answers(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that ask at once get features and actions of their own observations."""
     model = build_policy({"model": section(folders["act"])})
     asked = [model.preprocess(observation(seed=seed)) for seed in (0, 1)]
@@ -442,6 +437,17 @@ def test_threads_get_their_own_answers(folders: Folders) -> None:
         found = [model.propose(asked[row]) for _ in range(20)]
         return all(torch.equal(each.features, expected[row].features) for each in found)
 
+    before, at_work = model.runner._before, []
+
+    def slowly(rows: dict) -> dict:
+        """Its steps remember the rows that they work on, so a second thread must wait."""
+        at_work.append(1)
+        time.sleep(0.01)
+        assert len(at_work) == 1
+        at_work.clear()
+        return before(rows)
+
+    monkeypatch.setattr(model.runner, "_before", slowly)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(ask, (0, 1))) == [True, True]
 
@@ -511,3 +517,71 @@ def test_weights_that_stay_as_they_are_are_not_cloned(folders: Folders) -> None:
         model = build_policy({"model": section(folders[kind], interpreter=PYTHON)})
         with pytest.raises(ConfigError, match=named):
             type(model).check_sft(model.config)
+
+
+@HERE
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_flow_is_scored_as_it_was_sampled_and_without_noise_is_lerobots(
+    joint: bool, folders: Folders, tmp_path: Path
+) -> None:
+    """Log-probabilities are the Gaussians of lerobot's own velocities, written out; a row does not depend on the others."""
+    settings = {"joint_logprob": joint, "noise_level": 0.3}
+    own = section(folders["smolvla"], model_type="smolvla")
+    model = build_policy({"model": own}, settings)
+    inputs = model.preprocess(observation())
+    uniforms = torch.rand(3, model.num_uniforms, generator=torch.Generator().manual_seed(3))
+    acted = model.predict_action_batch(uniforms=uniforms, **inputs)
+    scored = model.evaluate_actions(inputs, acted.sequences)
+    torch.testing.assert_close(scored.logprobs, model.rollout_logprobs(acted), rtol=0, atol=1e-6)
+    torch.testing.assert_close(scored.values, acted.values, rtol=0, atol=1e-6)
+    alone = model.evaluate_actions({name: each[1:2] for name, each in inputs.items()}, acted.sequences[1:2])
+    torch.testing.assert_close(alone.logprobs, scored.logprobs[1:2], rtol=0, atol=1e-5)
+
+    horizon, width, num_steps = *model.flow_shape, model.config.num_steps
+    chain = acted.sequences[:, :-1].unflatten(1, (num_steps + 1, horizon, width))
+    step, terms = acted.sequences[:, -1].long(), []
+    with torch.no_grad():
+        prefix = model.encode_prefix(**inputs)
+        for index in range(num_steps):
+            t, d = 1 - index / num_steps, 1 / num_steps
+            x, velocity = chain[:, index], model.velocity(prefix, None, chain[:, index], torch.full((3,), t))[0]
+            s = 0.3 * (t / (1 - min(t, 1 - d))) ** 0.5
+            mean = x - velocity * d - s**2 * d / (2 * t) * (x + (1 - t) * velocity)
+            terms.append(torch.distributions.Normal(mean, s * d**0.5).log_prob(chain[:, index + 1]))
+    if joint:
+        first = torch.distributions.Normal(0.0, 1.0).log_prob(chain[:, 0])
+        expected = torch.stack([first, *terms], 1).mean(1)
+    else:
+        expected = torch.stack(terms, 1)[torch.arange(3), step]
+    expected = expected[:, : model.action_chunks_len, :ACTIONS].flatten(1)
+    torch.testing.assert_close(scored.logprobs, expected, rtol=1e-4, atol=1e-4)
+
+    frozen = build_policy({"model": section(folders["smolvla"])})
+    greedy = [each.predict_action_batch(do_sample=False, **inputs).actions for each in (model, frozen)]
+    torch.testing.assert_close(*greedy, rtol=0, atol=1e-6)
+
+    scored.logprobs.sum().backward()
+    learns = {name for name, each in model.named_parameters() if each.grad is not None and float(each.grad.abs().max())}
+    assert any("action_out_proj" in name for name in learns) and not any(".vlm." in name for name in learns)
+    with torch.no_grad():
+        for module in (model.value_head, model.policy.model.action_out_proj):
+            next(module.parameters()).add_(0.1)
+    changed = model.predict_action_batch(uniforms=uniforms, **inputs)
+    model.save_pretrained(tmp_path / "out")
+    again = build_policy({"model": own | {"model_path": str(tmp_path / "out")}}, settings)
+    found = again.predict_action_batch(uniforms=uniforms, **inputs)
+    assert torch.equal(found.actions, changed.actions) and torch.equal(found.values, changed.values)
+    assert not torch.equal(found.actions, acted.actions) and check.report(tmp_path / "out")[1] == []
+
+
+def test_a_flow_that_cannot_be_trained_is_refused(folders: Folders) -> None:
+    with pytest.raises(ConfigError, match="type act.*model=lerobot"):
+        build_policy({"model": section(folders["act"], model_type="smolvla")})
+    config = build_policy({"model": section(folders["smolvla"], interpreter=PYTHON)}).config
+    with pytest.raises(ConfigError, match="model=smolvla"):
+        LerobotPolicy.check_rl(config)
+    given = SmolVLAConfig(noise_method="flow_ode")
+    with pytest.raises(ConfigError, match="flow_sde"):
+        SmolVLAPolicy.check_rl(given)
+    with pytest.raises(ConfigError, match="noise_method"):
+        SmolVLAConfig(noise_method="flow_noise")

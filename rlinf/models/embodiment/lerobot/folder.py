@@ -274,17 +274,14 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
 
 
 def _tokenizer_findings(folder: Path, config: LerobotConfig, values: Mapping[str, Any]) -> Iterator[Finding]:
-    named = {"tokenizer_name": (config.tokenizer, "tokenizer"), "action_tokenizer_name": (None, "tokenizer")}
+    named = {"tokenizer_name": config.tokenizer, "action_tokenizer_name": None}
     for step in _steps(folder, "policy_preprocessor.json"):
-        for key, (instead, field) in named.items():
+        for key, instead in named.items():
             name = instead or step.get("config", {}).get(key)
             if name is not None and local_tokenizer(folder, name) is None:
                 found = f"'{name}' of {step.get('registry_name')} is not on this machine"
-                yield Finding(
-                    "tokenizer",
-                    found,
-                    f"set model.override_config.{field}=<its folder>, or put it into {folder}/{name}",
-                )
+                override = "set model.override_config.tokenizer=<its folder>, or " if key == "tokenizer_name" else ""
+                yield Finding("tokenizer", found, f"{override}put it into {folder}/{name}")
     name = config.vlm or values.get("vlm_model_name")
     if name is not None and local_tokenizer(folder, name) is None:
         found = f"'{name}' (config and processor of the language model) is not on this machine"

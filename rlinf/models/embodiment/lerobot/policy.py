@@ -23,6 +23,8 @@ from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
+TRAINED = {"smolvla": "model=smolvla"}
+"""Type to the model type that policy gradients train."""
 FAR = 5.0
 """Half-widths of an env's bounds, from their middle, beyond which actions of its demonstrations do not lie."""
 
@@ -44,7 +46,6 @@ class LerobotPolicy(ActionModel, nn.Module):
     predicts_values: ClassVar[bool] = False
     has_logprobs: ClassVar[bool] = False
     float32_modules: ClassVar[tuple[str, ...]] = ()
-    value_head = None
     detach_value = True
 
     @classmethod
@@ -63,7 +64,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         """Refuse policy gradients."""
         raise ConfigError(
             f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns a head on it, "
-            f"frozen. Set algorithm=sac algorithm.head.name=residual, or {INSTEAD}"
+            f"frozen. Set algorithm=sac algorithm.head.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
         )
 
     @classmethod
@@ -125,6 +126,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.weights_sha256 = nn.Parameter(torch.tensor(list(digest), dtype=torch.float32), requires_grad=False)
         self._asked = interpreter, timeout_s, connect_timeout_s
         self._runner: Any = None
+        self.value_head = None  # not of the class: it would hide a module
         self.policy: nn.Module | None = None
         if folder is not None:
             _ = self.runner
@@ -221,7 +223,7 @@ class LerobotPolicy(ActionModel, nn.Module):
                 f"The policy reads a state of width {width}, and the observation has one of {given}. Set another env"
             )
         if width:
-            state = torch.from_numpy(observation.state).float() * _numbers(self.config.state_scale)
+            state = torch.from_numpy(observation.state).float() * numbers(self.config.state_scale)
             found |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
         sentences = [self.config.prompt or each for each in observation.instruction]
         return {**found, PROMPT: as_bytes(sentences)}
@@ -263,9 +265,9 @@ class LerobotPolicy(ActionModel, nn.Module):
                 "The policy runs in an interpreter of its own (model.interpreter); its weights are trained in this process alone. Set "
                 "model.interpreter=null model.override_config.trained=true"
             )
-        batch = _batch(inputs)
+        batch = batch_of(inputs)
         seed = 0 if uniforms is None else int(float(uniforms[0, 0]) * 2**31)
-        loss = self.runner.loss(batch, actions.cpu() * _numbers(self.config.action_scale), seed)
+        loss = self.runner.loss(batch, actions.cpu() * numbers(self.config.action_scale), seed)
         return loss.expand(len(actions))
 
     def _noise(self, uniforms: Tensor) -> Tensor | None:
@@ -275,8 +277,8 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     def _ask(self, inputs: Inputs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return chunks ``[B, N, C, D]`` in env units, and features ``[B, F]``, on the model's device."""
-        answer: Answer = self.runner.ask(_batch(inputs), None if noise is None else noise.numpy())
-        chunks = torch.from_numpy(answer.chunks[:, :, : self.action_chunks_len].copy()) / _numbers(
+        answer: Answer = self.runner.ask(batch_of(inputs), None if noise is None else noise.numpy())
+        chunks = torch.from_numpy(answer.chunks[:, :, : self.action_chunks_len].copy()) / numbers(
             self.config.action_scale
         )
         return chunks.to(self.device), torch.from_numpy(answer.features.copy()).to(self.device)
@@ -310,7 +312,7 @@ def start_runner(
     )
 
 
-def _batch(inputs: Inputs) -> dict[str, Any]:
+def batch_of(inputs: Inputs) -> dict[str, Any]:
     """Return the result of ``preprocess`` as a runner reads it."""
     arrays: dict[str, Any] = {name: each.cpu().numpy() for name, each in inputs.items() if name != PROMPT}
     return {**arrays, PROMPT: as_text(inputs[PROMPT])}
@@ -327,7 +329,7 @@ def as_text(rows: Tensor) -> list[str]:
     return [bytes(row[row >= 0].tolist()).decode() for row in rows.cpu()]
 
 
-def _numbers(scale: float | list[float]) -> Tensor:
+def numbers(scale: float | list[float]) -> Tensor:
     return torch.tensor(scale, dtype=torch.float32)
 
 

@@ -68,6 +68,20 @@ class Answer(NamedTuple):
     features: np.ndarray
 
 
+class FlowPrefix(NamedTuple):
+    """The part of a pass of SmolVLA that all denoising steps share.
+
+    Attributes:
+        mask: bool ``[B, P]``: a position that is there.
+        cache: Keys and values of the positions.
+        states: ``[B, P, W]``.
+    """
+
+    mask: Tensor
+    cache: Any
+    states: Tensor
+
+
 class LocalRunner:
     """Loads a folder, and refuses one whose weights do not fit."""
 
@@ -80,7 +94,7 @@ class LocalRunner:
             raise CheckpointError(f"The policy in {folder} would be blind: {found[0]}")
         self.policy.requires_grad_(False)
         self.device = torch.device("cpu")
-        self._lock = threading.Lock()  # hooks and generators are the policy's, so threads ask in turn
+        self._lock = threading.Lock()  # hooks, generators and rows at work are the policy's, so threads ask in turn
         try:
             with quiet():
                 self.feature_dim = self.ask(self._blank(), None).features.shape[1]
@@ -134,6 +148,9 @@ class LocalRunner:
         if hasattr(config, "vlm_model_name"):
             name = self.config.vlm or config.vlm_model_name
             found |= {"vlm_model_name": local_tokenizer(self.folder, name) or name, "load_vlm_weights": False}
+        for name in ("text_tokenizer_name", "action_tokenizer_name"):
+            if hasattr(config, name):
+                found[name] = self._tokenizer(name, getattr(config, name))
         found |= {
             name: value
             for name, value in (("compile_model", False), ("n_action_steps", self.config.n_action_steps))
@@ -148,13 +165,16 @@ class LocalRunner:
             name, options = step.get("registry_name"), step.get("config", {})
             if name == "device_processor":
                 found[name] = {"device": "cpu"}
-            places = {key: options[key] for key in ("tokenizer_name", "action_tokenizer_name") if options.get(key)}
+            names = ("tokenizer_name", "action_tokenizer_name", "paligemma_tokenizer_name")
+            places = {key: self._tokenizer(key, options[key]) for key in names if options.get(key)}
             if places:
-                instead = self.config.tokenizer
-                found[name] = {
-                    key: local_tokenizer(self.folder, instead or each) or each for key, each in places.items()
-                }
+                found[name] = places
         return found
+
+    def _tokenizer(self, field: str, name: str) -> str:
+        """Return where a tokenizer lies on this machine; its name, if it does not. ``config.tokenizer`` is about text."""
+        name = name if field == "action_tokenizer_name" else self.config.tokenizer or name
+        return local_tokenizer(self.folder, name) or name
 
     def to(self, device: torch.device) -> None:
         """Move weights and statistics."""
@@ -180,19 +200,15 @@ class LocalRunner:
         """
         rows = len(batch[PROMPT])
         count = 1 if noise is None else noise.shape[1]
-        prepared = self._before(
-            {**{name: self._tensor(each) for name, each in batch.items() if name != PROMPT}, PROMPT: batch[PROMPT]}
-        )
         prepared = {
             name: each.repeat_interleave(count, 0) if isinstance(each, Tensor) and len(each) == rows else each
-            for name, each in prepared.items()
+            for name, each in self._prepared(batch).items()
         }
         given = self._noise(rows * count, None if noise is None else torch.from_numpy(noise).flatten(0, 1))
         module = FEATURES[self.config.policy_type]
         with self._lock, caught(self.policy, *module) as states, seeded(self.policy, given):
             chunk = CHUNKS.get(self.config.policy_type, flow_chunk)(self.policy, prepared, given)
-        actions = torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1)
-        chunks = actions.float().cpu().unflatten(0, (rows, count)).numpy()
+        chunks = self._after_each(chunk).cpu().unflatten(0, (rows, count)).numpy()
         return Answer(chunks, torch.cat(states)[: rows * count : count].float().cpu().numpy())
 
     def loss(self, batch: Mapping[str, Any], actions: Tensor, seed: int) -> Tensor:
@@ -203,12 +219,48 @@ class LocalRunner:
             actions: float32 ``[B, chunk_size, D]`` in the units of the folder.
             seed: Fixes its noise.
         """
-        seen = {name: self._tensor(each) for name, each in batch.items() if name != PROMPT}
-        prepared = self._before({**seen, PROMPT: batch[PROMPT], ACTION: actions.to(self.device)})
+        prepared = self._prepared(batch, actions.to(self.device))
         prepared["action_is_pad"] = torch.zeros(actions.shape[:2], dtype=torch.bool, device=self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             return self.policy(prepared)[0]
+
+    def prefix(self, batch: Mapping[str, Any]) -> FlowPrefix:
+        """Read the rows of ``ask`` by a SmolVLA, with gradients; the first half of its ``sample_actions``."""
+        from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
+
+        policy, flow = self.policy, self.policy.model
+        prepared = policy._prepare_batch(self._prepared(batch))
+        words = (prepared[f"observation.language.{part}"] for part in ("tokens", "attention_mask"))
+        embedded, mask, groups = flow.embed_prefix(
+            *policy.prepare_images(prepared), *words, state=policy.prepare_state(prepared)
+        )
+        states, cache = flow.vlm_with_expert.forward(
+            attention_mask=make_att_2d_masks(mask, groups), position_ids=mask.cumsum(1) - 1, past_key_values=None,
+            inputs_embeds=[embedded, None], use_cache=True,
+        )  # fmt: skip
+        return FlowPrefix(mask, cache, states[0])
+
+    def velocity(self, prefix: FlowPrefix, x: Tensor, t: Tensor) -> Tensor:
+        """Return the velocity of a SmolVLA at ``x [B, H, D]`` and ``t [B]``, 1 at the noise, with gradients."""
+        return self.policy.model.denoise_step(prefix.mask, prefix.cache, x, t.float())
+
+    def unnormalized(self, chunk: Tensor) -> Tensor:
+        """Return the normalised actions ``[B, T, D]`` of a flow, padding included, in the units of the folder, float32."""
+        chunk = chunk[..., : self.config.action_dim]
+        if self.policy.config.adapt_to_pi_aloha:
+            chunk = self.policy._pi_aloha_encode_actions(chunk)
+        return self._after_each(chunk)
+
+    def _after_each(self, chunk: Tensor) -> Tensor:
+        with self._lock:
+            return torch.stack([self._after(chunk[:, step]) for step in range(chunk.shape[1])], 1).float()
+
+    def _prepared(self, batch: Mapping[str, Any], actions: Tensor | None = None) -> dict[str, Any]:
+        """Return rows, and the actions of a demonstration, after the policy's own preprocessor."""
+        seen = {name: self._tensor(each) for name, each in batch.items() if name != PROMPT}
+        with self._lock:  # its steps remember the rows that they work on
+            return self._before({**seen, PROMPT: batch[PROMPT], **({} if actions is None else {ACTION: actions})})
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write weights under the names and in the number formats of the policy's own file."""

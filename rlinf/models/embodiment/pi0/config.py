@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.pi0.flow import NOISE_METHODS
+from rlinf.models.embodiment.modules.flow import NOISE_METHODS
 from rlinf.models.loading import check_choice, check_model_type, checkpoint_folder, field_error, read_json
 
 _HEADS = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256}

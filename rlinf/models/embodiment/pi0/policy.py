@@ -13,47 +13,27 @@ from torch import Tensor, nn
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
+from rlinf.models.embodiment.flow_policy import FlowPolicy
+from rlinf.models.embodiment.modules.flow import noisy_actions, training_times
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
-from rlinf.models.embodiment.pi0.flow import (
-    denoising_times,
-    gaussian_entropy,
-    gaussian_logprobs,
-    noisy_actions,
-    step_moments,
-    training_times,
-)
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
-from rlinf.models.loading import field_error, without_logprobs
+from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import override_text
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+from rlinf.types import EnvSpec, Observation, Proposal
 
-GREEDY_NOISE_SEED = 0
 PROMPT_BLOCK = 64
 """Tokens of which a prompt has a multiple where a CUDA graph reads it."""
 
 
-class Pi0ForRLActionPrediction(Pi0Network):
-    """Images, instruction and state in, a chunk of actions out, by ``n`` denoising steps from noise.
-
-    **Density.** ``noise_method`` makes a step ``x[i] -> x[i+1]`` a Gaussian (see ``step_moments``). With ``joint_logprob``
-    all steps are sampled, and a log-probability is the mean over ``n + 1`` terms, one per step and ``log N(x[0]; 0, 1)``;
-    otherwise each row's own random number chooses one step to sample, the others are Euler steps, and the chosen one is
-    scored. The ``A`` columns are the executed actions: horizon and padding are cut off first. The mean (the density of the
-    chain would be the sum) is the convention of public RL recipes; it makes log-ratios ``n + 1`` times smaller.
-    ``temperature`` multiplies the variance of the steps, not of the initial noise.
-
-    **Greedy** (``do_sample=False``): Euler steps from one fixed noise, the same for every row and call. The published
-    evaluation draws new noise, which would make a greedy result depend on chance.
+class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
+    """Images, instruction and state in, a chunk of actions out (``FlowPolicy``).
 
     **Values** belong to a step: the value head on the mean of the expert's outputs. A rollout returns the mean over all
     its ``n`` steps; ``evaluate_actions`` the mean over the scored steps: all with ``joint_logprob``, else the chosen one.
-
-    ``sequences`` is the chain ``[n + 1, horizon, action_dim of the config]`` flattened, and the chosen step (-1: all);
-    ``logits`` are means and deviations, ``[B, n, horizon, action_dim, 2]``, temperature included.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
@@ -124,41 +104,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def check_cuda_graph(cls, config: Pi0Config, attn_implementation: str) -> None:
         """Accept all settings: none of the kernels reads a number on the CPU."""
 
-    @classmethod
-    def check_rl(cls, config: Pi0Config) -> None:
-        """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
-        if config.noise_method == "flow_ode":
-            raise without_logprobs("noise_method", "flow_ode", "flow_sde")
-
     # -- properties ---------------------------------------------------------------------------------------------------
-
-    @property
-    def predicts_values(self) -> bool:
-        """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
-        return self.values_in_rollouts(self.config)
-
-    @classmethod
-    def values_in_rollouts(cls, config: Pi0Config) -> bool:
-        return config.joint_logprob
-
-    @property
-    def _chunk_size(self) -> int:
-        return self.config.action_horizon * self.config.action_dim
-
-    @property
-    def num_sampled(self) -> int:
-        """The chain and the chosen step."""
-        return (self.config.num_steps + 1) * self._chunk_size + 1
-
-    @property
-    def num_uniforms(self) -> int:
-        """The initial noise, the noise of the sampled steps, and the choice of the step."""
-        return (1 + (self.config.num_steps if self.config.joint_logprob else 1)) * self._chunk_size + 1
-
-    @property
-    def num_candidate_uniforms(self) -> int:
-        """The initial noise of horizon and padding."""
-        return self._chunk_size
 
     @property
     def num_steering_numbers(self) -> int:
@@ -263,54 +209,6 @@ class Pi0ForRLActionPrediction(Pi0Network):
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
         return normalizer.normalize(torch.from_numpy(observation.state))
 
-    # -- one step ------------------------------------------------------------------------------------------------
-
-    def _transition(
-        self, prefix: Prefix, state: Tensor | None, x: Tensor, step: Tensor, sampled: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and deviation of the step from ``x [B, horizon, action_dim]``, and the value there.
-
-        ``step`` is int64 ``[B]``, in ``0..n-1``. Where ``sampled`` (bool ``[B]``) is false, this is the Euler step without noise.
-        """
-        config, times = self.config, denoising_times(self.config.num_steps, x.device)
-        t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
-        velocity, output = self.velocity(prefix, state, x, times[step])
-        noise_std = None if self.noise_head is None else self.noise_head(output)
-        grid = (x, velocity, t, t_next, times[1])
-        mean, std = step_moments(config.noise_method, *grid, config.noise_level, noise_std)
-        euler, zero = step_moments("flow_ode", *grid, config.noise_level)
-        sampled = sampled[:, None, None]
-        mean, std = torch.where(sampled, mean, euler), torch.where(sampled, std * temperature**0.5, zero)
-        return mean, std, self._values(output.mean(1))
-
-    # -- the contract --------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def predict_action_batch(
-        self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
-    ) -> ActionPrediction:
-        """Act; see the class and ``ActionModel.predict_action_batch``."""
-        config = self.config
-        batch, shape = len(inputs["input_ids"]), (config.action_horizon, config.action_dim)
-        if not do_sample:
-            noise = self._greedy_noise(batch)
-            nothing = torch.full((batch,), -1, device=self.device)
-            return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
-        if uniforms is None:
-            uniforms = draw_uniforms(batch, self.num_uniforms)
-        uniforms = to_device(uniforms, self.device)
-        drawn = standard_normal(uniforms[:, :-1]).unflatten(1, (-1, *shape))
-        step = (uniforms[:, -1] * config.num_steps).long().clamp_max(config.num_steps - 1)
-        if config.joint_logprob:
-            step = torch.full_like(step, -1)
-        return self.denoise(inputs, drawn[:, 0], drawn[:, 1:], step, config.joint_logprob, temperature)
-
-    def _greedy_noise(self, num_rows: int) -> Tensor:
-        """Noise ``[num_rows, horizon, action_dim]`` of greedy actions: the same in every row."""
-        shape = (self.config.action_horizon, self.config.action_dim)
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
-        return to_device(noise, self.device).expand(num_rows, -1, -1)
-
     def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
@@ -327,101 +225,12 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
         return Proposal(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
-    def _euler(self, prefix: Prefix, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Denoise ``x [B, horizon, action_dim]`` without further noise; return the expert's last outputs, too."""
-        times, output = denoising_times(self.config.num_steps, x.device), x
-        for t, t_next in zip(times[:-1], times[1:], strict=True):
-            velocity, output = self.velocity(prefix, state, x, t.expand(len(x)))
-            x, _ = step_moments("flow_ode", x, velocity, t, t_next, times[1], self.config.noise_level)
-        return x, output
-
-    @torch.no_grad()
-    def denoise(
-        self,
-        inputs: Inputs,
-        noise: Tensor,
-        step_noise: Tensor,
-        step: Tensor,
-        joint: bool,
-        temperature: float,
-    ) -> ActionPrediction:
-        """Run the chain from ``noise [B, horizon, action_dim]`` and ``step_noise [B, n or 1, horizon, action_dim]``.
-
-        ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
-        """
-        settings = (tuple(inputs), joint, temperature)
-        if self._graphs is None:
-            chain, moments, value = self._run_chain(noise, step_noise, step, *inputs.values(), *settings)
-        else:
-            tensors = (noise, step_noise, step, *self._with_longer_prompts(inputs).values())
-            chain, moments, value = self._graphs.run(self._run_chain, tensors, *settings, weights=self.parameters)
-        sequences = torch.cat([chain, step[:, None].float()], dim=1)
-        return ActionPrediction(self.decode_actions(sequences), sequences, moments, value)
-
-    def _with_longer_prompts(self, inputs: Inputs) -> Inputs:
+    def _graph_inputs(self, inputs: Inputs) -> Inputs:
         """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""
         length = inputs["input_ids"].shape[1]
         room = min(-(-length // PROMPT_BLOCK) * PROMPT_BLOCK, self.config.longest_prompt) - length
         names = ("input_ids", "attention_mask")
         return inputs | {name: nn.functional.pad(inputs[name], (0, room)) for name in names}
-
-    def _run_chain(
-        self, noise: Tensor, step_noise: Tensor, step: Tensor, *observed: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chain, flattened, its means and deviations, and the values. No number decides which kernels run.
-
-        ``observed`` are the tensors of ``inputs``, their names, ``joint`` and ``temperature``; see ``denoise``.
-        """
-        *tensors, names, joint, temperature = observed
-        inputs = dict(zip(names, tensors, strict=True))
-        prefix, state = self.encode_prefix(**inputs), inputs.get("state")
-        num_steps, chain, moments, values = self.config.num_steps, [noise], [], []
-        for i, eps in enumerate(step_noise.expand(-1, num_steps, -1, -1).unbind(1)):
-            present = torch.full_like(step, i)
-            mean, std, value = self._transition(prefix, state, chain[-1], present, (step == i) | joint, temperature)
-            chain.append(mean + std * eps)
-            moments.append(torch.stack([mean, std], dim=-1))
-            values.append(value)
-        return torch.stack(chain, 1).flatten(1), torch.stack(moments, 1), torch.stack(values, 1).mean(1)
-
-    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
-        chain, _ = self._split(prediction.sequences)
-        terms = gaussian_logprobs(chain[:, 1:], *prediction.logits.unbind(-1))
-        if self.config.joint_logprob:
-            terms = torch.cat([_standard_logprobs(chain[:, :1]), terms], dim=1)
-            return self._executed(terms.mean(1))
-        return self._executed(terms.sum(1))  # all but the sampled step are 0
-
-    def score_chain(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Score a chain, all of horizon and padding included, with gradients.
-
-        Return log-densities and entropies ``[B, n + 1, horizon, action_dim]`` with ``joint_logprob``, else of the chosen step
-        alone, ``[B, 1, horizon, action_dim]``; values ``[B, n]`` or ``[B, 1]``. The entropy is 0 unless the deviation is
-        learned (``flow_noise``). Without a chosen step (-1, a greedy chain) both are 0, and the value is the first step's.
-        """
-        chain, chosen = self._split(sequences)
-        prefix, state = self.encode_prefix(**inputs), inputs.get("state")
-        joint, rows = self.config.joint_logprob, torch.arange(len(chain), device=chain.device)
-        sampled = torch.ones_like(chosen, dtype=torch.bool) if joint else chosen >= 0
-        steps = [torch.full_like(chosen, i) for i in range(self.config.num_steps)] if joint else [chosen.clamp_min(0)]
-        initial = chain[:, 0]
-        logprobs = [_standard_logprobs(initial)] if joint else []
-        deviations, values = [torch.ones_like(initial)] if joint else [], []
-        for step in steps:
-            mean, std, value = self._transition(prefix, state, chain[rows, step], step, sampled, temperature)
-            logprobs.append(gaussian_logprobs(chain[rows, step + 1], mean, std))
-            deviations.append(std)
-            values.append(value)
-        entropy = gaussian_entropy(torch.stack(deviations, 1))
-        if self.config.noise_method != "flow_noise":
-            entropy = torch.zeros_like(entropy)
-        return torch.stack(logprobs, 1), entropy, torch.stack(values, 1)
-
-    def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        """Score chains ``sequences [B, K]``; see the class and ``ActionModel.evaluate_actions``."""
-        logprobs, entropy, values = self.score_chain(inputs, sequences, temperature)
-        return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
@@ -450,23 +259,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
         velocity, _ = self.velocity(prefix, inputs.get("state"), x, t)
         return (velocity - target).square()
 
-    def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Take the executed actions at the end of the chain and return env units, float32 ``[B, C, D]``."""
-        return self._chunk(self._split(sequences)[0][:, -1])
-
     def _chunk(self, x: Tensor) -> Tensor:
         """Cut normalised actions ``[B, horizon, action_dim]`` to the executed ones, in env units ``[B, C, D]``."""
         return self.action_normalizer.unnormalize(x[:, : self.action_chunks_len, : self.action_dim]).float()
-
-    def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain ``[B, n + 1, horizon, action_dim]`` and the chosen step int64 ``[B]``."""
-        config, sampled = self.config, sequences[:, -self.num_sampled :].float()
-        shape = (config.num_steps + 1, config.action_horizon, config.action_dim)
-        return sampled[:, :-1].unflatten(1, shape), sampled[:, -1].long()
-
-    def _executed(self, terms: Tensor) -> Tensor:
-        """Cut ``[B, horizon, action_dim]`` to the executed actions, ``[B, A]``."""
-        return terms[:, : self.action_chunks_len, : self.action_dim].flatten(1)
 
 
 def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: int) -> StatisticsNormalizer:
@@ -478,7 +273,3 @@ def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: in
         )
     stats = select_stats(config.norm_stats, unnorm_key)["action"]
     return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")
-
-
-def _standard_logprobs(x: Tensor) -> Tensor:
-    return gaussian_logprobs(x, torch.zeros_like(x), torch.ones_like(x))

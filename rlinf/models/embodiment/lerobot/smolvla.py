@@ -1,0 +1,137 @@
+"""SmolVLA (Shukor et al. 2025) of lerobot, trained by policy gradients through its own denoising steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import masked_mean
+from rlinf.models.embodiment.flow_policy import FlowPolicy
+from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.embodiment.lerobot.config import LerobotConfig
+from rlinf.models.embodiment.lerobot.policy import LerobotPolicy, batch_of, numbers
+from rlinf.models.embodiment.lerobot.runner import FlowPrefix
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.loading import check_choice, field_error, read_json
+
+VALUES = "value_head.safetensors"
+"""File of the value head, beside the files of lerobot."""
+
+
+@dataclass
+class SmolVLAConfig(LerobotConfig):
+    """``LerobotConfig`` of a SmolVLA, and the density of its flow.
+
+    Args:
+        num_steps: ``n``, denoising steps; the folder's.
+        noise_method: How a step becomes a distribution (``step_moments``): flow_sde or flow_cps. ``flow_ode`` has no log-probabilities.
+        noise_level: ``a`` of both.
+        joint_logprob: As of pi0: all steps are sampled and scored, or one of them per call.
+        freeze_vlm: Pictures and sentences are read by fixed weights, as lerobot fine-tunes it.
+    """
+
+    model_type: ClassVar[str] = "smolvla"
+    manifest_fields: ClassVar[tuple[str, ...]] = (
+        *LerobotConfig.manifest_fields,
+        "num_steps",
+        "noise_method",
+        "noise_level",
+    )
+
+    policy_type: str = "smolvla"
+    trained: bool = True
+    num_steps: int = 10
+    noise_method: str = "flow_sde"
+    noise_level: float = 0.5
+    joint_logprob: bool = False
+    freeze_vlm: bool = True
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
+        found = super().from_pretrained(folder, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        config.num_steps = read_json(Path(folder) / "config.json").get("num_steps", config.num_steps)
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy_type != "smolvla":
+            raise ConfigError(
+                f"The folder has a policy of the type {self.policy_type}; required by model=smolvla: smolvla. Set model=lerobot, on which a "
+                "head learns (algorithm=sac algorithm.head.name=residual)"
+            )
+        check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
+        if self.num_steps < 1:
+            raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=10")
+
+
+class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
+    """A folder of SmolVLA in this process: lerobot's classes compute prefix and velocity, ``FlowPolicy`` samples and scores.
+
+    The value head reads the mean of the prefix's states, so a value belongs to an observation, not to a denoising step. It lies in a
+    file of its own beside lerobot's, which lerobot does not read.
+    """
+
+    config_class = SmolVLAConfig
+    predicts_values: ClassVar[bool] = True  # type: ignore[assignment]
+    has_logprobs: ClassVar[bool] = True
+    noise_head = None
+
+    @classmethod
+    def values_in_rollouts(cls, config: Any) -> bool:
+        return True
+
+    @classmethod
+    def check_rl(cls, config: SmolVLAConfig) -> None:
+        """Refuse a flow without noise, and weights that are not in this process."""
+        super().check_rl(config)
+        cls.check_sft(config)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, config: SmolVLAConfig, **arguments: Any) -> SmolVLAPolicy:
+        """Load a folder, and its value head if it has one."""
+        model = super().from_pretrained(folder, config, **arguments)
+        model.detach_value = arguments.get("detach_value", True)
+        if model.policy is not None and config.freeze_vlm:
+            model.policy.model.vlm_with_expert.vlm.requires_grad_(False)
+        if arguments.get("value_head", True):
+            model.value_head = ValueHead(model.feature_dim)
+            if (Path(model.folder) / VALUES).is_file():
+                model.value_head.load_state_dict(load_file(Path(model.folder) / VALUES))
+        return model
+
+    @property
+    def flow_shape(self) -> tuple[int, int]:
+        horizon, width = self.config.noise_shape
+        return horizon, width
+
+    def encode_prefix(self, **inputs: Tensor) -> FlowPrefix:
+        """Read pictures, sentence and state."""
+        return self.runner.prefix(batch_of(inputs))
+
+    def velocity(self, prefix: FlowPrefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return lerobot's velocity at ``x [B, H, D]``; ``state`` is part of the prefix."""
+        velocity = self.runner.velocity(prefix, x, t)
+        return velocity, velocity
+
+    def _step_values(self, prefix: FlowPrefix, output: Tensor) -> Tensor:
+        return self._values(masked_mean(prefix.states, prefix.mask))
+
+    def _chunk(self, x: Tensor) -> Tensor:
+        actions = self.runner.unnormalized(x[:, : self.action_chunks_len])
+        return actions / numbers(self.config.action_scale).to(actions.device)
+
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Write lerobot's folder with the trained weights, and the value head beside it."""
+        super().save_pretrained(save_directory, state_dict, **kwargs)
+        found = self.state_dict() if state_dict is None else state_dict
+        own = {name.removeprefix("value_head."): each for name, each in found.items() if name.startswith("value_head.")}
+        if own:
+            write_safetensors(Path(save_directory) / VALUES, own)

@@ -195,6 +195,10 @@ def _on_robot(config: RunConfig, env: VectorEnv, opened: _Opened, settings: Robo
     policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
     acting, recorder = EnvRobot(env, settings), None
     person = ScriptedPerson(acting, settings) if settings.teleoperator == "scripted" else None
+    if person is not None:
+        opened.warnings.append(
+            "A person could take over: successes belong to policy and person (teleoperator=scripted)"
+        )
     if settings.record is not None:
         kept = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER
         recorder = EpisodeRecorder(

@@ -34,7 +34,7 @@ def needs_outcomes(config: SFTConfig) -> bool:
 
 
 def chosen(dataset: StoredDemonstrations, config: SFTConfig) -> BatchSource:
-    """Return the rows of a dataset, opened with ``outcomes``, that ``sft.rows`` chooses; raise ConfigError if there are none.
+    """Return the rows of a dataset, opened with ``outcomes``, that ``sft.rows`` chooses; raise ConfigError if it chooses none.
 
     Filtered cloning keeps the episodes that reached the goal. HG-DAgger (Kelly et al. 2019, arXiv:1810.02890, algorithm 1)
     keeps the rows at which the person acted. A row counts as an intervention if all of its chunk is the person's, up to the

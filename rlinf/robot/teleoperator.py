@@ -41,7 +41,7 @@ class Teleoperator(Protocol):
 
 
 class TakeOver:
-    """Who acts: the policy, the person at a teleoperator (None: there is none), or nobody, because the teleoperator is gone.
+    """Who acts: the policy, the person at a teleoperator (None: without one), or nobody, because the teleoperator is gone.
 
     The positions of a person who takes over may be far from the robot's. From where the robot is they change by at most
     ``align_change`` for each action, until robot and teleoperator have met.

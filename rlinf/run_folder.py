@@ -18,6 +18,7 @@ RESULT_FILE, COMPARISON_FILE = "result.json", "compare.json"
 TIMING_FILE = "timing.json"  # lateness, latencies and lost steps of a robot
 PARTIAL_FILE = "result.partial.jsonl"  # of rank 0; rank 2 writes to result.partial.2.jsonl
 VIDEOS_FOLDER, RECORDINGS_FOLDER = "videos", "episodes"
+STARTS_FOLDER = "starts"  # first pictures of the episodes of a robot whose scene a person puts back
 ROBOT_EPISODES_FOLDER = "recorded"  # episodes of a robot, until a dataset is made of them
 BASELINE_FOLDER = "episodes_of_baseline"  # copies of the recordings of the baseline, so that the folder can be moved
 AUDIT_FILE, PARTIAL_AUDIT = "audit.json", "audit.partial"

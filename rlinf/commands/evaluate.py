@@ -73,8 +73,9 @@ from rlinf.report.compare_folders import (
 from rlinf.report.run_page import write_report
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.person import PersonTells
 from rlinf.robot.recorder import EpisodeRecorder
-from rlinf.robot.robot import EnvRobot
+from rlinf.robot.robot import EnvRobot, EpisodicRobot
 from rlinf.robot.teleoperator import ScriptedPerson
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
@@ -204,8 +205,12 @@ def _on_robot(config: RunConfig, env: VectorEnv, opened: _Opened, settings: Robo
         recorder = EpisodeRecorder(
             Path(settings.record).expanduser(), kept, max(1, round(settings.fps)), to_mapping(config.env)
         )
+    judged: EpisodicRobot = acting
+    if settings.success == "person":
+        wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
+        judged = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
     computes = partial(autocast, opened.model, config.model.precision)
-    return RobotEpisodes(policy, acting, env_spec(config), settings, computes, person, recorder)
+    return RobotEpisodes(policy, judged, env_spec(config), settings, computes, person, recorder)
 
 
 def _open(config: RunConfig, env: VectorEnv, first: int) -> _Opened:

@@ -56,6 +56,11 @@ class RobotConfig:
     )
     person_patience: int = option(3, "Errors in a row after which the scripted person takes over.", minimum=1)
     person_steps: int = option(8, "Actions after which the scripted person hands back.", minimum=1)
+    success: str = option(
+        "env",
+        "Who tells success: env; person: asked on the terminal before and after each episode.",
+        choices=("env", "person"),
+    )
     real_time: bool = option(
         True, "False: a clock that jumps from action to action, so that equal settings give equal episodes."
     )

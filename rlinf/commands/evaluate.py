@@ -71,6 +71,7 @@ from rlinf.report.compare_folders import (
     evaluation_folder,
 )
 from rlinf.report.run_page import write_report
+from rlinf.robot.arm import Arm, connected_robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.person import PersonTells
@@ -173,7 +174,8 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 stack.callback(players.close)
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
-                episodes = stack.enter_context(_on_robot(config, env, opened, robot))
+                acting = _robot(env, robot, stack)
+                episodes = stack.enter_context(_on_robot(config, env, acting, opened, robot))
                 opened.conditions["robot"] = asdict(robot)
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
@@ -191,11 +193,24 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 
-def _on_robot(config: RunConfig, env: VectorEnv, opened: _Opened, settings: RobotConfig) -> RobotEpisodes:
-    """Let the policy act on a row of the env as a robot, from which a scripted person may take over."""
+def _robot(env: VectorEnv, settings: RobotConfig, stack: ExitStack) -> EnvRobot | Arm:
+    """Return a row of the env as a robot, or the robot of ``arm``, which ``stack`` disconnects."""
+    if settings.arm is None:
+        return EnvRobot(env, settings)
+    robot = connected_robot(settings.arm)
+    stack.callback(robot.disconnect)
+    return Arm(robot, env)
+
+
+def _on_robot(
+    config: RunConfig, env: VectorEnv, acting: EnvRobot | Arm, opened: _Opened, settings: RobotConfig
+) -> RobotEpisodes:
+    """Let the policy act on a robot, from which a scripted person may take over."""
     policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
-    acting, recorder = EnvRobot(env, settings), None
-    person = ScriptedPerson(acting, settings) if settings.teleoperator == "scripted" else None
+    recorder = None
+    person = (
+        ScriptedPerson(acting, settings) if isinstance(acting, EnvRobot) and settings.teleoperator != "none" else None
+    )
     if person is not None:
         opened.warnings.append(
             "A person could take over: successes belong to policy and person (teleoperator=scripted)"

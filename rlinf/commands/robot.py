@@ -14,7 +14,7 @@ from rlinf.data.formats import describe_dataset
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.options import to_mapping
+from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
 from rlinf.preflight.refuse import refuse
@@ -25,7 +25,7 @@ logger = logging.getLogger("rlinf")
 
 
 def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
-    """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot that is one row of the env; raise as it does.
+    """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot: a row of the env, or an arm; raise as it does.
 
     Raise ConfigError for ranks, players, videos or recorded episodes, which a single robot does not have.
     """
@@ -40,10 +40,34 @@ def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
             raise ConfigError(
                 f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
             )
+    _check_arm(settings)
     _check_take_over(config, settings)
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
     with sigterm_is_ctrl_c():
         return evaluate(replace(config, evaluation=single), settings)
+
+
+def _check_arm(settings: RobotConfig) -> None:
+    """Check that nothing is asked of a robot of lerobot which an env alone can do."""
+    if settings.arm is None:
+        return
+    needed = {"success": "person", "displacements": [], "real_time": True, "teleoperator": "none"}
+    needed |= {"delay_steps": 0, "drop_frames": 0.0, "noise": 0.0}
+    reasons = {
+        "success": "no env tells it",
+        "displacements": "its actions are positions",
+        "real_time": "its clock does not jump",
+    }
+    for key, value in needed.items():
+        found = getattr(settings, key)
+        if found != value:
+            text = override_text(value)
+            reason = reasons.get(key, "that belongs to a simulated robot")
+            refuse(
+                f"{key}={override_text(found)} with arm={settings.arm}",
+                f"{key}={text}, because {reason}",
+                f"{key}={text}",
+            )
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

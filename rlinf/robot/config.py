@@ -11,6 +11,10 @@ from rlinf.options import option
 class RobotConfig:
     """How a policy acts in real time, and how far the simulated robot is from its simulator."""
 
+    arm: str | None = option(
+        None,
+        "YAML file with lerobot's configuration of a robot (type, port, cameras), which acts in place of a row of the env; null: the env.",
+    )
     fps: float = option(20.0, "Actions a second.", minimum=0.1, maximum=1000)
     execution: str = option(
         "overlap",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import numpy as np
 from rlinf.data.lerobot_dataset import OWN_FILE, describe, open_dataset
 from rlinf.data.lerobot_format import IMAGES, INTERVENTION, STATE
 from rlinf.data.lerobot_writer import LeRobotWriter
-from rlinf.files import replace_folder, write_bytes
+from rlinf.files import replace_folder, write_bytes, write_text
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 CAMERA = "camera."
 """Prefix of the pictures of a camera in the file of an episode."""
+SOURCE = "source"
+"""File beside the kept episodes with a name that no others have."""
 
 
 class EpisodeRecorder:
@@ -59,6 +63,8 @@ class EpisodeRecorder:
             success=result.success, **arrays,
         )  # fmt: skip
         write_bytes(self._path(result.spec), content.getvalue())
+        if not (self.kept / SOURCE).exists():
+            write_text(self.kept / SOURCE, uuid.uuid4().hex)
         self.begin()
 
     def write(self, results: Sequence[EpisodeResult]) -> Path | None:
@@ -67,7 +73,8 @@ class EpisodeRecorder:
         A dataset that exists is written anew, and stays whole until the larger one is there.
         """
         paths = [path for result in results if (path := self._path(result.spec)).is_file()]
-        source, known = str(self.kept.resolve()), []
+        source = (self.kept / SOURCE).read_text() if paths else None
+        known: list[str] = []
         if self.folder.exists():
             known = json.loads((self.folder / "meta" / OWN_FILE).read_text(encoding="utf-8"))["sources"]
         if paths and source not in known:  # a process that was killed after it had written leaves the files
@@ -83,7 +90,7 @@ class EpisodeRecorder:
                 video=False,
                 more=[INTERVENTION],
             ) as writer:
-                for episode in (*(_stored(self.folder) if known else ()), *map(_read, paths)):
+                for episode in chain(_stored(self.folder) if known else (), map(_read, paths)):
                     writer.add_episode(**episode)
                 writer.about[OWN_FILE] = {"env": self.env, "sources": [*known, source]}
             replace_folder(partial, self.folder)

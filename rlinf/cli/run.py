@@ -125,8 +125,8 @@ def robot(arguments: Sequence[str]) -> int:
     """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, displacements, max_change, frame_age_s, max_failures, real_time, latency_s, delay_steps, drop_frames and noise
-    (docs/robot.md).
+    its own are fps, execution, displacements, max_change, frame_age_s, max_failures, teleoperator, align_change, record, first_episode,
+    person_error, person_patience, person_steps, success, arm, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)

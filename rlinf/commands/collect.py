@@ -14,6 +14,7 @@ from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhe
 from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.lerobot_dataset import OWN_FILE
+from rlinf.data.lerobot_format import EXECUTED
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
@@ -81,7 +82,7 @@ def collect(config: RunConfig) -> Path:
             action_dim=env.action_dim,
             video=settings.video,
             robot_type=env.suite,
-            has_executed=policy is None and config.sft.expert.jitter > 0,
+            more=[EXECUTED] if policy is None and config.sft.expert.jitter > 0 else (),
         )
         with sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
@@ -187,7 +188,7 @@ def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> Non
         rewards=played.rewards[times, row],
         success=played.success[times, row],
         truncated=bool(played.truncated[row]),
-        executed=played.executed[times, row],
+        more={EXECUTED: played.executed[times, row]},
     )
 
 

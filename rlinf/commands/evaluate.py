@@ -71,9 +71,13 @@ from rlinf.report.compare_folders import (
     evaluation_folder,
 )
 from rlinf.report.run_page import write_report
+from rlinf.robot.arm import Arm, connected_robot
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
-from rlinf.robot.robot import EnvRobot
+from rlinf.robot.person import PersonTells
+from rlinf.robot.recorder import EpisodeRecorder
+from rlinf.robot.robot import EnvRobot, EpisodicRobot
+from rlinf.robot.teleoperator import ScriptedPerson
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
@@ -162,7 +166,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
         episodes: Episodes | None = None
         device = resolve_device(config.cluster.device, 1)
         with waiting("start"):
-            opened = _open(config, env)
+            opened = _open(config, env, 0 if robot is None else robot.first_episode)
             if reservation is None:
                 opened.model = opened.model.to(device)
             else:
@@ -170,13 +174,8 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 stack.callback(players.close)
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
-                policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
-                acting = EnvRobot(env, robot)
-                episodes = stack.enter_context(
-                    RobotEpisodes(
-                        policy, acting, env_spec(config), robot, lambda: autocast(opened.model, config.model.precision)
-                    )
-                )
+                acting = _robot(env, robot, stack)
+                episodes = stack.enter_context(_on_robot(config, env, acting, opened, robot))
                 opened.conditions["robot"] = asdict(robot)
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
@@ -185,17 +184,54 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             PartialResults(output, present, rank()) as partial,
             autocast(opened.model, config.model.precision),
         ):
-            _play(config, env, opened, partial, ranks, episodes)
+            result = _play(config, env, opened, partial, ranks, episodes)
+            if isinstance(episodes, RobotEpisodes) and episodes.recorder is not None:
+                print(f"recorded: {episodes.recorder.write(result.results)}", flush=True)
         if robot is not None and isinstance(episodes, RobotEpisodes):
             timing = {"settings": asdict(robot), **episodes.timing.as_dict()}
             write_text(output / run_folder.TIMING_FILE, json.dumps(timing, indent=2))
             print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 
-def _open(config: RunConfig, env: VectorEnv) -> _Opened:
-    """Open the policy, and refuse a comparison that would fail after hours of episodes."""
+def _robot(env: VectorEnv, settings: RobotConfig, stack: ExitStack) -> EnvRobot | Arm:
+    """Return a row of the env as a robot, or the robot of ``arm``, which ``stack`` disconnects."""
+    if settings.arm is None:
+        return EnvRobot(env, settings)
+    robot = connected_robot(settings.arm)
+    stack.callback(robot.disconnect)
+    return Arm(robot, env)
+
+
+def _on_robot(
+    config: RunConfig, env: VectorEnv, acting: EnvRobot | Arm, opened: _Opened, settings: RobotConfig
+) -> RobotEpisodes:
+    """Let the policy act on a robot, from which a scripted person may take over."""
+    policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
+    recorder = None
+    person = (
+        ScriptedPerson(acting, settings) if isinstance(acting, EnvRobot) and settings.teleoperator != "none" else None
+    )
+    if person is not None:
+        opened.warnings.append(
+            "A person could take over: successes belong to policy and person (teleoperator=scripted)"
+        )
+    if settings.record is not None:
+        kept = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER
+        recorder = EpisodeRecorder(
+            Path(settings.record).expanduser(), kept, max(1, round(settings.fps)), to_mapping(config.env)
+        )
+    judged: EpisodicRobot = acting
+    if settings.success == "person":
+        wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
+        judged = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
+    computes = partial(autocast, opened.model, config.model.precision)
+    return RobotEpisodes(policy, judged, env_spec(config), settings, computes, person, recorder)
+
+
+def _open(config: RunConfig, env: VectorEnv, first: int) -> _Opened:
+    """Open the policy, leave the episodes before ``first`` out, and refuse a comparison that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
-    specs = episode_list(env, settings.split, settings.num_episodes)
+    specs = episode_list(env, settings.split, settings.num_episodes, first)
     model, manifest, saved, warnings = open_policy(config, env)
     if settings.compare:
         baseline = evaluation_folder(settings.compare)
@@ -216,7 +252,7 @@ def _play(
     partial: PartialResults,
     ranks: RankGroup,
     episodes: Episodes | None,
-) -> None:
+) -> EvaluationResult:
     """Play, write the result, record episodes and write the report."""
     settings, output, specs = config.evaluation, Path(config.output_dir), opened.specs
     known = gather_objects(partial.known)[0]
@@ -249,6 +285,7 @@ def _play(
         if opened.baseline is not None:
             print(compare_folders(opened.baseline, output, settings.allow_mismatch).table(), flush=True)
         print(f"report: {write_report(output)}", flush=True)
+    return result
 
 
 def sampling_of(config: RunConfig) -> dict[str, Any]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
+from rlinf.data.formats import describe_dataset
+from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.options import override_text, to_mapping
+from rlinf.preflight.compatibility import require_package
+from rlinf.preflight.folders import check_writable
+from rlinf.preflight.refuse import refuse
 from rlinf.robot.config import RobotConfig
+from rlinf.robot.recorder import recorded_env
+
+logger = logging.getLogger("rlinf")
 
 
 def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
-    """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot that is one row of the env; raise as it does.
+    """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot: a row of the env, or an arm; raise as it does.
 
     Raise ConfigError for ranks, players, videos or recorded episodes, which a single robot does not have.
     """
@@ -28,6 +40,52 @@ def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
             raise ConfigError(
                 f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
             )
+    _check_arm(settings)
+    _check_take_over(config, settings)
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
     with sigterm_is_ctrl_c():
         return evaluate(replace(config, evaluation=single), settings)
+
+
+def _check_arm(settings: RobotConfig) -> None:
+    """Check that nothing is asked of a robot of lerobot which an env alone can do."""
+    if settings.arm is None:
+        return
+    needed = {"success": "person", "displacements": [], "real_time": True, "teleoperator": "none"}
+    needed |= {"delay_steps": 0, "drop_frames": 0.0, "noise": 0.0}
+    reasons = {
+        "success": "no env tells it",
+        "displacements": "its actions are positions",
+        "real_time": "its clock does not jump",
+    }
+    for key, value in needed.items():
+        found = getattr(settings, key)
+        if found != value:
+            text = override_text(value)
+            reason = reasons.get(key, "that belongs to a simulated robot")
+            refuse(
+                f"{key}={override_text(found)} with arm={settings.arm}",
+                f"{key}={text}, because {reason}",
+                f"{key}={text}",
+            )
+
+
+def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
+    """Check that a scripted person has an expert, and that the folder of the episodes is new, or has some of the same kind."""
+    if settings.teleoperator == "scripted":
+        ENVS.get(config.env.name).check_expert(config.env, {}, "teleoperator=none")
+    if settings.record is None:
+        return
+    require_package("pyarrow", f"record={settings.record}", "pyarrow", "record=null")
+    check_writable(settings.record, "record")
+    if os.path.lexists(folder := Path(settings.record).expanduser()):
+        info = describe_dataset(folder, "record")
+        if not info.says_intervention or info.env != recorded_env(to_mapping(config.env)):
+            required = f"a new folder, or episodes that were recorded with the present env.name={config.env.name} and its settings"
+            refuse(f"record={settings.record} holds other episodes", required, "record=<a new folder>")
+    if config.evaluation.split == "eval":
+        logger.warning(
+            "record=%s with evaluation.split=eval: a policy that learns from these episodes must not be evaluated on them. Set "
+            "evaluation.split=train to keep them apart",
+            settings.record,
+        )

@@ -26,6 +26,7 @@ from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
+from rlinf.data.chosen import needs_outcomes
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import DeadlineError, waiting
@@ -267,8 +268,11 @@ def _dataset(
     """Open the dataset that is cloned; raise CheckpointError if the resumed run has cloned another one. Record its hash in the state."""
     if state.phase != "sft":
         return None
-    dataset = open_dataset(config.sft, env) if config.sft.dataset else None
+    sft = config.sft
+    dataset = open_dataset(sft, env, outcomes=needs_outcomes(sft)) if sft.dataset else None
     digest = None if dataset is None else dataset.digest()
+    if needs_outcomes(sft):
+        digest = f"{digest} {sft.rows} {sft.intervention_weight}"
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "

@@ -84,6 +84,15 @@ class SFTConfig:
     allow_mismatch: list[str] = option(
         [], "Keys of `env` in which the dataset, where `rlinf collect` wrote it, may differ from the present env."
     )
+    rows: str = option(
+        "all",
+        "Rows of the dataset that are cloned: all; successes: of episodes that reached the goal; interventions: at which a person acted "
+        "who had taken over; corrected: interventions, and the episodes that reached the goal without one.",
+        choices=("all", "successes", "interventions", "corrected"),
+    )
+    intervention_weight: int = option(
+        1, "How often a row of an intervention occurs in an epoch; the others occur once.", minimum=1
+    )
     num_workers: int = option(
         2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0
     )

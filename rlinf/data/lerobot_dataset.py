@@ -21,7 +21,7 @@ from rlinf.errors import ConfigError
 OWN_FILE = "rlinf.json"
 """File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
 
-OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS)
+OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS, layout.INTERVENTION)
 """Columns of the executed actions and of their consequences."""
 
 
@@ -48,6 +48,7 @@ def describe(folder: Path) -> DatasetInfo:
         num_rows=info["total_frames"],
         has_rewards=layout.REWARD in features,
         says_success=layout.SUCCESS in features,
+        says_intervention=layout.INTERVENTION in features,
     )
 
 
@@ -132,6 +133,7 @@ def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcome
         executed=columns.get(layout.EXECUTED, actions).astype(np.float32).reshape(len(actions), -1),
         rewards=None if rewards is None else rewards.astype(np.float32).reshape(-1),
         success=flags.get(layout.SUCCESS),
+        intervention=flags.get(layout.INTERVENTION),
         terminated=np.zeros(len(actions), dtype=bool) if done is None or cut is None else done & ~cut,
     )
 

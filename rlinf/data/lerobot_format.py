@@ -26,6 +26,8 @@ EXECUTED = "executed_action"
 """The action with the demonstrator's noise, where ``action`` is without."""
 REWARD, DONE, TRUNCATED, SUCCESS = "next.reward", "next.done", "next.truncated", "next.success"
 """Consequences of a row's action; datasets of others may lack any of them."""
+INTERVENTION = "intervention"
+"""The row's action is a person's, who has taken over from a policy."""
 IMAGES = "observation.images."
 """Prefix of camera columns."""
 

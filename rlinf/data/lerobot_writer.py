@@ -6,7 +6,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class LeRobotWriter:
         image_shapes: Camera name to (height, width).
         state_dim: ``S``; 0: no state.
         video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
-        has_executed: Executed actions differ from the stored ones, and have a column of their own.
+        more: Further columns: ``lerobot_format.EXECUTED`` where executed actions differ from the stored ones, ``INTERVENTION``.
 
     Attributes:
         about: Names of more JSON files in ``meta`` to their content, written by ``close``.
@@ -55,7 +55,7 @@ class LeRobotWriter:
         action_dim: int,
         video: bool,
         robot_type: str | None = None,
-        has_executed: bool = False,
+        more: Collection[str] = (),
     ) -> None:
         self._pa = layout.import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
@@ -69,7 +69,8 @@ class LeRobotWriter:
         self.fps, self.video = int(fps), video
         self.image_shapes = {f"{layout.IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
         self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
-        self.widths |= {layout.EXECUTED: action_dim} if has_executed else {}
+        self.widths |= {layout.EXECUTED: action_dim} if layout.EXECUTED in more else {}
+        self.extras = EXTRAS | ({layout.INTERVENTION: "bool"} if layout.INTERVENTION in more else {})
         self.info: dict[str, Any] = {
             "codebase_version": layout.VERSION,
             "robot_type": robot_type,
@@ -90,7 +91,9 @@ class LeRobotWriter:
         self.about: dict[str, Any] = {}
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in (*self.widths, *EXTRAS, *layout.ROW_COLUMNS)}
+        self._columns: dict[str, list[np.ndarray]] = {
+            name: [] for name in (*self.widths, *self.extras, *layout.ROW_COLUMNS)
+        }
         self._images = {key: ImageStatistics() for key in self.image_shapes}
         self._data_file: Any = None
         self._data_number, self._data_bytes = 0, 0
@@ -117,7 +120,7 @@ class LeRobotWriter:
         rewards: np.ndarray,
         success: np.ndarray,
         truncated: bool = False,
-        executed: np.ndarray | None = None,
+        more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``.
 
@@ -128,7 +131,7 @@ class LeRobotWriter:
             rewards: float32 ``[T]``.
             success: bool ``[T]``: the goal is reached after the action.
             truncated: The time limit ended the episode, and not its own rules.
-            executed: float32 ``[T, D]`` with ``has_executed``; None: ``actions``.
+            more: The further columns, ``[T, D]`` or ``[T]``; without executed actions, these are ``actions``.
         """
         length, first = len(actions), self.info["total_frames"]
         done, cut = np.zeros((2, length), dtype=bool)
@@ -150,7 +153,9 @@ class LeRobotWriter:
         if layout.STATE in self.widths:
             columns[layout.STATE] = np.asarray(state, np.float32)
         if layout.EXECUTED in self.widths:
-            columns[layout.EXECUTED] = np.asarray(actions if executed is None else executed, np.float32)
+            columns[layout.EXECUTED] = np.asarray((more or {}).get(layout.EXECUTED, actions), np.float32)
+        if layout.INTERVENTION in self.extras:
+            columns[layout.INTERVENTION] = np.asarray(more[layout.INTERVENTION], bool)
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:
@@ -218,7 +223,7 @@ class LeRobotWriter:
             features[key] = {"dtype": "video" if self.video else "image", "shape": [height, width, 3], "names": names}
         for name, width in self.widths.items():
             features[name] = {"dtype": "float32", "shape": [width], "names": None}
-        for name, dtype in (EXTRAS | layout.ROW_COLUMNS).items():
+        for name, dtype in (self.extras | layout.ROW_COLUMNS).items():
             features[name] = {"dtype": dtype, "shape": [1], "names": None}
         return features
 

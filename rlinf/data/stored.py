@@ -33,7 +33,8 @@ class DatasetInfo:
         action_dim: ``D``; 0 without actions.
         env: The env section of the configuration it was collected with; empty if unknown.
         num_rows: None: unknown before it is opened.
-        has_rewards, says_success: It tells the reward of each row, or whether the goal was reached.
+        has_rewards, says_success, says_intervention: It tells the reward of each row, whether the goal was reached, or whether a
+            person acted who had taken over.
     """
 
     folder: Path
@@ -48,20 +49,22 @@ class DatasetInfo:
     num_rows: int | None = None
     has_rewards: bool = False
     says_success: bool = False
+    says_intervention: bool = False
 
 
 @dataclass(frozen=True)
 class Outcomes:
     """The executed actions (with the demonstrator's noise) of the ``N`` rows of a dataset, and their consequences.
 
-    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules. None:
-    the dataset does not tell.
+    ``success``: the goal was reached after the action. ``terminated``: the episode ended there by its own rules.
+    ``intervention``: a person acted, who had taken over. None: the dataset does not tell.
     """
 
     executed: np.ndarray
     rewards: np.ndarray | None
     success: np.ndarray | None
     terminated: np.ndarray
+    intervention: np.ndarray | None = None
 
 
 @dataclass

@@ -218,20 +218,21 @@ class LocalEpisodes:
         return _record(self.policy, self.env, numbered, folder, size)
 
 
-def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
-    """Return the first episodes of a split, which are spread evenly over the tasks; None: all of them.
+def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: int = 0) -> list[EpisodeSpec]:
+    """Return the episodes of a split from the ``first`` on, which are spread evenly over the tasks; None: all of them.
 
     Raise ConfigError if the split has fewer.
     """
     available = env.episode_specs(split)
     if num_episodes is None:
-        return list(available)
-    if len(available) < num_episodes:
+        return [available[number] for number in range(first, len(available))]
+    if len(available) < first + num_episodes:
+        beyond = f" from episode {first} on" if first else ""
         raise ConfigError(
-            f"evaluation.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
-            f"Set evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
+            f"evaluation.num_episodes={num_episodes}{beyond}, but the split '{split}' has {len(available)} episodes. "
+            f"Set evaluation.num_episodes={max(1, len(available) - first)}, or raise env.num_{split}_init_states"
         )
-    return [available[number] for number in range(num_episodes)]
+    return [available[number] for number in range(first, first + num_episodes)]
 
 
 def share_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from rlinf.config.schema import RunConfig, expert_acts
+from rlinf.data.config import SFTConfig
 from rlinf.data.formats import describe_dataset, image_columns, state_column
+from rlinf.data.lerobot_format import INTERVENTION, SUCCESS
 from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
@@ -306,6 +308,29 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
     found = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
     anyway = f"sft.allow_mismatch={override_text([*allowed, *differing])} to use it all the same"
     raise ConfigError(f"{found}. Set {overrides(recorded)}, or {anyway}")
+
+
+def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
+    """Check that a dataset (None: the expert plays) has the columns by which ``sft.rows`` and ``sft.intervention_weight`` choose."""
+    chooses, weighs = sft.rows != "all", sft.intervention_weight > 1
+    asked = [f"sft.rows={sft.rows}"] * chooses + [f"sft.intervention_weight={sft.intervention_weight}"] * weighs
+    plain = " ".join(["sft.rows=all"] * chooses + ["sft.intervention_weight=1"] * weighs)
+    if asked and info is None:
+        refuse(f"{' '.join(asked)} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {plain}")
+    needed = {
+        SUCCESS: sft.rows in ("successes", "corrected"),
+        INTERVENTION: sft.rows in ("interventions", "corrected") or weighs,
+    }
+    for column, is_there in (
+        () if info is None else ((SUCCESS, info.says_success), (INTERVENTION, info.says_intervention))
+    ):
+        if needed[column] and not is_there:
+            found = f"{info.folder} ({info.format}) has no column {column}, and {' '.join(asked)}"
+            refuse(
+                found,
+                "that column (`rlinf robot record=<folder>` writes it)",
+                f"{plain}, or sft.dataset=<another folder>",
+            )
 
 
 def check_collect(config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from rlinf.memory import main_memory_bytes
 from rlinf.models.building import check_features, entry_for
 from rlinf.options import cured_by_settings, override_text
 from rlinf.preflight.compatibility import (
+    check_chosen_rows,
     check_collect,
     check_cuda_graph,
     check_dataset,
@@ -480,8 +481,7 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         )
     if sft.dataset is None:
         check_demonstrator(config)
-    else:
-        check_dataset(config, policy)
+    check_chosen_rows(sft, None if sft.dataset is None else check_dataset(config, policy))
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:

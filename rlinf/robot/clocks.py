@@ -63,6 +63,12 @@ class Timekeeper(ABC):
         chunk, latency_s = (error, 0.0) if error is not None else future.result()
         return Answer(chunk, seen_at, latency_s)
 
+    def drop(self) -> None:
+        """Forget the open question, whose answer nobody waits for."""
+        if self._open is not None:
+            self._open[0].cancel()
+        self._open = None
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -11,6 +11,10 @@ from rlinf.options import option
 class RobotConfig:
     """How a policy acts in real time, and how far the simulated robot is from its simulator."""
 
+    arm: str | None = option(
+        None,
+        "YAML file with lerobot's configuration of a robot (type, port, cameras), which acts in place of a row of the env; null: the env.",
+    )
     fps: float = option(20.0, "Actions a second.", minimum=0.1, maximum=1000)
     execution: str = option(
         "overlap",
@@ -33,6 +37,34 @@ class RobotConfig:
         minimum=0.001,
     )
     max_failures: int = option(3, "Calls of the policy in a row that may fail before the command ends.", minimum=1)
+    teleoperator: str = option(
+        "none",
+        "Who may take over: none; scripted: the env's expert, as a person who watches.",
+        choices=("none", "scripted"),
+    )
+    align_change: float | None = option(
+        None,
+        "Largest change of each position from one action to the next after a person has taken over, until robot and teleoperator have "
+        "met, in the env's units.",
+        minimum=1e-6,
+    )
+    record: str | None = option(
+        None, "Folder to which the episodes are added, a LeRobotDataset with the column `intervention`; null: none."
+    )
+    first_episode: int = option(0, "Episodes of the split that are left out before the first.", minimum=0)
+    person_error: float = option(
+        0.5,
+        "Distance from the expert's action, as the mean over the numbers in halves of their range, beyond which the scripted person "
+        "sees an error.",
+        minimum=0,
+    )
+    person_patience: int = option(3, "Errors in a row after which the scripted person takes over.", minimum=1)
+    person_steps: int = option(8, "Actions after which the scripted person hands back.", minimum=1)
+    success: str = option(
+        "env",
+        "Who tells success: env; person: asked on the terminal before and after each episode.",
+        choices=("env", "person"),
+    )
     real_time: bool = option(
         True, "False: a clock that jumps from action to action, so that equal settings give equal episodes."
     )

@@ -17,14 +17,17 @@ from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.evaluator import RowPolicy, Video
 from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
+from rlinf.robot.recorder import EpisodeRecorder
 from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, check_fits, row_of
 from rlinf.robot.schedule import ChunkSchedule, lead_steps
+from rlinf.robot.teleoperator import TakeOver, Teleoperator
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 
 GRACE = 0.5
 """Share of its time for which a step without an action waits for an answer."""
 NUM_LATENCIES = 20
 """Newest answers by whose slowest one the next question is timed."""
+COUNTS = ("missed", "held", "stale", "lost", "limited", "failures", "corrected", "helped", "gone")
 
 
 @dataclass
@@ -40,6 +43,9 @@ class Timing:
         lost: Observations that did not come.
         limited: Actions that ``max_change`` has changed.
         failures: Calls of the policy that failed.
+        corrected: Actions of a person who has taken over.
+        helped: Episodes with such actions.
+        gone: Steps without the teleoperator.
     """
 
     lateness_s: list[float] = field(default_factory=list)
@@ -50,10 +56,13 @@ class Timing:
     lost: int = 0
     limited: int = 0
     failures: int = 0
+    corrected: int = 0
+    helped: int = 0
+    gone: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts, and medians, 99th percentiles and maxima in milliseconds, as JSON values."""
-        counts = {name: getattr(self, name) for name in ("missed", "held", "stale", "lost", "limited", "failures")}
+        counts = {name: getattr(self, name) for name in COUNTS}
         spread = {"lateness_ms": self.lateness_s, "latency_ms": self.latencies_s}
         return {"steps": len(self.lateness_s), "calls": len(self.latencies_s), **counts} | {
             name: dict(zip(("median", "p99", "max"), (1e3 * np.quantile(values, (0.5, 0.99, 1.0))).round(3).tolist(), strict=True))
@@ -63,9 +72,7 @@ class Timing:
 
     def __str__(self) -> str:
         values = self.as_dict()
-        shares = ", ".join(
-            f"{name} {values[name]}" for name in ("missed", "held", "stale", "lost", "limited", "failures")
-        )
+        shares = ", ".join(f"{name} {values[name]}" for name in COUNTS)
         spread = "; ".join(
             f"{label} {values[key]['median']:.1f} ms (99 %: {values[key]['p99']:.1f}, most: {values[key]['max']:.1f})"
             for key, label in (("lateness_ms", "late by"), ("latency_ms", "the policy takes"))
@@ -83,6 +90,8 @@ class RobotEpisodes:
         spec: The env that the policy was made for.
         settings: Rate, overlap, limits.
         computes: Returns the context in which the policy computes; contexts of torch do not reach another thread by themselves.
+        teleoperator: Lets a person take over; None: nobody can.
+        recorder: Keeps the episodes; None: they are not kept.
 
     Raise ConfigError if policy or robot does not fit, before anything moves.
     """
@@ -94,6 +103,8 @@ class RobotEpisodes:
         spec: EnvSpec,
         settings: RobotConfig,
         computes: Callable[[], AbstractContextManager] = nullcontext,
+        teleoperator: Teleoperator | None = None,
+        recorder: EpisodeRecorder | None = None,
     ) -> None:
         num_observations = getattr(policy.model, "num_observations", 1)
         if num_observations > 1:
@@ -111,6 +122,8 @@ class RobotEpisodes:
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
         self.computes = computes
         self.displaces = np.isin(np.arange(num_joints), np.arange(num_joints) if given is None else given)
+        self.take_over = TakeOver(teleoperator, robot, self.displaces, settings.align_change)
+        self.recorder = recorder
         self.timing = Timing()
         kind = RealTime if settings.real_time else SimulatedTime
         self.time = kind(self._act, settings.latency_s)
@@ -129,6 +142,8 @@ class RobotEpisodes:
                     results.append(self._episode(specs[len(results)]))
                 except EpisodeVoidError:
                     continue  # it begins again
+                if self.recorder is not None:
+                    self.recorder.end(results[-1])
                 on_result(results[-1])
         return results
 
@@ -156,6 +171,7 @@ class RobotEpisodes:
         last = np.array([robot.position()[name] for name in robot.action_features], np.float32)
         last[self.displaces] = 0
         self._asked_step = -1
+        self._begin_episode()
         time.begin()
         self._first_chunk(schedule, spec, instruction)
         time.begin()
@@ -174,10 +190,15 @@ class RobotEpisodes:
                 except LOST:
                     timing.lost += 1
                 action = None
-                if row is not None and (step - seen_step) * period < settings.frame_age_s:
+                self.take_over.look(last)
+                if not self.take_over.policy_acts:
+                    schedule.clear()
+                    time.drop()
+                elif row is not None and (step - seen_step) * period < settings.frame_age_s:
                     self._ask(schedule, row, seen_at, seen_step, due)
                     action = schedule.action(due)
-                last = self._send(action, last)
+                last = self._send(action if self.take_over.policy_acts else self.take_over.action, last)
+                self._note(row, last)
                 if action is not None:
                     schedule.execute(action, last)
                 step += 1
@@ -189,6 +210,24 @@ class RobotEpisodes:
                 self._send(None, last)
             raise
         return robot.result
+
+    def _begin_episode(self) -> None:
+        self.take_over.begin()
+        self._is_helped = False
+        if self.recorder is not None:
+            self.recorder.begin()
+
+    def _note(self, row: Observation | None, sent: np.ndarray) -> None:
+        """Count and record an action that was sent, and show it to the person who watches."""
+        who, timing = self.take_over, self.timing
+        is_persons = who.action is not None
+        timing.corrected += is_persons
+        timing.helped += is_persons and not self._is_helped
+        timing.gone += not is_persons and not who.policy_acts
+        self._is_helped |= is_persons
+        if self.recorder is not None:
+            self.recorder.add(row, sent, who.is_correction)
+        who.tell(sent)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
         """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.

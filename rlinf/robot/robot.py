@@ -125,6 +125,7 @@ class EnvRobot:
     def __init__(self, env: VectorEnv, settings: RobotConfig) -> None:
         self.env, self.settings = env, settings
         self.result: EpisodeResult | None = None
+        self.num_begun = 0
         self._seen: deque[Observation] = deque(maxlen=settings.delay_steps + 1)
         self._state_dim = env.state_dim
         self.action_features = {f"action_{index}": float for index in range(env.action_dim)}
@@ -142,6 +143,7 @@ class EnvRobot:
     def begin(self, spec: EpisodeSpec) -> str:
         observation, _ = self.env.reset(options={"episodes": [spec]})
         self.result = None
+        self.num_begun += 1
         self._seen.clear()
         self._seen.append(observation)
         self._random = np.random.default_rng(derive_seed(spec.seed, "robot", spec.task_id, spec.init_state_id))

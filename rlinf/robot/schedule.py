@@ -48,6 +48,11 @@ class ChunkSchedule:
         self._executed.append(sent)
         self._missing = np.where(self._missing == 0, 0, wanted - sent).astype(np.float32)
 
+    def clear(self) -> None:
+        """Drop the chunk: somebody else acts, so it leads elsewhere."""
+        self._chunk = self._chunk[:0]
+        self._missing[:] = 0
+
     def asks(self, due: int, lead: int) -> bool:
         """Return whether the next chunk must be asked for now, if it comes ``lead`` steps later."""
         left = max(0, self._first + len(self._chunk) - due)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from rlinf.data.augment import augment
+from rlinf.data.chosen import chosen
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
@@ -111,8 +112,12 @@ class CloningTrainer(ActionTrainer):
         chunk_len = self.worker.model.sft_chunk_len
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
-            progress.note(f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}")
-            return self.dataset, {}
+            source = chosen(self.dataset, config)
+            which = "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.rows={config.rows})"
+            progress.note(
+                f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"
+            )
+            return source, {}
         env, stop_signal = self.parts.evaluator.env, self.loop.stop_signal
         with suppress(StopRequested), stop_signal.at_once():
             played = collect_demonstrations(

@@ -1,0 +1,276 @@
+"""A person who takes over from a policy, the episodes that are kept of it, and the rows from which a policy learns."""
+
+import json
+from enum import Enum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from run_results import run_config
+
+from rlinf.commands.robot import robot
+from rlinf.data import lerobot_dataset
+from rlinf.data.chosen import chosen
+from rlinf.data.config import SFTConfig
+from rlinf.data.stored import DatasetInfo, Outcomes
+from rlinf.errors import ConfigError
+from rlinf.preflight.compatibility import check_chosen_rows
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.recorder import EpisodeRecorder
+from rlinf.robot.teleoperator import ScriptedPerson, TakeOver
+from rlinf.types import EpisodeResult, EpisodeSpec
+from tests.unit.test_robot import ENV, SPEC, WORDS, Clock, Foretell
+
+Events = Enum("Events", {"IS_INTERVENTION": "is_intervention"})  # as lerobot has them
+
+
+class Person:
+    """Wants to act at some steps, always with one action; is gone at others."""
+
+    is_calibrated = True
+    action_features = {"joint": float}
+
+    def __init__(self, steps=(), action=100.0, gone=()):
+        self.steps, self.action, self.gone, self.now, self.told = steps, action, gone, -1, []
+
+    def get_teleop_events(self):
+        self.now += 1
+        if self.now in self.gone:
+            raise ConnectionError("unplugged")
+        return {Events.IS_INTERVENTION: self.now in self.steps}
+
+    def get_action(self):
+        return {"joint": self.action}
+
+    def send_feedback(self, feedback):
+        self.told.append(feedback["joint"])
+
+
+def played(person, clock=None, policy=None, recorder=None, **settings):
+    clock, policy = clock or Clock(), policy or Foretell()
+    settings = RobotConfig(**{"real_time": False} | settings)
+    with RobotEpisodes(policy, clock, ENV, settings, teleoperator=person, recorder=recorder) as episodes:
+        episodes.play([SPEC], lambda result: None)
+    return clock.sent, episodes.timing
+
+
+@pytest.mark.parametrize("displacements", [[], [0]])
+def test_a_person_acts_and_the_policy_is_asked_afresh(displacements):
+    """The chunk of step 0 holds 1 to 8. The person acts at steps 3 and 4; the policy then plans from step 5, not from its old chunk."""
+    person, policy = Person(steps=(3, 4)), Foretell()
+    sent, timing = played(person, policy=policy, displacements=displacements, align_change=1000.0)
+    assert sent == [1, 2, 3, 100, 100, *range(6, 21)] and 5 in policy.seen
+    assert (timing.corrected, timing.helped, timing.gone, timing.held) == (2, 1, 0, 0)
+    assert person.told == [1, 2, 3, *range(6, 21)], (
+        "a person is told what the policy does, and does not fight the own hand"
+    )
+
+
+def test_the_answer_to_a_question_from_before_the_take_over_is_dropped():
+    """0.3 s are six steps. The policy was asked at step 2 for the chunk that follows; at the hand-back at step 4 the robot holds until step 10."""
+    sent, _ = played(Person(steps=(3,)), latency_s=0.3, displacements=[0])
+    assert sent[:10] == [1, 2, 3, 100, 0, 0, 0, 0, 0, 0]
+    assert sent[10] == 5 + 0, "the chunk that was planned at step 4 begins, as nothing was executed since"
+
+
+def test_control_a_chunk_that_is_not_dropped_is_noticed(monkeypatch):
+    monkeypatch.setattr("rlinf.robot.schedule.ChunkSchedule.clear", lambda self: None)
+    policy = Foretell()
+    sent, _ = played(Person(steps=(3, 4)), policy=policy, displacements=[0])
+    assert sent[5] != 6 and 5 not in policy.seen
+
+
+def test_positions_of_the_person_are_aligned_by_hand():
+    """The robot is at 3 when the person takes over at 10: 2 units a step, until they have met. Then the person is free."""
+    sent, _ = played(Person(steps=range(3, 9), action=10.0), displacements=[], align_change=2.0)
+    assert sent[:9] == [1, 2, 3, 5, 7, 9, 10, 10, 10]
+    take_over = TakeOver(Person(steps=range(9)), Clock(), np.array([False]), 2.0)
+    take_over.teleoperator.action, last, found = 5.0, np.array([2.0], np.float32), []
+    for wanted in (5.0, 5.0, 50.0):
+        take_over.teleoperator.action = wanted
+        take_over.look(last)
+        last = take_over.action
+        found.append((last.item(), take_over.is_correction))
+    assert found == [(4, False), (5, True), (50, True)], "only the person's own action is a correction"
+    sent, _ = played(Person(steps=(3,), action=10.0), displacements=[0])
+    assert sent[3] == 10, "a displacement needs no alignment"
+
+
+def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
+    person = Person(steps=range(3, 9), action=10.0, gone=(5, 6, 7))
+    sent, timing = played(person, displacements=[], align_change=100.0)
+    assert sent[:10] == [1, 2, 3, 10, 10, 10, 10, 10, 10, 10], "positions are held"
+    assert (timing.gone, timing.held, timing.corrected) == (3, 3, 3)
+    assert (
+        "ConnectionError: unplugged" in caplog.text and caplog.text.count("is gone") == 1 and "is back" in caplog.text
+    )
+    sent, timing = played(Person(gone=range(2, 6)))
+    assert sent[:8] == [1, 2, 0, 0, 0, 0, 7, 8], "where nobody watches the policy does not act"
+
+
+def test_a_teleoperator_that_does_not_fit_is_refused():
+    person = Person()
+    with pytest.raises(ConfigError, match="align_change"):
+        played(person, displacements=[])
+    person.is_calibrated = False
+    with pytest.raises(ConfigError, match="calibrat"):
+        played(person)
+    person.action_features = {"wrist": float}
+    with pytest.raises(ConfigError, match="missing: joint"):
+        played(person)
+    with pytest.raises(ConfigError, match="get_teleop_events"):
+        played(SimpleNamespace(action_features={"joint": float}, is_calibrated=True))
+
+
+def test_the_scripted_person_takes_over_after_errors_in_a_row():
+    """Halves of the range are 2; the expert wants 1. An action of 3 is 1 away, one of 1.5 is 0.25 away."""
+    env = SimpleNamespace(
+        action_low=np.full(1, -2.0), action_high=np.full(1, 2.0), expert_actions=lambda: np.ones((1, 1), np.float32)
+    )
+    robot = SimpleNamespace(env=env, num_begun=1, action_features={"joint": float})
+    person = ScriptedPerson(robot, RobotConfig(person_error=0.5, person_patience=2, person_steps=2))
+
+    def step(action):
+        wants = person.get_teleop_events()["is_intervention"]
+        if wants:
+            assert person.get_action() == {"joint": 1.0}
+        else:
+            person.send_feedback({"joint": action})
+        return wants
+
+    assert [step(action) for action in (3, 1.5, 3, 3, 3, 3, 3, 3)] == [0, 0, 0, 0, 1, 1, 0, 0]
+    robot.num_begun = 2
+    assert not step(1.0), "an episode begins with the policy"
+
+
+# -- episodes on disk ------------------------------------------------------------------------------------------------------
+
+
+def test_episodes_that_were_kept_become_a_dataset(tmp_path):
+    """A process that was killed in an episode has kept those before it, and the next one writes all."""
+    specs = [EpisodeSpec("clock", 0, number, 0) for number in range(2)]
+    results = [EpisodeResult(spec, "clock", spec.init_state_id == 0, 1.0, 4) for spec in specs]
+    folder, kept = tmp_path / "made", tmp_path / "kept"
+    for number, result in enumerate(results):  # a process for each
+        recorder = EpisodeRecorder(folder, kept, 20, {"name": "clock", "reward_mode": "dense"})
+        played(Person(steps=(1 + number,)), Clock(num_steps=4), recorder=_Renamed(recorder, result))
+        recorder.add(None, np.zeros(1, np.float32), False)
+    assert not folder.exists() and len(list(kept.glob("*.npz"))) == 2 and recorder.write(results) == folder
+    assert not kept.exists()
+    data = lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True)
+    assert data.actions[:, 0].tolist() == [1, 100, 3, 4, 1, 2, 100, 4]
+    assert data.state[:, 0].tolist() == [0, 1, 2, 3] * 2 and data.tasks == ["tell the time"]
+    assert np.flatnonzero(data.outcomes.intervention).tolist() == [1, 6]
+    assert np.flatnonzero(data.outcomes.success).tolist() == [3] == np.flatnonzero(data.outcomes.rewards).tolist()
+    assert np.flatnonzero(data.outcomes.terminated).tolist() == [3]
+    assert data.info.env["reward_mode"] == "sparse" and data.info.says_intervention
+    assert recorder.write(results) is None, "no more episodes were kept"
+    recorder.kept = tmp_path / "kept_later"
+    played(Person(steps=(0,)), Clock(num_steps=4), recorder=_Renamed(recorder, results[1]))
+    for _ in range(2):  # the second time is a process that was killed after it had written
+        saved = {path: path.read_bytes() for path in recorder.kept.iterdir()}
+        assert recorder.write(results) == folder
+        recorder.kept.mkdir()
+        [path.write_bytes(content) for path, content in saved.items()]
+    grown = lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True)
+    assert grown.actions[:, 0].tolist() == [*data.actions[:, 0], 100, 2, 3, 4] and grown.num_episodes == 3
+    assert np.flatnonzero(grown.outcomes.intervention).tolist() == [1, 6, 8]
+    assert np.array_equal(grown.outcomes.success[:8], data.outcomes.success)
+    assert np.array_equal(grown.outcomes.terminated[:8], data.outcomes.terminated)
+
+
+class _Renamed:
+    """Keeps an episode as another result."""
+
+    def __init__(self, recorder, result):
+        self.recorder, self.result, self.begin, self.add = recorder, result, recorder.begin, recorder.add
+
+    def end(self, result):
+        self.recorder.end(self.result)
+
+
+def test_the_command_records_and_refuses(tmp_path, caplog):
+    folder = tmp_path / "made"
+    settings = RobotConfig(
+        real_time=False,
+        teleoperator="scripted",
+        record=str(folder),
+        person_error=0.0,
+        person_patience=1,
+        person_steps=3,
+    )
+    found = robot(run_config(tmp_path / "eval", *WORDS), settings)
+    timing = json.loads((tmp_path / "eval" / "timing.json").read_text())
+    data = lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True)
+    assert len(data) == timing["steps"] == sum(result.num_env_steps for result in found.results)
+    assert data.outcomes.intervention.sum() == timing["corrected"] > 0 and timing["helped"] == 6
+    assert "must not be evaluated" in caplog.text and not (tmp_path / "eval" / "recorded").exists()
+    with pytest.raises(ConfigError, match="holds other episodes"):
+        robot(run_config(tmp_path / "again", *WORDS, "env.max_episode_steps=9"), settings)
+
+
+# -- rows from which a policy learns ---------------------------------------------------------------------------------------
+
+SUCCESS = np.array([0, 0, 0, 1, 0, 0, 0, 1, 0, 0], bool)  # of episodes of 4, 4 and 2 rows, the last one failed
+PERSON = np.array([0, 1, 1, 0, 0, 0, 0, 0, 0, 1], bool)
+
+
+class Stored:
+    """A dataset of ten rows, whose rows are their numbers."""
+
+    info, last_rows = SimpleNamespace(folder="data/mine"), np.repeat([3, 7, 9], [4, 4, 2])
+
+    def __init__(self, chunk_len=1, person=PERSON):
+        self.chunk_len, self.outcomes = chunk_len, Outcomes(None, None, SUCCESS, np.zeros(10, bool), person)
+
+    def __len__(self):
+        return 10
+
+    def rows(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "chunk_len", "expected"),
+    [
+        ("successes", 1, 1, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("successes", 3, 1, [0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7]),
+        ("interventions", 1, 1, [1, 2, 9]),
+        ("interventions", 1, 2, [1, 9]),  # row 2 is followed by the policy's own action; row 9 ends its episode
+        ("corrected", 1, 1, [1, 2, 4, 5, 6, 7, 9]),  # not rows 0 and 3: the policy's own, where it needed help
+        ("all", 2, 1, [0, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 9]),
+    ],
+)
+def test_rows_by_hand(rows, weight, chunk_len, expected):
+    found = chosen(Stored(chunk_len), SFTConfig(rows=rows, intervention_weight=weight))
+    assert found.rows(np.arange(len(found))).tolist() == expected
+
+
+def test_all_rows_are_the_dataset_itself():
+    dataset = Stored()
+    assert chosen(dataset, SFTConfig()) is dataset
+
+
+def test_control_without_interventions_other_rows_are_chosen():
+    config = SFTConfig(rows="corrected", intervention_weight=2)
+    ignored = chosen(Stored(person=np.zeros(10, bool)), config)
+    assert ignored.index.tolist() == list(range(8)) != chosen(Stored(), config).index.tolist()
+
+
+def test_no_rows_and_missing_columns_are_refused():
+    with pytest.raises(ConfigError, match="sft.rows=interventions"):
+        chosen(Stored(person=np.zeros(10, bool)), SFTConfig(rows="interventions"))
+    bare = DatasetInfo("data/theirs", "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 2)
+    for settings, column in (
+        ({"rows": "successes"}, "next.success"),
+        ({"rows": "interventions"}, "column intervention"),
+        ({"rows": "corrected"}, "next.success"),
+        ({"intervention_weight": 2}, "column intervention"),
+    ):
+        with pytest.raises(ConfigError, match=column):
+            check_chosen_rows(SFTConfig(**settings), bare)
+        with pytest.raises(ConfigError, match="without sft.dataset"):
+            check_chosen_rows(SFTConfig(**settings), None)
+    check_chosen_rows(SFTConfig(), bare)
+    check_chosen_rows(SFTConfig(), None)

@@ -36,7 +36,7 @@ class ClassifierConfig:
     data: str | None = option(None, "LeRobotDataset of episodes that succeed and fail, as `rlinf collect` writes it.")
     output_dir: str | None = option(None, "Folder to write, for env.success_classifier.")
     test: str | None = option(
-        None, "Dataset that measures the errors; null: the held-out part of data, on which the threshold was chosen."
+        None, "Dataset that measures the errors; null: data itself, each part by the network that has not seen it."
     )
     camera: str | None = option(None, "Camera that it looks through; null: the first one of the dataset.")
     last_frames: int = option(
@@ -48,12 +48,12 @@ class ClassifierConfig:
     other_instructions: bool = option(
         True, "A frame of success is a failure of the other instructions. False where two can be fulfilled at once."
     )
-    held_out: float = option(0.25, "Share of the episodes on which the threshold is chosen.", minimum=0.05, maximum=0.5)
-    false_positives: float = option(
-        0.01, "Largest share of the held-out failures that may be seen as success.", minimum=0, below=1
+    num_parts: int = option(
+        4, "Parts of the episodes, each scored by a network of the others for the threshold.", minimum=2
     )
-    num_steps: int = option(800, "Optimiser steps.", minimum=1)
-    seed: int = option(0, "Seed of held-out episodes, frames, weights and batches.")
+    false_positives: float = option(0.005, "Largest share of failures that may be seen as success.", minimum=0, below=1)
+    num_steps: int = option(600, "Optimiser steps of each network.", minimum=1)
+    seed: int = option(0, "Seed of parts, frames, weights and batches.")
 
 
 @dataclass
@@ -89,22 +89,22 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
         refuse(f"output_dir='{folder}' exists", "a new folder", "output_dir=<a new folder>")
     check_writable(config.output_dir, "output_dir")
     about: dict[str, Any] = {"camera": config.camera, "config": to_mapping(config)}
-    training, held_out = split_by_episode(read_frames(config, "data", about), config)
-    test = read_frames(config, "test", about) if config.test else held_out
-    found = SuccessClassifier(train(training, len(about["instructions"]), config), about)
-    logits = found.logits(held_out.pictures, held_out.sentences)
-    threshold = max(0.0, choose_threshold(logits, held_out.labels, config.false_positives))  # at least even odds
-    if not detects(logits >= threshold, held_out.labels):
-        count = int((logits >= threshold)[held_out.labels].sum())
+    frames = read_frames(config, "data", about)
+    test = read_frames(config, "test", about) if config.test else None
+    logits = cross_fitted(frames, len(about["instructions"]), config)
+    threshold = max(0.0, choose_threshold(logits, frames.labels, config.false_positives))  # at least even odds
+    if not detects(logits >= threshold, frames.labels):
+        count = int((logits >= threshold)[frames.labels].sum())
         raise ConfigError(
-            f"The classifier sees {count} of {held_out.labels.sum()} successes of held-out episodes if it may be wrong on "
+            f"The classifier sees {count} of {frames.labels.sum()} successes of episodes that it does not know, if it may be wrong on "
             f"{config.false_positives:.1%} of the failures; required: clearly more. Check the labels of {config.data}, or set "
             "data=<more episodes>, num_steps=2000 or false_positives=0.05"
         )
-    logits = found.logits(test.pictures, test.sentences)
-    parts = {"training": training, "held_out": held_out} | ({"test": test} if config.test else {})
-    about |= {"threshold": threshold, "frames": {name: part.counts() for name, part in parts.items()}}
-    about |= errors(logits >= threshold, test.labels, test.episodes) | calibration(logits, test.labels)
+    found = SuccessClassifier(train(frames, len(about["instructions"]), config), about)
+    about |= {"threshold": threshold, "frames": {"data": frames.counts()}}
+    if test is not None:
+        about["frames"]["test"], logits, frames = test.counts(), found.logits(test.pictures, test.sentences), test
+    about |= errors(logits >= threshold, frames.labels, frames.episodes) | calibration(logits, frames.labels)
     found.save(folder)
     print(f"{summary(about)}\nclassifier    {folder}\nuse it        env.success_classifier={folder}", flush=True)
     return found
@@ -170,14 +170,18 @@ def check_both_classes(labels: np.ndarray, what: str) -> None:
         refuse(found, required, f"data=<more episodes> ({more}), or last_frames=1")
 
 
-def split_by_episode(frames: LabelledFrames, config: ClassifierConfig) -> tuple[LabelledFrames, LabelledFrames]:
-    """Return the frames for training and the held-out ones, of other episodes; both classes are in either."""
+def cross_fitted(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) -> np.ndarray:
+    """Return logits, float32 ``[N]``, of each frame by a network that was trained on other episodes."""
     episodes = np.unique(frames.episodes)
-    order = np.random.default_rng(derive_seed(config.seed, "held-out episodes")).permutation(episodes)
-    held_out = np.isin(frames.episodes, order[: max(1, round(len(episodes) * config.held_out))])
-    check_both_classes(frames.labels[~held_out], f"The training part of {config.data}")
-    check_both_classes(frames.labels[held_out], f"The held-out part of {config.data}")
-    return frames.select(~held_out), frames.select(held_out)
+    order = np.random.default_rng(derive_seed(config.seed, "parts")).permutation(episodes)
+    parts = [np.isin(frames.episodes, part) for part in np.array_split(order, config.num_parts)]
+    for number, part in enumerate(parts, start=1):
+        check_both_classes(frames.labels[~part], f"{config.data} without part {number} of {config.num_parts}")
+    logits = np.zeros(len(frames.labels), dtype=np.float32)
+    for part in parts:
+        network = train(frames.select(~part), num_sentences, config)
+        logits[part] = SuccessClassifier(network, {}).logits(frames.pictures[part], frames.sentences[part])
+    return logits
 
 
 def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) -> SuccessNetwork:
@@ -229,7 +233,7 @@ def summary(about: dict[str, Any]) -> str:
         f"{name:<13} {part['frames']} frames of {part['episodes']} episodes, {part['successes']} of success"
         for name, part in about["frames"].items()
     ]
-    where = list(about["frames"])[-1].replace("_", "-")
+    where = "test" if "test" in about["frames"] else "cross-fitted"
     lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f} (probability); errors on {where} frames:")
     for name, one in about["errors"].items():
         interval = format_interval(*one["interval"], " - ")

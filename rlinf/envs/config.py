@@ -43,12 +43,11 @@ class EnvConfig:
     terminate_on_success: bool = option(True, "End the episode at success.")
     success_classifier: str | None = option(
         None,
-        "Folder of `rlinf classifier`, whose view of the picture after each env step decides on success, and so on bonus and end; null: the "
-        "simulator decides.",
+        "Folder of `rlinf classifier`, which decides on success by the picture after each env step; null: the simulator does.",
     )
     success_false_positives: float | None = option(
         None,
-        "Share of the episodes without success that are called a success all the same, at an env step drawn evenly from all; null: none.",
+        "Share of failing episodes that are called a success at a step drawn evenly; null: none.",
         minimum=0,
         maximum=1,
     )

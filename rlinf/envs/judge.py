@@ -83,8 +83,8 @@ def is_judged(config: EnvConfig) -> bool:
 
 
 def unjudged(config: Config) -> Config:
-    """Return the settings of the same simulators without a judge."""
-    return replace(config, success_classifier=None, success_false_positives=None) if is_judged(config) else config
+    """Return the settings of the same simulators, which decide on success."""
+    return replace(config, success_classifier=None, success_false_positives=None)
 
 
 def read_classifier(folder: str) -> dict[str, Any]:
@@ -93,27 +93,19 @@ def read_classifier(folder: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {path}); required: the output_dir of "
-            "`rlinf classifier`. Set env.success_classifier=<its folder>, or null"
-        ) from error
+        found = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {path})"
+        raise ConfigError(f"{found}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
 
 
 def check_classifier(config: EnvConfig) -> None:
     """Raise ConfigError if ``config.success_classifier`` is none, or was trained on another camera or size of picture."""
     if config.success_classifier is None:
         return
-    about = read_classifier(config.success_classifier)
-    named = f"The classifier {config.success_classifier} was trained on"
-    if about["camera"] not in (config.cameras or ()):
-        cameras = ",".join([*(config.cameras or ()), about["camera"]])
+    about, shown = read_classifier(config.success_classifier), config.cameras or []
+    (height, width), camera = about["image_shape"], about["camera"]
+    if camera not in shown or not height == width == config.image_size:
         raise ConfigError(
-            f"{named} the camera '{about['camera']}', and env.cameras is [{','.join(config.cameras or ())}]; required: it among them. "
-            f"Set env.cameras=[{cameras}], or env.success_classifier=null"
-        )
-    if about["image_shape"] != [config.image_size] * 2:
-        height, width = about["image_shape"]
-        raise ConfigError(
-            f"{named} pictures of {height} x {width} pixels, and env.image_size={config.image_size}; required: the same. "
-            f"Set env.image_size={height}, or env.success_classifier=null"
+            f"env.cameras=[{','.join(shown)}] env.image_size={config.image_size}; required: '{camera}' with {height} x {width} pixels, on "
+            f"which the classifier {config.success_classifier} was trained. Set env.cameras=[{camera}] env.image_size={height}, or "
+            "env.success_classifier=null"
         )

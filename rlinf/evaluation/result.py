@@ -232,8 +232,6 @@ class EvaluationResult:
             results = [{**row, "success": None} for row in results]
         per_task = {task: success.as_dict() for task, success in self.per_task.items()}
         actions = {name: getattr(self, name) for name in ("actions_clipped_fraction", "actions_max_abs")}
-        truly = self.true_success
-        actions |= {} if truly is None else {"true_success": truly.as_dict()}
         return {**self.summary(), **actions, "per_task": per_task, **values, "results": results}
 
     def to_json(self, path: str | os.PathLike) -> Path:

@@ -16,7 +16,7 @@ from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.data.lerobot_format import IMAGES
 from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
 from rlinf.errors import ConfigError
-from rlinf.evaluation.detection import calibration, choose_threshold, detects, errors
+from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.number_formats import format_interval
 from rlinf.options import option, to_mapping
 from rlinf.preflight.folders import check_writable
@@ -36,21 +36,13 @@ class ClassifierConfig:
     data: str | None = option(None, "LeRobotDataset of episodes that succeed and fail, as `rlinf collect` writes it.")
     output_dir: str | None = option(None, "Folder to write, for env.success_classifier.")
     test: str | None = option(
-        None, "Dataset that measures the errors; null: data itself, each part by the network that has not seen it."
+        None, "Dataset that measures the errors; null: data, each part by a network of the others."
     )
     camera: str | None = option(None, "Camera that it looks through; null: the first one of the dataset.")
-    last_frames: int = option(
-        0, "Last frames of a successful episode that are successes, where no frame comes after the success.", minimum=0
-    )
-    failures_per_episode: int | None = option(
-        None, "Most frames of failure of an episode of data, drawn at random; null: all.", minimum=1
-    )
-    other_instructions: bool = option(
-        True, "A frame of success is a failure of the other instructions. False where two can be fulfilled at once."
-    )
-    num_parts: int = option(
-        4, "Parts of the episodes, each scored by a network of the others for the threshold.", minimum=2
-    )
+    last_frames: int = option(0, "Last frames of successful episodes that count as successes, too.", minimum=0)
+    failures_per_episode: int | None = option(None, "Most frames of failure of an episode; null: all.", minimum=1)
+    other_instructions: bool = option(True, "A frame of success is a failure of every other instruction.")
+    num_parts: int = option(4, "Parts of the episodes, each scored by a network of the others.", minimum=2)
     false_positives: float = option(0.005, "Largest share of failures that may be seen as success.", minimum=0, below=1)
     num_steps: int = option(600, "Optimiser steps of each network.", minimum=1)
     seed: int = option(0, "Seed of parts, frames, weights and batches.")
@@ -67,12 +59,6 @@ class LabelledFrames:
 
     def select(self, rows: np.ndarray) -> LabelledFrames:
         return LabelledFrames(*(array[rows] for array in vars(self).values()))
-
-    def counts(self) -> dict[str, int]:
-        """Return the numbers of frames, of successes among them, and of episodes."""
-        return {
-            "frames": len(self.labels), "successes": int(self.labels.sum()), "episodes": len(np.unique(self.episodes))
-        }  # fmt: skip
 
 
 def classifier(config: ClassifierConfig) -> SuccessClassifier:
@@ -93,17 +79,18 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     test = read_frames(config, "test", about) if config.test else None
     logits = cross_fitted(frames, len(about["instructions"]), config)
     threshold = max(0.0, choose_threshold(logits, frames.labels, config.false_positives))  # at least even odds
-    if not detects(logits >= threshold, frames.labels):
-        count = int((logits >= threshold)[frames.labels].sum())
+    known = errors(logits >= threshold, frames.labels, frames.episodes)["errors"]
+    if known["false_negatives"]["interval"][1] + known["false_positives"]["interval"][1] >= 1:
+        missed, wrong = (known[name] for name in ("false_negatives", "false_positives"))
         raise ConfigError(
-            f"The classifier sees {count} of {frames.labels.sum()} successes of episodes that it does not know, if it may be wrong on "
-            f"{config.false_positives:.1%} of the failures; required: clearly more. Check the labels of {config.data}, or set "
-            "data=<more episodes>, num_steps=2000 or false_positives=0.05"
+            f"The classifier misses {missed['count']} of {missed['of']} successes of episodes that it does not know, and sees {wrong['count']} "
+            f"of {wrong['of']} failures as success; required: clearly fewer. Check the labels of {config.data}, or set data=<more episodes>, "
+            "num_steps=2000 or false_positives=0.05"
         )
     found = SuccessClassifier(train(frames, len(about["instructions"]), config), about)
-    about |= {"threshold": threshold, "frames": {"data": frames.counts()}}
+    about |= {"threshold": threshold, "frames": len(frames.labels), "successes": int(frames.labels.sum())}
     if test is not None:
-        about["frames"]["test"], logits, frames = test.counts(), found.logits(test.pictures, test.sentences), test
+        logits, frames = found.logits(test.pictures, test.sentences), test
     about |= errors(logits >= threshold, frames.labels, frames.episodes) | calibration(logits, frames.labels)
     found.save(folder)
     print(f"{summary(about)}\nclassifier    {folder}\nuse it        env.success_classifier={folder}", flush=True)
@@ -229,19 +216,13 @@ def changed(pictures: np.ndarray, generator: np.random.Generator) -> torch.Tenso
 
 def summary(about: dict[str, Any]) -> str:
     """Return the numbers of ``classifier.json`` as text."""
-    lines = [
-        f"{name:<13} {part['frames']} frames of {part['episodes']} episodes, {part['successes']} of success"
-        for name, part in about["frames"].items()
-    ]
-    where = "test" if "test" in about["frames"] else "cross-fitted"
-    lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f} (probability); errors on {where} frames:")
+    where = "other episodes of data" if about["config"]["test"] is None else about["config"]["test"]
+    lines = [f"trained on    {about['frames']} frames, {about['successes']} of success"]
+    lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f}; errors on {where}:")
     for name, one in about["errors"].items():
         interval = format_interval(*one["interval"], " - ")
-        lines.append(
-            f"  {name.replace('_', ' '):<24}{one['count']} of {one['of']} = {one['share']:.1%} (95 % {interval})"
-        )
-    lines.append(
-        f"calibration   expected error {about['calibration_error']:.3f}; probability, share of successes, frames:"
-    )
+        shown = f"{one['count']} of {one['of']} = {one['share']:.1%} (95 % {interval})"
+        lines.append(f"  {name.replace('_', ' '):<24}{shown}")
+    lines.append(f"calibration   error {about['calibration_error']:.3f}; probability, share of successes, frames:")
     lines += [f"  {one['probability']:.3f}  {one['success']:.3f}  {one['frames']}" for one in about["reliability"]]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from rlinf.types import EpisodeSpec
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
-
-Config = TypeVar("Config", bound=EnvConfig)
 
 
 class Judge:
@@ -82,7 +80,7 @@ def is_judged(config: EnvConfig) -> bool:
     return config.success_classifier is not None or bool(config.success_false_positives)
 
 
-def unjudged(config: Config) -> Config:
+def unjudged(config: EnvConfig) -> EnvConfig:
     """Return the settings of the same simulators, which decide on success."""
     return replace(config, success_classifier=None, success_false_positives=None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.evaluation.intervals import difference_interval, wilson_interval
+from rlinf.evaluation.intervals import wilson_interval
 
 NUM_BINS = 10
 
@@ -22,12 +22,6 @@ def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: fl
     return float(np.nextafter(failures[allowed], np.float32(np.inf)))
 
 
-def detects(seen: np.ndarray, labels: np.ndarray) -> bool:
-    """Return whether successes are ``seen`` as such more often than failures, by the 95 % interval of the difference."""
-    counts = int(seen[labels].sum()), int(seen[~labels].sum())
-    return difference_interval(counts, (int(labels.sum()), int((~labels).sum())))[0] > 0
-
-
 def errors(seen: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[str, Any]:
     """Return ``errors`` of ``seen``, bool ``[N]``, with counts, shares and 95 % Wilson intervals.
 
@@ -35,19 +29,12 @@ def errors(seen: np.ndarray, labels: np.ndarray, episodes: np.ndarray) -> dict[s
     successes. ``false_positive_episodes``: episodes with a false positive, of those with failures. The intervals of frames take frames
     as independent.
     """
-    wrong, failed = seen & ~labels, np.unique(episodes[~labels])
-    kinds = {
-        "false_positives": wrong[~labels],
-        "false_negatives": ~seen[labels],
-        "false_positive_episodes": np.isin(failed, episodes[wrong]),
-    }
-    counts = {name: (int(each.sum()), len(each)) for name, each in kinds.items()}
-    return {
-        "errors": {
-            name: {"count": k, "of": n, "share": k / n, "interval": list(wilson_interval(k, n))}
-            for name, (k, n) in counts.items()
-        }
-    }
+    wrong, failed, found = seen & ~labels, np.unique(episodes[~labels]), {}
+    kinds = ("false_positives", wrong[~labels]), ("false_negatives", ~seen[labels])
+    for name, each in (*kinds, ("false_positive_episodes", np.isin(failed, episodes[wrong]))):
+        k, n = int(each.sum()), len(each)
+        found[name] = {"count": k, "of": n, "share": k / n, "interval": list(wilson_interval(k, n))}
+    return {"errors": found}
 
 
 def calibration(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

@@ -15,6 +15,7 @@ SAMPLES_FOLDER = "samples"  # completions and rewards of each validation of a re
 # Of an evaluation
 EVALUATIONS_FOLDER = "eval"  # in a run, with a folder for each tag
 RESULT_FILE, COMPARISON_FILE = "result.json", "compare.json"
+CLASSIFIER_FILE, CLASSIFIER_WEIGHTS = "classifier.json", "classifier.safetensors"  # of `rlinf classifier`
 TIMING_FILE = "timing.json"  # lateness, latencies and lost steps of a robot
 PARTIAL_FILE = "result.partial.jsonl"  # of rank 0; rank 2 writes to result.partial.2.jsonl
 VIDEOS_FOLDER, RECORDINGS_FOLDER = "videos", "episodes"

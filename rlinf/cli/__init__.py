@@ -1,5 +1,5 @@
 """The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``robot``, ``audit``, ``serve``, ``play``, ``report``, ``why``,
-``collect``, ``convert``, ``export``, ``doctor``, ``check``, ``check-policy``, ``diagnose``, ``models``."""
+``collect``, ``convert``, ``classifier``, ``export``, ``doctor``, ``check``, ``check-policy``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ COMMANDS = {
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
     ),
     "convert": ("rlinf.cli.run:convert", "HDF5 demonstrations of robomimic and LIBERO to a LeRobotDataset"),
+    "classifier": ("rlinf.cli.run:classifier", "a classifier of success from labelled frames, with its errors"),
     "export": ("rlinf.cli.run:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
@@ -68,6 +69,7 @@ USAGES = {
     "why": "<run folder> [--json]",
     "collect": "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",
     "convert": "source=<HDF5 file or folder> dataset=<new folder> [key=value ...]",
+    "classifier": "data=<dataset> output_dir=<new folder> [test=<dataset>] [key=value ...]",
     "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
     "doctor": "[experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]",
     "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
@@ -91,6 +93,7 @@ EXAMPLES = """examples:
   rlinf why outputs/quickstart/latest                    what its metrics say, and what to change
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
   rlinf convert source=libero_spatial dataset=data/libero_spatial
+  rlinf classifier data=data/labelled output_dir=outputs/classifier
   rlinf export checkpoint=outputs/quickstart/latest output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
   rlinf check env=gymnasium env.id=Pendulum-v1

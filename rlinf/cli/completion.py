@@ -20,7 +20,7 @@ from rlinf.options import override_text, public_fields
 
 INSTALL, COMPLETE = "--install-completion", "--complete"
 
-OTHER_KEYS = ("launch", "report", "why", "convert", "export", "models")
+OTHER_KEYS = ("launch", "report", "why", "convert", "classifier", "export", "models")
 """Commands without the keys of a run; the shell offers files for them."""
 
 SHELLS = ("bash", "zsh", "fish")

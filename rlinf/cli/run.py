@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import TOKEN_KEYS
@@ -29,6 +30,8 @@ from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
 from rlinf.run_folder import COMPARISON_FILE, REPORT_FILE
 from rlinf.serving import require_packages
+
+T = TypeVar("T")
 
 COMPARE_FLAG = "--compare"
 
@@ -200,17 +203,34 @@ def convert(arguments: Sequence[str]) -> int:
     """
     from rlinf.commands.convert import ConvertConfig, convert
 
-    _check_words(arguments, public_fields(ConvertConfig))
+    convert(_own_config(arguments, ConvertConfig))
+    return 0
+
+
+def classifier(arguments: Sequence[str]) -> int:
+    """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
+
+    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward. Keys: data, output_dir, test, camera,
+    last_frames, failures_per_episode, other_instructions, num_parts, false_positives, num_steps, seed (docs/classifier.md).
+    """
+    from rlinf.commands.classifier import ClassifierConfig, classifier
+
+    classifier(_own_config(arguments, ClassifierConfig))
+    return 0
+
+
+def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
+    """Return the settings of a command whose keys are the fields of ``kind`` alone."""
+    _check_words(arguments, public_fields(kind))
     given = parse_overrides(arguments)
     for item in given:
         if item.is_sweep_override():
             key, _, value = item.input_line.partition("=")
             found, cure = "lists several values; required: one. Quote a comma", f"'{key}=\"{value}\"'"
-            if ConvertConfig.__annotations__.get(key, "").startswith("list"):
+            if kind.__annotations__.get(key, "").startswith("list"):
                 found, cure = "lacks the brackets of a list", f"'{key}=[{value}]'"
             raise ConfigError(f"'{item.input_line}' {found}. Set {cure}")
-    convert(from_mapping(ConvertConfig, {item.key_or_group: item.value() for item in given}))
-    return 0
+    return from_mapping(kind, {item.key_or_group: item.value() for item in given})
 
 
 @dataclass

@@ -16,6 +16,7 @@ from gymnasium.vector.utils import batch_space
 from rlinf.envs.config import EnvConfig, check_cameras, select_tasks
 from rlinf.envs.episode_stats import EpisodeStats
 from rlinf.envs.episodes import drawn_episodes
+from rlinf.envs.judge import Judge, check_classifier, is_judged
 from rlinf.envs.spaces import checked_actions, checked_observation, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
@@ -98,6 +99,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self._stats = EpisodeStats(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
+        self._judge = Judge(self) if is_judged(config) else None
 
     # A subclass implements these.
 
@@ -250,6 +252,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Raise ConfigError if a task or camera of ``config`` is unknown or repeated, or no task is left."""
         select_tasks(cls.all_task_names(config), config.tasks)
         check_cameras(config.cameras, cls.camera_names)
+        check_classifier(config)
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
@@ -358,7 +361,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         running = ~self._finished
         ids = np.flatnonzero(running & ~self._lost)
         if len(ids):
-            chunk = self._step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
+            step_chunk = self._step_chunk if self._judge is None else self._judge.step_chunk
+            chunk = step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
             executed[ids] = chunk.executed
             self._stats.add_actions(ids, given[ids], beyond[ids], chunk.executed)
             rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
@@ -366,7 +370,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
                 what = f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
                 raise self._not_finite(int(row), what)
-        self._show(np.flatnonzero(running))
+        if self._judge is None or not self._judge.has_looked:
+            self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
         success = self._stats.success.copy()
         last = self._observation.select(final_ids) if len(final_ids) else None

@@ -41,6 +41,16 @@ class EnvConfig:
     )
     success_bonus: float = option(1.0, "Reward added at the step of success.")
     terminate_on_success: bool = option(True, "End the episode at success.")
+    success_classifier: str | None = option(
+        None,
+        "Folder of `rlinf classifier`, which decides on success by the picture after each env step; null: the simulator does.",
+    )
+    success_false_positives: float | None = option(
+        None,
+        "Share of failing episodes that are called a success at a step drawn evenly; null: none.",
+        minimum=0,
+        maximum=1,
+    )
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
 

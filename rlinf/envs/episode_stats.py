@@ -14,7 +14,8 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
-    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is.
+    ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is. ``truly``: 1 or 0,
+    whether the simulator has said so, where somebody else decides on success; -1: it has not told.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:
@@ -22,6 +23,7 @@ class EpisodeStats:
         self.horizons = np.ones(num_envs, dtype=np.int64)
         self.num_steps = np.zeros(num_envs, dtype=np.int64)
         self.success, self.told = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
+        self.truly = np.full(num_envs, -1, dtype=np.int8)
         self._returns = np.zeros(num_envs, dtype=np.float64)
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
         self._clipped = np.zeros(num_envs, dtype=np.float64)  # in actions: three of four numbers count 0.75
@@ -31,7 +33,7 @@ class EpisodeStats:
         """Start episodes with ``horizons`` in the rows ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
         self.success[ids], self.told[ids], self.horizons[ids] = False, False, horizons
-        self._clipped[ids], self._max_abs[ids] = 0.0, 0.0
+        self._clipped[ids], self._max_abs[ids], self.truly[ids] = 0.0, 0.0, -1
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Add one chunk of the rows ``ids`` (int64 ``[K]``).
@@ -61,7 +63,9 @@ class EpisodeStats:
         length = int(self.num_steps[index])
         clipped, largest = self._clipped[index] / max(1, length), self._max_abs[index]
         numbers = float(self._returns[index]), length, float(clipped), float(largest)
-        return EpisodeResult(spec, task, bool(self.success[index]), *numbers, success_told=bool(self.told[index]))
+        truly = None if self.truly[index] < 0 else bool(self.truly[index])
+        told = bool(self.told[index])
+        return EpisodeResult(spec, task, bool(self.success[index]), *numbers, success_told=told, true_success=truly)
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
         """Return the rewards of one env step. The bonus is paid once, at the first step of success."""

@@ -214,7 +214,7 @@ class Auditor:
                 f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
                 "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
             )
-        disturbed = [] if is_clean else clipping_warning(*actions_clipped(result.results))
+        disturbed = [] if is_clean else clipping_warning(*actions_clipped(result.results)) + result.judged_warning()
         self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result
         pairs = None if key in ("clean", "seen") else compare(self.results["clean"], result, [EPISODES]).total

@@ -322,6 +322,7 @@ def evaluate_policy(
     with evaluation_mode(model):
         results = _play(episodes, specs, plan, env.num_envs, on_result)
         found = EvaluationResult(results, greedy, temperature, seed, tells_success=env.tells_success(env.config))
+        found.warnings += found.judged_warning()
         found.warnings += clipping_warning(*actions_clipped(results))
         if plan.video_folder is not None:
             _add_videos(found, episodes, plan)

@@ -120,6 +120,25 @@ class EvaluationResult:
             tasks.setdefault(result.task, []).append(result)
         return {task: self._count(results) for task, results in tasks.items()}
 
+    @property
+    def true_success(self) -> Success | None:
+        """Success by the simulator's own word, where a classifier or planted errors decided on ``total``; None: it is ``total``, or untold."""
+        told = [result.true_success for result in self.results if result.true_success is not None]
+        return Success(sum(told), len(told)) if told else None
+
+    def judged_warning(self) -> list[str]:
+        """Return a sentence on how far the success that was seen is from the true one, where they can differ."""
+        truly = self.true_success
+        if truly is None:
+            return []
+        false = sum(result.success and result.true_success is False for result in self.results)
+        missed = sum(result.true_success is True and not result.success for result in self.results)
+        interval = format_interval(*truly.interval, " - ")
+        return [
+            f"success is what the classifier sees (env.success_classifier, env.success_false_positives); by the simulator it is {truly} "
+            f"(95 % {interval}): {false} of {self.successes} seen successes are none, and {missed} of {truly.successes} were not seen"
+        ]
+
     def _count(self, results: Sequence[EpisodeResult]) -> Success:
         returns = mean_interval([result.episode_return for result in results]) if results else None
         # An env may tell success at the end of an episode only, and then it is known once an episode has ended.
@@ -172,7 +191,8 @@ class EvaluationResult:
         if not total.is_told:
             return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
         interval = format_interval(*total.interval, " - ")
-        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}), return {total.return_text}"
+        truly = "" if self.true_success is None else f", by the simulator {self.true_success}"
+        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){truly}, return {total.return_text}"
 
     def success_by_step(self) -> list[tuple[int, float]]:
         """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""
@@ -195,6 +215,8 @@ class EvaluationResult:
             "eval/return_high": return_high,
             **{f"eval/success_rate/{task}": success.success_rate for task, success in self.per_task.items()},
         }
+        if (truly := self.true_success) is not None:
+            metrics["eval/true_success_rate"] = truly.success_rate
         of_success = ("eval/success", "eval/interval")
         return {name: value for name, value in metrics.items() if total.is_told or not name.startswith(of_success)}
 

@@ -553,6 +553,8 @@ class _Episodes:
             rows = [(one.success, one.episode_return, one.num_env_steps) for one in self.results]
             names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
             metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
+            told = [one.true_success for one in self.results if one.true_success is not None]
+            metrics |= {"rollout/true_success_rate": float(np.mean(told))} if told else {}
             of_bounds = ("rollout/actions_clipped_fraction", "rollout/actions_max_abs")
             of_actions = zip(of_bounds, actions_clipped(self.results), strict=True)
             metrics |= {name: value for name, value in of_actions if value is not None}

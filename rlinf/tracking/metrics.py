@@ -17,13 +17,14 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "rollout/success_rate": Metric("Share of successes among the first episodes of the envs (sampled actions).", "1"),
+    "rollout/true_success_rate": Metric("The same by the simulator, where a classifier or planted errors decide.", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
     "rollout/actions_clipped_fraction": Metric(
         "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were "
         "cut; a warning above 5 %.", "1"),
     "rollout/actions_max_abs": Metric("Largest magnitude of these numbers before the cut.", "env units"),
-    "rollout/num_episodes": Metric("First episodes of the envs, which the five above are over.", "episodes"),
+    "rollout/num_episodes": Metric("First episodes of the envs, which the six above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
         "Episodes that began again because their simulator was lost; their first part is not trained on, and "
         "where it was the first episode of an env, the envs of that process have no success, return and length.", "episodes"),
@@ -117,6 +118,7 @@ METRICS: dict[str, Metric] = {
         "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
     "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
+    "eval/true_success_rate": Metric("The same by the simulator, where a classifier or planted errors decide.", "1"),
     "eval/successes": Metric("Successful evaluation episodes.", "episodes"),
     "eval/episodes": Metric("Evaluation episodes.", "episodes"),
     "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),

@@ -380,18 +380,21 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Success, return, length and cut actions of the first episode of each env of all ranks, and how many were lost (``rollout/*``)."""
     num_envs = batch.loss_mask.shape[1]
-    own = torch.zeros(num_envs, 5, dtype=torch.float64)
+    own = torch.zeros(num_envs, 7, dtype=torch.float64)
     for env, episode in batch.episodes:
         length, clipped = episode.num_env_steps, episode.actions_clipped_fraction or 0.0
-        numbers = (1.0, episode.success, episode.episode_return, length, clipped * length)
+        truly = (episode.true_success is not None, bool(episode.true_success))
+        numbers = (1.0, episode.success, episode.episode_return, length, clipped * length, *truly)
         own[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
-    count, *sums, num_clipped = sum_blocks(own).tolist()
+    count, *sums, num_clipped, num_told, num_true = sum_blocks(own).tolist()
     (largest,) = maximum(max((episode.actions_max_abs or 0.0 for _, episode in batch.episodes), default=0.0))
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
     names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
     means = {name: total / count for name, total in zip(names, sums, strict=True)} if count else {}
     if count:
         means |= {"rollout/actions_clipped_fraction": num_clipped / sums[-1], "rollout/actions_max_abs": largest}
+    if num_told:
+        means["rollout/true_success_rate"] = num_true / num_told
     return means | {"rollout/num_episodes": int(count), "rollout/lost_episodes": sum_counts(num_lost)[0]}
 
 

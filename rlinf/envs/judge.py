@@ -1,0 +1,109 @@
+"""Success by somebody else than the simulator: a classifier that looks at the picture, and planted false positives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.steps import SimulatorChunk
+from rlinf.errors import ConfigError
+from rlinf.run_folder import CLASSIFIER_FILE
+from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeSpec
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+
+
+class Judge:
+    """Decides on the success of an env's rows after every env step, so a chunk is executed one action at a time.
+
+    ``has_looked``: the env's observation is the one after the last step, because a classifier needed it. The simulator's own word is
+    kept as ``EpisodeResult.true_success``.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        config = env.config
+        self.env, self.rate = env, config.success_false_positives or 0.0
+        self.has_looked, self.classifier = config.success_classifier is not None, None
+        if config.success_classifier is not None:
+            from rlinf.envs.success_network import SuccessClassifier
+
+            self.classifier = SuccessClassifier.load(config.success_classifier)
+
+    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
+        """Step as ``VectorEnv._step_chunk`` does, with another success."""
+        env, chunk = self.env, SimulatorChunk.empty(*actions.shape[:2])
+        active = np.ones(len(ids), dtype=bool)
+        for position in range(actions.shape[1]):
+            rows = np.flatnonzero(active)
+            if not len(rows):
+                break
+            step = env._step_chunk(ids[rows], actions[rows, position : position + 1], steps_left[rows] - position)
+            active[rows] = step.executed[:, 0] & ~env._lost[ids[rows]]
+            for whole, part in zip(chunk, step, strict=True):
+                whole[rows, position] = part[:, 0]
+            rows = np.flatnonzero(active)
+            if len(rows):
+                self._decide(ids[rows], chunk, rows, position)
+            over = chunk.terminated[:, position] | (chunk.success[:, position] & env.config.terminate_on_success)
+            active &= ~over & (position + 1 < steps_left)
+        return chunk
+
+    def _decide(self, ids: np.ndarray, chunk: SimulatorChunk, rows: np.ndarray, position: int) -> None:
+        """Replace the success of the ``rows`` of a chunk, which are the rows ``ids`` of the env, at one ``position``."""
+        env, told, truly = self.env, chunk.told[rows, position], chunk.success[rows, position]
+        env._stats.truly[ids] = np.maximum(env._stats.truly[ids], np.where(told, truly, -1))
+        if self.classifier is not None:
+            env._show(ids)
+            chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
+            chunk.told[rows, position] = True
+        if self.rate:
+            steps = env._stats.num_steps[ids] + position + 1
+            due = [self._planted_step(env._specs[row], int(env._stats.horizons[row])) for row in ids]
+            chunk.success[rows, position] |= steps == due
+
+    def _planted_step(self, spec: EpisodeSpec, horizon: int) -> int:
+        """Return the env step, from 1, of an episode's planted false positive; 0: it has none."""
+        words = spec.suite, self.env.task_names[spec.task_id], spec.init_state_id
+        generator = np.random.default_rng(derive_seed(spec.seed, "false positive", *words))
+        return int(generator.integers(1, horizon + 1)) if generator.random() < self.rate else 0
+
+
+def is_judged(config: EnvConfig) -> bool:
+    """Return whether anybody but the simulator decides on success."""
+    return config.success_classifier is not None or bool(config.success_false_positives)
+
+
+def unjudged(config: EnvConfig) -> EnvConfig:
+    """Return the settings of the same simulators, which decide on success."""
+    return replace(config, success_classifier=None, success_false_positives=None)
+
+
+def read_classifier(folder: str) -> dict[str, Any]:
+    """Return what ``rlinf classifier`` has written about a classifier; raise ConfigError for another folder."""
+    path = Path(folder).expanduser() / CLASSIFIER_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        found = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {path})"
+        raise ConfigError(f"{found}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
+
+
+def check_classifier(config: EnvConfig) -> None:
+    """Raise ConfigError if ``config.success_classifier`` is none, or was trained on another camera or size of picture."""
+    if config.success_classifier is None:
+        return
+    about, shown = read_classifier(config.success_classifier), config.cameras or []
+    (height, width), camera = about["image_shape"], about["camera"]
+    if camera not in shown or not height == width == config.image_size:
+        raise ConfigError(
+            f"env.cameras=[{','.join(shown)}] env.image_size={config.image_size}; required: '{camera}' with {height} x {width} pixels, on "
+            f"which the classifier {config.success_classifier} was trained. Set env.cameras=[{camera}] env.image_size={height}, or "
+            "env.success_classifier=null"
+        )

@@ -1,0 +1,86 @@
+"""The network of a success classifier: a picture and the sentence of the task to one number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from rlinf.envs.judge import read_classifier
+from rlinf.errors import ConfigError
+from rlinf.files import write_bytes, write_text
+from rlinf.run_folder import CLASSIFIER_FILE, CLASSIFIER_WEIGHTS
+from rlinf.types import Observation
+
+WIDTH, GROUPS = 32, 4
+NUM_ROWS = 16
+"""Rows of every call: other numbers of rows may round differently, and an episode must not depend on its neighbours."""
+
+
+def _layer(channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(channels, WIDTH, kernel, stride, kernel // 2), nn.GroupNorm(GROUPS, WIDTH)]
+
+
+class SuccessNetwork(nn.Module):
+    """Convolutions whose channels the sentence scales and shifts (Perez et al. 2018, FiLM), and their maximum over the picture."""
+
+    def __init__(self, num_sentences: int) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*_layer(3, 5, 2), nn.ReLU(), *_layer(WIDTH, 3, 2), nn.ReLU(), *_layer(WIDTH, 3, 1))
+        self.sentences = nn.Embedding(num_sentences, 2 * WIDTH)
+        self.decoder = nn.Sequential(*_layer(WIDTH, 3, 1), nn.ReLU(), *_layer(WIDTH, 3, 1), nn.ReLU())
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, pictures: Tensor, sentences: Tensor) -> Tensor:
+        """Return logits ``[B]`` of pictures ``[B, H, W, 3]`` in 0 to 255, and sentences, int64 ``[B]``."""
+        found = self.encoder(pictures.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
+        scale, shift = self.sentences(sentences)[:, :, None, None].chunk(2, 1)
+        found = self.decoder(torch.relu(found * (1 + scale) + shift))
+        return self.head(found.amax((2, 3)))[:, 0]
+
+
+class SuccessClassifier:
+    """A trained network, with what ``classifier.json`` says about it: ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
+
+    def __init__(self, network: SuccessNetwork, about: dict[str, Any]) -> None:
+        self.network, self.about = network.eval(), about
+
+    @classmethod
+    def load(cls, folder: str) -> SuccessClassifier:
+        """Read the folder of ``save``; the process's random numbers are not used."""
+        about = read_classifier(folder)
+        with torch.device("meta"):
+            network = SuccessNetwork(len(about["instructions"]))
+        network.load_state_dict(load_file(Path(folder).expanduser() / CLASSIFIER_WEIGHTS), assign=True)
+        return cls(network, about)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and description; the description comes last."""
+        write_bytes(folder / CLASSIFIER_WEIGHTS, save(self.network.state_dict()))
+        write_text(folder / CLASSIFIER_FILE, json.dumps(self.about, indent=1))
+
+    @torch.no_grad()
+    def logits(self, pictures: np.ndarray, sentences: np.ndarray) -> np.ndarray:
+        """Return float32 ``[N]`` for pictures ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
+        found = []
+        for first in range(0, len(pictures), NUM_ROWS):
+            rows = np.minimum(first + np.arange(NUM_ROWS), len(pictures) - 1)
+            found.append(self.network(torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])).numpy())
+        return np.concatenate(found)[: len(pictures)]
+
+    def sees_success(self, observation: Observation) -> np.ndarray:
+        """Return bool ``[B]``: the logit is at least the threshold. Raise ConfigError for a sentence that was not in training."""
+        known = self.about["instructions"]
+        for sentence in observation.instruction:
+            if sentence not in known:
+                raise ConfigError(
+                    f"The success classifier does not know the instruction '{sentence}'; required: one of its {len(known)}, such as "
+                    f"'{known[0]}'. Train it on episodes with this instruction, or set env.success_classifier=null"
+                )
+        sentences = np.array([known.index(sentence) for sentence in observation.instruction])
+        return self.logits(observation.images[self.about["camera"]], sentences) >= self.about["threshold"]

@@ -1,0 +1,288 @@
+"""The success classifier, from labelled frames to the success of an env, against counts by hand; and planted false positives."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlinf.cli import main
+from rlinf.commands import classifier as command
+from rlinf.commands.classifier import ClassifierConfig, classifier, label_rows
+from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.success_network import SuccessClassifier
+from rlinf.errors import ConfigError
+from rlinf.evaluation.detection import calibration, choose_threshold, errors
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.types import EpisodeSpec, Observation
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
+
+SIDE = 16
+COLOURS = {"make it red": 0, "make it blue": 2}
+INSTRUCTIONS = list(COLOURS)
+
+
+def picture(instruction: int, count: int, goal: int) -> np.ndarray:
+    """A dark square that lights up in the colour of the instruction once ``count`` has reached ``goal``."""
+    shown = np.full((SIDE, SIDE, 3), 40, dtype=np.uint8)
+    if count >= goal:
+        shown[4:12, 4:12, COLOURS[INSTRUCTIONS[instruction]]] = 250
+    return shown
+
+
+def write(folder, num_episodes=40, camera="front", success=True, shuffled=False):
+    """Episodes of six frames whose third frame shows the goal, in two of three episodes."""
+    generator = np.random.default_rng(0)
+    writer = LeRobotWriter(
+        folder, fps=10, image_shapes={camera: (SIDE, SIDE)}, state_dim=0, action_dim=1, video=False, robot_type="lamp"
+    )
+    with writer:
+        for episode in range(num_episodes):
+            goal = 3 if success and episode % 3 else 99
+            told = np.arange(1, 7) >= (generator.choice([3, 99]) if shuffled else goal)
+            frames = np.stack([picture(episode % 2, count, goal) for count in range(6)])
+            writer.add_episode(
+                {camera: frames}, None, np.zeros((6, 1), np.float32), INSTRUCTIONS[episode % 2],
+                rewards=np.zeros(6, np.float32), success=told, truncated=True,
+            )  # fmt: skip
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("frames") / "data")
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """The folder of a classifier that was trained by the command."""
+    folder = tmp_path_factory.mktemp("classifier") / "out"
+    assert main(["classifier", f"data={data}", f"output_dir={folder}", "num_steps=40", "num_parts=2"]) == 0
+    return str(folder)
+
+
+class LampEnv(VectorEnv):
+    """Counts up. The lamp lights up at ``3 + init_state_id``; the simulator calls it a success one step later."""
+
+    suite = "lamp"
+    late = 1
+
+    def __init__(self, config, num_envs, auto_reset):
+        super().__init__(config, num_envs, auto_reset, action_low=[-1.0], action_high=[1.0])
+        self.counts, self.goals, self.tasks = (np.zeros(num_envs, dtype=np.int64) for _ in range(3))
+
+    @classmethod
+    def all_task_names(cls, config):
+        return ["red", "blue"]
+
+    @classmethod
+    def state_width(cls, config):
+        return 0
+
+    def _reset_env(self, index, spec):
+        self.counts[index], self.goals[index], self.tasks[index] = 0, 3 + spec.init_state_id, spec.task_id
+
+    def _step_envs(self, ids, actions):
+        self.counts[ids] += 1
+        return SimulatorStep(np.zeros(len(ids), np.float32), self.counts[ids] == self.goals[ids] + self.late)
+
+    def _observe(self, ids):
+        shown = [picture(self.tasks[i], self.counts[i], self.goals[i]) for i in ids]
+        return Observation({"front": np.stack(shown)}, None, [INSTRUCTIONS[self.tasks[i]] for i in ids])
+
+
+def lamp(num_envs=2, auto_reset=False, kind=LampEnv, **settings):
+    config = EnvConfig(name="lamp", image_size=SIDE, max_episode_steps=8, **settings)
+    return kind(config, num_envs, auto_reset)
+
+
+def spec(init_state_id, task_id=0, seed=0):
+    return EpisodeSpec("lamp", task_id, init_state_id, seed)
+
+
+def play(env, specs, chunk_len=1):
+    """The results of episodes by zeros, in the order of ``specs``."""
+    chunk = np.zeros((env.num_envs, chunk_len, 1))
+    found = []
+    for first in range(0, len(specs), env.num_envs):
+        batch = specs[first : first + env.num_envs]
+        env.reset(options={"episodes": [*batch, *[None] * (env.num_envs - len(batch))]})
+        results = {}
+        while len(results) < len(batch):
+            step = env.chunk_step(chunk)
+            results |= dict(zip(step.final_env_ids.tolist(), step.episodes, strict=True))
+        found += [results[row] for row in range(len(batch))]
+    return found
+
+
+def test_labels_end_with_the_first_frame_after_a_success():
+    episodes = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    success = np.array(
+        [0, 1, 1, 1, 0, 0, 0, 0, 1], dtype=bool
+    )  # the last episode ended at its success: no frame shows it
+    rows, labels = label_rows(episodes, success, last_frames=0, most_failures=None, seed=0)
+    assert rows.tolist() == [0, 1, 2, 4, 5, 6, 7, 8] and np.flatnonzero(labels).tolist() == [2]
+    rows, labels = label_rows(episodes, success, last_frames=1, most_failures=None, seed=0)
+    assert rows[labels].tolist() == [2, 3, 8] and rows[~labels].tolist() == [0, 1, 4, 5, 6, 7]
+    rows, labels = label_rows(episodes, success, last_frames=0, most_failures=1, seed=0)
+    assert labels.tolist() == [False, True, False, False]
+
+
+def test_threshold_and_errors_are_those_counted_by_hand():
+    scores = np.array([5, 4, 3, 2, 1, 0, -1, -2, -3, -4], dtype=np.float32)
+    labels = np.array([1, 1, 0, 1, 0, 0, 0, 0, 0, 0], dtype=bool)  # 3 successes, 7 failures
+    assert 3 < choose_threshold(scores, labels, 0.0) < 3.001  # above the best failure
+    assert 1 < choose_threshold(scores, labels, 0.2) < 1.001  # one of seven may be above
+    equal = choose_threshold(np.array([2, 2, 2], np.float32), np.zeros(3, bool), 0.4)
+    assert equal > 2  # one of three equal scores cannot be above alone
+    found = errors(scores >= 1.5, labels, np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3]))["errors"]
+    counts = {name: (one["count"], one["of"]) for name, one in found.items()}
+    assert counts == {"false_positives": (1, 7), "false_negatives": (0, 3), "false_positive_episodes": (1, 4)}
+    assert found["false_positives"]["interval"] == list(wilson_interval(1, 7))
+
+
+def test_calibration_is_that_counted_by_hand():
+    probabilities = np.array([0.15, 0.15, 0.95, 0.95])
+    found = calibration(np.log(probabilities / (1 - probabilities)), np.array([0, 1, 1, 1], bool))
+    assert [one["frames"] for one in found["reliability"]] == [2, 2]
+    assert found["calibration_error"] == pytest.approx(0.5 * 0.35 + 0.5 * 0.05)
+
+
+def test_the_command_writes_its_numbers_and_sees_what_it_was_taught(trained, capsys):
+    about = json.loads((command.Path(trained) / "classifier.json").read_text())
+    assert about["camera"] == "front" and about["image_shape"] == [SIDE, SIDE] and about["instructions"] == INSTRUCTIONS
+    assert (about["frames"], about["successes"]) == (40 * 6 - 26 * 2, 26)
+    assert about["errors"]["false_positives"]["count"] == about["errors"]["false_negatives"]["count"] == 0
+    found = SuccessClassifier.load(trained)
+    seen = Observation(
+        {"front": np.stack([picture(0, 3, 3), picture(0, 2, 3), picture(1, 3, 3)])}, None, [INSTRUCTIONS[0]] * 3
+    )
+    assert found.sees_success(seen).tolist() == [True, False, False]  # blue is no success of "make it red"
+    with pytest.raises(ConfigError, match="make it green"):
+        found.sees_success(replace(seen, instruction=["make it green"] * 3))
+
+
+def test_shuffled_labels_give_no_classifier(tmp_path):
+    data = write(tmp_path / "shuffled", shuffled=True)
+    with pytest.raises(ConfigError, match="required: clearly fewer"):
+        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_steps=40, num_parts=2))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"success": False}, "all of them failures"),
+        ({"camera": "side"}, "cameras \\[side\\]; required: 'front'"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monkeypatch, settings, words):
+    monkeypatch.setattr(command, "train", None)  # calling it would be another error
+    other = write(tmp_path / "other", 6, **settings)
+    with pytest.raises(ConfigError, match=words):
+        classifier(ClassifierConfig(data=data, test=other, output_dir=str(tmp_path / "out")))
+
+
+def test_the_classifier_decides_on_success_reward_and_end(trained):
+    env = lamp(success_classifier=trained, reward_mode="sparse")
+    episodes = [spec(0), spec(1, task_id=1), spec(99)]
+    seen = play(env, episodes)
+    assert [(one.success, one.true_success, one.num_env_steps, one.episode_return) for one in seen] == [
+        (True, False, 3, 1.0), (True, False, 4, 1.0), (False, False, 8, 0.0),
+    ]  # fmt: skip
+    assert (
+        play(env, episodes, chunk_len=4)
+        == seen
+        == play(lamp(3, success_classifier=trained, reward_mode="sparse"), episodes)
+    )
+    truly = play(lamp(reward_mode="sparse"), episodes)
+    assert [(one.success, one.true_success, one.num_env_steps) for one in truly] == [
+        (True, None, 4), (True, None, 5), (False, None, 8),
+    ]  # fmt: skip
+    longer = play(lamp(success_classifier=trained, terminate_on_success=False), [spec(0)])[0]
+    assert (longer.success, longer.true_success, longer.num_env_steps) == (True, True, 8)
+
+
+def test_the_observation_after_a_chunk_is_the_one_that_the_classifier_saw(trained):
+    for auto_reset in (False, True):
+        envs = [lamp(success_classifier=trained, auto_reset=auto_reset), lamp(kind=Punctual, auto_reset=auto_reset)]
+        for env in envs:
+            env.reset(options={"episodes": [spec(0), spec(2)], "next_episode": lambda row: spec(7)})
+        steps = [env.chunk_step(np.zeros((2, 4, 1))) for env in envs]
+        for one, other in (
+            (steps[0].observation, steps[1].observation),
+            (steps[0].final_observation, steps[1].final_observation),
+        ):
+            assert np.array_equal(one.images["front"], other.images["front"])
+        assert steps[0].executed.tolist() == steps[1].executed.tolist() == [[True] * 3 + [False], [True] * 4]
+
+
+class Punctual(LampEnv):
+    """The simulator calls it a success when the lamp lights up."""
+
+    late = 0
+
+
+class Losing(LampEnv):
+    """Loses the simulator of row 0 once, in its second step."""
+
+    has_lost = False
+
+    def _step_chunk(self, ids, actions, steps_left):
+        if not self.has_lost and self.counts[0] == 1 and 0 in ids:
+            self.has_lost = self._lost[0] = True
+            self._reset_env(0, self._specs[0])
+            chunk = super()._step_chunk(ids[1:], actions[1:], steps_left[1:])
+            return type(chunk)(*(np.concatenate([np.zeros_like(part[:1]), part]) for part in chunk))
+        return super()._step_chunk(ids, actions, steps_left)
+
+
+def test_a_row_that_loses_its_simulator_begins_again(trained):
+    env = lamp(success_classifier=trained, kind=Losing)
+    env.reset(options={"episodes": [spec(0), spec(1)]})
+    step = env.chunk_step(np.zeros((2, 4, 1)))
+    assert step.lost_env_ids.tolist() == [0] and not step.executed[0].any() and step.final_env_ids.tolist() == [1]
+    step = env.chunk_step(np.zeros((2, 4, 1)))
+    assert [(one.spec, one.success, one.num_env_steps) for one in step.episodes] == [(spec(0), True, 3)]
+
+
+def test_planted_false_positives_are_a_function_of_the_episode_with_the_given_rate():
+    episodes = [spec(99, seed=seed) for seed in range(400)]
+    env = lamp(16, success_false_positives=0.3)
+    found = play(env, episodes)
+    assert not any(one.true_success for one in found)
+    planted = [one for one in found if one.success]
+    assert wilson_interval(len(planted), 400)[0] < 0.3 < wilson_interval(len(planted), 400)[1]
+    assert {one.num_env_steps for one in planted} == set(range(1, 9))
+    assert play(lamp(5, success_false_positives=0.3), episodes[:40], chunk_len=3) == found[:40]
+    true = play(lamp(16, success_false_positives=1.0), [spec(0, seed=seed) for seed in range(64)])
+    assert all(one.success for one in true)
+    # A true success counts unless the planted one comes before its step, the fourth.
+    assert {one.num_env_steps for one in true if one.true_success} == {4}
+    assert {one.num_env_steps for one in true if not one.true_success} == {1, 2, 3}
+    assert all(one.true_success is None for one in play(lamp(success_false_positives=0.0), [spec(0)]))
+
+
+def test_an_evaluation_tells_both(trained):
+    env = lamp(3, success_classifier=trained, terminate_on_success=False)
+    found = evaluate_policy(lambda seen: np.zeros((len(seen), 1)), env, [spec(0), spec(5), spec(99)])
+    assert (found.successes, found.true_success.successes) == (
+        2,
+        1,
+    )  # the simulator is one step late, and the episode over
+    assert found.metrics()["eval/true_success_rate"] == pytest.approx(1 / 3)
+    assert "1 of 2 seen" in next(one for one in found.warnings if "simulator" in one)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"image_size": 32}, "env.image_size"), ({"cameras": ["side"]}, "front")]
+)
+def test_an_env_that_shows_other_pictures_is_refused(trained, settings, word):
+    with pytest.raises(ConfigError, match=word):
+        LampEnv.check_names(EnvConfig(**{"image_size": SIDE, "success_classifier": trained} | settings))
+    with pytest.raises(ConfigError, match="not a classifier"):
+        LampEnv.check_names(EnvConfig(success_classifier="nowhere"))

@@ -14,7 +14,7 @@ class ExpertConfig:
 
     aim_offset_m: list[float] = option(
         [0.0, 0.0],
-        "Error (x, y) of the demonstrator's aim in metres; of envs whose expert takes it (tabletop, Meta-World).",
+        "Error (x, y) of the demonstrator's aim in metres; of envs whose expert takes it (tabletop, Meta-World, SO-101).",
     )
     aim_offset_rule: str = option(
         "constant",

@@ -98,7 +98,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
 
 
 def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> LabelledFrames:
-    """Read and label the frames of a dataset. Those of ``data`` fill in ``about``, which those of ``test`` must fit."""
+    """Read and label the frames of a dataset. ``data`` fills in ``about``, which ``test`` must fit."""
     info = describe_dataset(getattr(config, key), key)
     other = f"{key}=<another folder>"
     if not info.says_success:

@@ -96,7 +96,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
 
 
 def check_classifier(config: EnvConfig) -> None:
-    """Raise ConfigError if ``config.success_classifier`` is none, or was trained on another camera or size of picture."""
+    """Raise ConfigError if ``config.success_classifier`` is not a classifier, or was trained on another camera or size of picture."""
     if config.success_classifier is None:
         return
     about, shown = read_classifier(config.success_classifier), config.cameras or []

@@ -136,7 +136,7 @@ class EvaluationResult:
         interval = format_interval(*truly.interval, " - ")
         return [
             f"success is what the classifier sees (env.success_classifier, env.success_false_positives); by the simulator it is {truly} "
-            f"(95 % {interval}): {false} of {self.successes} seen successes are none, and {missed} of {truly.successes} were not seen"
+            f"(95 % {interval}): {false} of {self.successes} seen successes are false, and {missed} of {truly.successes} were not seen"
         ]
 
     def _count(self, results: Sequence[EpisodeResult]) -> Success:

@@ -30,7 +30,7 @@ class PersonTells:
     Args:
         robot: Executes the actions, and says when an episode has ended.
         folder: Of the kept pictures.
-        wanted: Such a folder of an earlier evaluation of the same episodes; None: there is none.
+        wanted: Such a folder of an earlier evaluation of the same episodes; None: nothing is laid over.
         ask: Shows a text and returns the answer; raises EOFError if nobody can answer.
     """
 

@@ -17,6 +17,7 @@ import pytest
 from rlinf.cli import COMMANDS, main, run
 from rlinf.cli.play import PlayConfig
 from rlinf.cli.run import ExportConfig
+from rlinf.commands.classifier import ClassifierConfig
 from rlinf.commands.hydra_app import parse
 from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
@@ -70,7 +71,10 @@ def test_reference_has_every_key_once():
     assert missing == []
 
 
-@pytest.mark.parametrize(("page", "kind"), [("docs/serving.md", ServeConfig), ("docs/robot.md", RobotConfig)])
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [("docs/serving.md", ServeConfig), ("docs/robot.md", RobotConfig), ("docs/classifier.md", ClassifierConfig)],
+)
 def test_the_page_of_a_command_has_every_key_of_its_own(page, kind):
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text_of(page), re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
@@ -114,7 +118,7 @@ def shell_lines(text: str) -> list[str]:
 
 
 OWN_KEYS = {
-    "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
+    "classifier": ClassifierConfig, "convert": ConvertConfig, "export": ExportConfig, "play": PlayConfig, "robot": RobotConfig, "serve": ServeConfig,
 }  # fmt: skip
 SCRIPTS = {"examples/embodiment/train.py": "train", "examples/embodiment/evaluate.py": "evaluate"}
 ELSEWHERE = ("resume", "init_from", "checkpoint", "model.model_path")

@@ -1,0 +1,82 @@
+"""A robot of lerobot in place of a row of the env."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from run_results import run_config
+
+from rlinf.commands.robot import robot
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.robot.arm import Arm, connected_robot
+from rlinf.robot.config import RobotConfig
+from rlinf.types import EpisodeSpec, Observation
+
+SPEC = EpisodeSpec("table", 1, 2, 3)
+
+
+class Joints:
+    """Two joints, which jump to where they are sent."""
+
+    is_calibrated = True
+    action_features = {"lift.pos": float, "turn.pos": float}
+    observation_features = {**action_features, "front": (4, 4, 3)}
+
+    def __init__(self):
+        self.at = {"lift.pos": 10.0, "turn.pos": -5.0}
+
+    def get_observation(self):
+        return {**self.at, "front": np.zeros((4, 4, 3), np.uint8), "environment_state": [1]}
+
+    def send_action(self, action):
+        self.at = dict(action)
+        return action
+
+
+class Table:
+    """An env of two tasks whose episodes have three actions; a step in it fails."""
+
+    config, task_names = SimpleNamespace(), ["lift", "turn"]
+
+    def reset(self, options):
+        assert options["episodes"] == [SPEC]
+        return Observation({}, None, ["turn it round"]), {}
+
+    def horizon_of(self, config, task):
+        return {"lift": 9, "turn": 3}[task]
+
+
+def test_an_episode_ends_after_the_actions_of_the_env():
+    arm = Arm(Joints(), Table())
+    for _ in range(2):
+        assert arm.begin(SPEC) == "turn it round" and arm.result is None
+        for number in range(3):
+            assert arm.result is None
+            arm.send_action({"lift.pos": float(number), "turn.pos": 0.5})
+        assert arm.position() == {"lift.pos": 2.0, "turn.pos": 0.5}
+        assert (arm.result.task, arm.result.num_env_steps, arm.result.success) == ("turn", 3, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "success=env with arm=.*no env tells it.*Set success=person"),
+        ({"success": "person"}, r"displacements=null with arm=.*positions.*Set displacements=\[\]"),
+        ({"success": "person", "displacements": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
+        ({"success": "person", "displacements": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
+    ],
+)
+def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        robot(run_config(tmp_path), RobotConfig(arm="arm.yaml", **given))
+
+
+def test_a_robot_that_cannot_be_had_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="cannot be read.*Set arm="):
+        connected_robot(str(tmp_path / "nothing.yaml"))
+    path = tmp_path / "arm.yaml"
+    path.write_text("type: so101_follower\nport: /dev/nothing\n")
+    monkeypatch.setitem(sys.modules, "lerobot.robots", None)
+    with pytest.raises(MissingDependencyError, match="setup.sh --lerobot"):
+        connected_robot(str(path))

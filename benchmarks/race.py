@@ -127,7 +127,7 @@ METHODS = {
     "best_of_8": _head("sac", "edit", "algorithm.head.num_candidates=8", "algorithm.head.scale=1e-6"),
     "filtered": _cloned("sft.rows=successes"),
     "hg_dagger": _cloned("sft.rows=corrected"),
-    "recap": _cloned("sft.advantage_share=0.4"),
+    "recap": _cloned("sft.advantage_share=0.2", "model.features=pooled"),
     "rlpd": _head("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_share=0.5"),
 }
 

@@ -239,8 +239,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.rollout.num_chunks is None:
         with suppress(RLinfError):
             config.rollout.num_chunks = chunks_needed(config)
-    if config.sft.max_steps > 0 and config.sft.advantage_share is not None:
-        config.model.prompt_suffix = config.model.prompt_suffix or GOOD
+    labels = config.sft.max_steps > 0 and config.sft.advantage_share is not None
+    if labels and config.model.prompt_suffix is None:
+        config.model.prompt_suffix = GOOD
     config.algorithm.complete(config.model, partial(is_alone, config))
     for dotted in SOURCES:
         *sections, key = dotted.split(".")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rlinf.errors import ConfigError
 from rlinf.options import option, override_text
 
-GOOD, BAD = "Advantage: positive", "Advantage: negative"
-"""What a row's prompt says of its actions (``sft.advantage_share``)."""
+GOOD, BAD = "good", "bad"
+"""What a row's prompt says of its actions (``sft.advantage_share``). A policy acts worse behind long texts that it has never read."""
 
 
 @dataclass

@@ -152,9 +152,9 @@ def test_a_policy_acts_by_its_suffix_and_learns_by_those_of_the_rows(policy):
     config, model = policy
     ids = model.preprocess(seen())["input_ids"]
     assert torch.equal(ids, model.preprocess(seen(suffixes=[GOOD, GOOD]))["input_ids"])
-    assert model.sentences(seen()) == ["reach the red block. Advantage: positive"] * 2
+    assert model.sentences(seen()) == ["reach the red block. good"] * 2
     assert model.sentences(seen(suffixes=["", BAD]).select([1, 0])) == [
-        "reach the red block. Advantage: negative", "reach the red block"
+        "reach the red block. bad", "reach the red block"
     ]  # fmt: skip
     mixed = model.preprocess(seen(suffixes=["", BAD]))["input_ids"]
     assert not torch.equal(mixed[0], mixed[1])
@@ -197,5 +197,6 @@ def test_a_policy_that_reads_no_prompt_is_refused(tmp_path):
 def test_cloning_with_labels_sets_the_words_by_which_the_policy_acts(tmp_path):
     words = ("model=openvla_tiny", "env=tabletop", "sft.max_steps=1", "sft.advantage_share=0.3")
     assert run_config(tmp_path, *words).model.prompt_suffix == GOOD
-    assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix == ""
-    assert run_config(tmp_path, *words, f"model.prompt_suffix='{BAD}'").model.prompt_suffix == BAD
+    assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix is None
+    for typed in (BAD, ""):
+        assert run_config(tmp_path, *words, f"model.prompt_suffix='{typed}'").model.prompt_suffix == typed

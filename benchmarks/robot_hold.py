@@ -32,6 +32,8 @@ from rlinf.robot.loop import RobotEpisodes
 from rlinf.types import EnvSpec, EpisodeSpec, Observation
 
 FPS = 20.0
+ENVIRONMENT = dict(os.environ)
+"""Of each server: an evaluation chooses a renderer, and a server with another one is another server."""
 SENT: list[tuple[float, bool]] = []
 """Moment of each action, and whether it holds."""
 
@@ -66,7 +68,9 @@ def kill(pid: int) -> float:
 
 def serve(args: argparse.Namespace) -> subprocess.Popen:
     words = [f"checkpoint={args.checkpoint}", f"port={args.port}", "cluster.num_threads=1"]
-    return subprocess.Popen([sys.executable, "-m", "rlinf", "serve", *words], stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlinf", "serve", *words], env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
 
 
 def policy_kills(args: argparse.Namespace) -> list[float]:
@@ -181,7 +185,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8031)
     args = parser.parse_args()
     watch()
-    for name, kills in ((("policy", policy_kills),) if os.environ.get("ONLY") else (("camera", camera_kills), ("policy", policy_kills))):
+    for name, kills in (("camera", camera_kills), ("policy", policy_kills)):
         SENT.clear()
         times = sorted(round(each, 1) for each in kills(args))
         print(

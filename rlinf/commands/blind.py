@@ -57,7 +57,7 @@ def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Compari
     The same call with the same ``output_dir`` continues what was interrupted, in the same order. Raise as ``evaluate``.
 
     Args:
-        other: Of the policy that is the baseline; env, episodes and sampling are those of ``config``.
+        other: Names the policy that is the baseline; ``config`` has env, episodes and sampling of both.
     """
     output, asked = Path(config.output_dir), replace(config.evaluation, compare=None)
     check_output(output, None)

@@ -121,7 +121,7 @@ def _results(
     sides: Sequence[RobotEpisodes],
     kept: PartialResults,
 ) -> list[EvaluationResult]:
-    """Play what is not known yet; return the results of both policies."""
+    """Play the episodes that are not known yet; return the results of both policies."""
     asked, specs, line = config.evaluation, opened[0].specs, Progress(updates=config.tracking.progress)
 
     def keep(result: EpisodeResult) -> None:

@@ -373,7 +373,9 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     trainer._warn({"train/q_mean": 3.0})  # the control: no episode has ended
     episodes = _Episodes(2, gamma=0.95)
     one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
-    episode = SimpleNamespace(success=True, episode_return=1.0, num_env_steps=4, actions_clipped_fraction=None)
+    episode = SimpleNamespace(
+        success=True, episode_return=1.0, num_env_steps=4, actions_clipped_fraction=None, true_success=None
+    )
     episodes.values = np.zeros(2)
     none = np.array([], int)
     episodes.add(CallOutcome(nothing, ran, None, none, none, [], none, None, None))
@@ -392,7 +394,9 @@ def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_
     episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
     rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
     ended = [
-        SimpleNamespace(success=good, episode_return=1.0, num_env_steps=2, actions_clipped_fraction=None)
+        SimpleNamespace(
+            success=good, episode_return=1.0, num_env_steps=2, actions_clipped_fraction=None, true_success=None
+        )
         for good in (True, False)
     ]
     episodes.add(

@@ -66,7 +66,7 @@ OWN_CLONES, ONE_CLONE = "own_clones", "one_clone_"  # folders of a gap
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the picture
 PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
-EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 200  # the folder of episodes, in the overrides of a method
+EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 300  # the folder of episodes, in the overrides of a method
 LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 
@@ -106,8 +106,8 @@ def _head(algorithm: str, name: str, *more: str) -> Method:
 
 
 def _cloned(*rows: str) -> Method:
-    own = (f"sft.max_steps={CLONING_STEPS}", "trainer.max_steps=0", "env.reward_mode=sparse", f"sft.dataset={EPISODES}")
-    return Method((*own, *rows), 1, 1)
+    own = (f"sft.max_steps={CLONING_STEPS}", "sft.learning_rate=3e-4", "sft.warmup_steps=10", f"sft.dataset={EPISODES}")
+    return Method((*own, "trainer.max_steps=0", "env.reward_mode=sparse", *rows), 1, 1)
 
 
 METHODS = {

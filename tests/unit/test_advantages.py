@@ -5,16 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from run_results import run_config
+from run_results import clone, run_config
 
+from rlinf import load_policy
+from rlinf.checkpoints.folders import read_loop_state, resolve_checkpoint
+from rlinf.commands.robot import robot
 from rlinf.data import advantages as module
 from rlinf.data.advantages import advantages, cross_fitted_values, label_rows, largest, steps_to_success
 from rlinf.data.chosen import chosen
 from rlinf.data.config import BAD, GOOD, SFTConfig
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.models import build_policy
 from rlinf.preflight.conditions import build_manifest
+from rlinf.robot.config import RobotConfig
 from rlinf.training.cloning_trainer import check_labels_are_read
 from rlinf.types import Observation
 
@@ -200,3 +204,28 @@ def test_cloning_with_labels_sets_the_words_by_which_the_policy_acts(tmp_path):
     assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix is None
     for typed in (BAD, ""):
         assert run_config(tmp_path, *words, f"model.prompt_suffix='{typed}'").model.prompt_suffix == typed
+
+
+def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, monkeypatch):
+    words = (
+        "model=openvla_tiny", "env=tabletop", "env.tasks=[reach]", "env.state=none", "env.reward_mode=sparse", "trainer.max_steps=0",
+        "evaluation.num_episodes=4", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
+        "tracking.progress=false", "cluster.num_threads=1",
+    )  # fmt: skip
+    settings = RobotConfig(real_time=False, teleoperator="scripted", record=str(tmp_path / "made"), person_error=0.1)
+    robot(run_config(tmp_path / "eval", *words), settings)
+    labelled = (*words, "sft.advantage_share=0.5", "model.features=pooled", "sft.batch_size=4")
+    clone(tmp_path / "run", tmp_path / "made", *labelled, "sft.max_steps=1")
+    kept = read_loop_state(resolve_checkpoint(tmp_path / "run"))["labels"]
+    assert kept is not None and load_policy(tmp_path / "run", device="cpu").model.prompt_suffix == GOOD
+
+    def label_again(*args):
+        raise AssertionError("a resumed run has its labels")
+
+    monkeypatch.setattr("rlinf.training.cloning_trainer.label_rows", label_again)
+    clone(tmp_path / "run", tmp_path / "made", *labelled, "sft.max_steps=2", f"resume={tmp_path / 'run'}")
+    assert read_loop_state(resolve_checkpoint(tmp_path / "run"))["labels"] == kept
+    with pytest.raises(AssertionError, match="has its labels"):
+        clone(tmp_path / "new", tmp_path / "made", *labelled, "sft.max_steps=1")
+    with pytest.raises(ManifestMismatchError, match="prompt_suffix"):
+        clone(tmp_path / "other", tmp_path / "made", *words, "sft.max_steps=1", f"init_from={tmp_path / 'run'}")

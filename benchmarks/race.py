@@ -4,8 +4,9 @@ A seed is that of a whole pipeline: demonstrations, cloning, and what learns on 
 begin at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
 
 Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
-smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. The others freeze it and
-train a head. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
+smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. ``filtered``, ``hg_dagger`` and
+``recap`` clone from a folder of the clone's episodes, which the scripted person corrects; ``rlpd`` is ``residual`` with
+this folder. The others freeze the policy and train a head. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
 a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
 
     python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
@@ -16,7 +17,7 @@ there is kept: a race that was stopped, or is run in parts, goes on with the sam
 show all runs of the folder; ``--without-runs`` only makes these two. Overrides belong to every run: give another
 FOLDER with them. Needs matplotlib.
 
-Seconds are processor time of training, without evaluations. A pass is an observation that went through the policy:
+Seconds are processor time of training, without evaluations; of cloning, by the clock. Env steps of a folder count. A pass is an observation that went through the policy:
 to act, to be scored, or to be trained on. The env steps of a seed to 90 % are those of its first evaluation of at
 least 90 %. The interval of a mean over seeds is Student's, that of a single seed Wilson's. ``ours`` and ``peer``
 are the median env steps of ``residual`` and PPO to 90 %, on the first gap where both reach it. The table marks the
@@ -30,7 +31,7 @@ import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ import matplotlib.pyplot as plt
 import rlinf
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.commands.robot import robot
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.data.formats import describe_dataset
 from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
@@ -53,6 +56,7 @@ from rlinf.offpolicy.control_policies import ShiftedPolicy, best_offset, evaluat
 from rlinf.options import to_mapping
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
+from rlinf.robot.config import RobotConfig
 from rlinf.tracking.tracker import read_metrics
 
 TARGET = 0.9
@@ -62,6 +66,7 @@ OWN_CLONES, ONE_CLONE = "own_clones", "one_clone_"  # folders of a gap
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
 TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the picture
 PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
+EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 300  # the folder of episodes, in the overrides of a method
 LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 
@@ -90,10 +95,19 @@ class Method:
     iteration_steps: int
     evaluation_steps: int
 
+    @property
+    def learns_from_episodes(self) -> bool:
+        return any(EPISODES in each for each in self.overrides)
+
 
 def _head(algorithm: str, name: str, *more: str) -> Method:
     own = (f"algorithm={algorithm}", f"algorithm.head.name={name}", "model.features=pooled")
     return Method((*own, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
+
+
+def _cloned(*rows: str) -> Method:
+    own = (f"sft.max_steps={CLONING_STEPS}", "sft.learning_rate=3e-4", "sft.warmup_steps=10", f"sft.dataset={EPISODES}")
+    return Method((*own, "trainer.max_steps=0", "env.reward_mode=sparse", *rows), 1, 1)
 
 
 METHODS = {
@@ -111,6 +125,10 @@ METHODS = {
     "chunk": _head("td3", "chunk"),
     # Corrections of nothing: the critics choose among the chunks of the clone.
     "best_of_8": _head("sac", "edit", "algorithm.head.num_candidates=8", "algorithm.head.scale=1e-6"),
+    "filtered": _cloned("sft.rows=successes"),
+    "hg_dagger": _cloned("sft.rows=corrected"),
+    "recap": _cloned("sft.advantage_share=0.2", "model.features=pooled"),
+    "rlpd": _head("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_share=0.5"),
 }
 
 
@@ -178,8 +196,12 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
 
 
 def curve(folder: Path) -> list[Point]:
-    """Return the evaluations of a run of RL."""
+    """Return the evaluations of a run of RL; of a run of cloning, the last one."""
     lines, cpu_s, calls, points = read_metrics(folder), 0.0, 0, []
+    last = lines[-1]
+    if last["phase"] == "sft":
+        counts = (int(last[f"eval/{name}"]) for name in ("successes", "episodes"))
+        return [Point(0, *counts, last["time/total_s"], last["step"] * 64)]
     frozen = any("rollout/base_calls_total" in line for line in lines)
     for line in lines:
         if line["phase"] == "rl":
@@ -200,6 +222,24 @@ def clone(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
     return output
 
 
+def episodes_folder(folder: Path, gap: str, seed: int) -> Path:
+    """Return the folder of the episodes of the clone of a seed."""
+    return folder / gap / "episodes" / f"seed{seed}"
+
+
+def play(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
+    """Let the clone of a seed play, corrected by the scripted person, unless it is done; return the dataset."""
+    output = episodes_folder(folder, gap, seed)
+    if not (output / "dataset").exists():
+        shutil.rmtree(output, ignore_errors=True)
+        own = [f"checkpoint={clone(folder, gap, seed, overrides)}", "evaluation.split=train", "env.reward_mode=sparse"]
+        own += [f"evaluation.num_episodes={NUM_PLAYED}", "evaluation.allow_mismatch=[env]"]
+        config = compose([f"experiment={gap}", f"seed={seed}", *overrides, *own])
+        config.output_dir = str(output)
+        robot(config, RobotConfig(real_time=False, teleoperator="scripted", record=str(output / "dataset")))
+    return output / "dataset"
+
+
 def group_folder(folder: Path, gap: str, one_clone: int | None) -> Path:
     """Return the folder of the runs of a gap that begin at clones of their own, or at one clone."""
     return folder / gap / (OWN_CLONES if one_clone is None else f"{ONE_CLONE}{one_clone}")
@@ -209,14 +249,17 @@ def race(
     folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str], one_clone: int | None = None
 ) -> None:
     """Train by a method from the clone of its own seed, or of the seed ``one_clone``."""
-    kind, source = METHODS[method], clone(folder, gap, seed if one_clone is None else one_clone, overrides)
+    kind, clone_seed = METHODS[method], seed if one_clone is None else one_clone
+    source, own = clone(folder, gap, clone_seed, overrides), kind.overrides
+    if kind.learns_from_episodes:
+        own = [each.replace(EPISODES, str(play(folder, gap, clone_seed, overrides))) for each in own]
     steps = GAPS[gap].policy_steps if method in ("ppo", "grpo") else GAPS[gap].head_steps
     run(
         group_folder(folder, gap, one_clone) / f"{method}_seed{seed}",
         [
-            f"experiment={gap}", f"seed={seed}", "sft.max_steps=0", f"init_from={source}", *kind.overrides,
+            f"experiment={gap}", f"seed={seed}", "sft.max_steps=0", f"init_from={source}",
             f"trainer.max_steps={steps // kind.iteration_steps}",
-            f"trainer.eval_every={kind.evaluation_steps // kind.iteration_steps}", *overrides,
+            f"trainer.eval_every={kind.evaluation_steps // kind.iteration_steps}", *own, *overrides,
         ],
     )  # fmt: skip
 
@@ -307,10 +350,20 @@ def groups(folder: Path) -> dict[str, Path]:
 def runs_of(group: Path) -> dict[str, dict[int, list[Point]]]:
     """Return the curves of the finished runs of a group: method, seed, evaluations."""
     found: dict[str, dict[int, list[Point]]] = {}
-    for method in METHODS:
+    for method, kind in METHODS.items():
         for run_folder in sorted(group.glob(f"{method}_seed*")):
             if (run_folder / "summary.json").exists():
-                found.setdefault(method, {})[int(run_folder.name.rpartition("_seed")[2])] = curve(run_folder)
+                seed, points = int(run_folder.name.rpartition("_seed")[2]), curve(run_folder)
+                if kind.learns_from_episodes:  # each of their env steps was a pass, too
+                    one_clone = group.name.removeprefix(ONE_CLONE)
+                    of_clone = episodes_folder(
+                        group.parents[1], group.parent.name, int(one_clone) if one_clone.isdigit() else seed
+                    )
+                    played = describe_dataset(of_clone / "dataset").num_rows
+                    points = [
+                        replace(each, env_steps=each.env_steps + played, passes=each.passes + played) for each in points
+                    ]
+                found.setdefault(method, {})[seed] = points
     return found
 
 
@@ -367,7 +420,7 @@ def curve_rows(gap: str, runs: dict[str, dict[int, list[Point]]]) -> list[str]:
 def draw(output: Path, gaps: dict[str, tuple[dict, dict]]) -> None:
     """Draw success against env steps, a panel for each gap; lines are means over seeds, dots are seeds."""
     figure, axes = plt.subplots(1, len(gaps), figsize=(5.2 * len(gaps), 4.4), sharey=True, squeeze=False)
-    colours = dict(zip(METHODS, plt.get_cmap("tab10").colors, strict=False))
+    colours = dict(zip(METHODS, plt.get_cmap("tab20").colors, strict=False))
     for axis, (gap, (counts, runs)) in zip(axes[0], gaps.items(), strict=True):
         for name, each in counts.items():
             mean, style = interval(each)[0], ":" if "noise" in name else "--"

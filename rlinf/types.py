@@ -71,6 +71,7 @@ class Observation:
         instruction: ``B`` sentences.
         is_resized: The images are as ``ActionModel.resize_images`` returns them.
         is_cropped: A part was cut out at random and enlarged (``sft.augment``), in the place of a policy's centre crop.
+        suffixes: What a policy reads after each instruction; None: its own ``prompt_suffix``.
     """
 
     images: dict[str, np.ndarray]
@@ -78,6 +79,7 @@ class Observation:
     instruction: list[str]
     is_resized: bool = False
     is_cropped: bool = False
+    suffixes: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.instruction)
@@ -91,6 +93,7 @@ class Observation:
             instruction=self.instruction[rows] if isinstance(index, slice) else [self.instruction[i] for i in rows],
             is_resized=self.is_resized,
             is_cropped=self.is_cropped,
+            suffixes=None if self.suffixes is None else [self.suffixes[row] for row in np.arange(len(self))[rows]],
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:

@@ -273,6 +273,8 @@ def _dataset(
     digest = None if dataset is None else dataset.digest()
     if needs_outcomes(sft):
         digest = f"{digest} {sft.rows} {sft.intervention_weight}"
+    if sft.advantage_share is not None:
+        digest = f"{digest} {sft.advantage_share} {sft.advantage_steps}"
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "
@@ -299,6 +301,8 @@ def _policy(
         return policy_for(config, env, dataset, deferred)
     # A new run may go on in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
+    if config.sft.max_steps > 0 and config.sft.advantage_share is not None:
+        free.append("preprocessing.prompt_suffix")  # which this run teaches
     allowed = [*config.evaluation.allow_mismatch, *free]
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
     for line in compare_fingerprints(opened.manifest.probe, fingerprint):

@@ -20,7 +20,7 @@ from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
-from rlinf.data.config import CollectConfig, SFTConfig
+from rlinf.data.config import GOOD, CollectConfig, SFTConfig
 from rlinf.distributed.start import launch_context
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
@@ -239,6 +239,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.rollout.num_chunks is None:
         with suppress(RLinfError):
             config.rollout.num_chunks = chunks_needed(config)
+    labels = config.sft.max_steps > 0 and config.sft.advantage_share is not None
+    if labels and config.model.prompt_suffix is None:
+        config.model.prompt_suffix = GOOD
     config.algorithm.complete(config.model, partial(is_alone, config))
     for dotted in SOURCES:
         *sections, key = dotted.split(".")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
-from rlinf.data.config import SFTConfig
+from rlinf.data.config import BAD, GOOD, SFTConfig
 from rlinf.data.rows import BatchSource
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.errors import ConfigError
@@ -16,40 +16,52 @@ from rlinf.types import Observation
 
 @dataclass
 class ChosenRows:
-    """Rows ``index`` (int64 ``[K]``) of a dataset, each as often as it occurs there (a ``BatchSource``)."""
+    """Rows ``index`` (int64 ``[K]``) of a dataset, each as often as it occurs there, with their ``K`` suffixes (a ``BatchSource``)."""
 
     dataset: StoredDemonstrations
     index: np.ndarray
+    suffixes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        return self.dataset.rows(self.index[index])
+        observation, actions = self.dataset.rows(self.index[index])
+        if self.suffixes is not None:
+            observation = replace(observation, suffixes=self.suffixes[index].tolist())
+        return observation, actions
 
 
 def needs_outcomes(config: SFTConfig) -> bool:
-    """Return whether the choice depends on successes or interventions."""
-    return config.rows != "all" or config.intervention_weight > 1
+    """Return whether the choice, or a label, depends on successes or interventions."""
+    return config.rows != "all" or config.intervention_weight > 1 or config.advantage_share is not None
 
 
-def chosen(dataset: StoredDemonstrations, config: SFTConfig) -> BatchSource:
+def rows_of_person(dataset: StoredDemonstrations) -> np.ndarray:
+    """Return bool ``[N]``: all of the row's chunk is the person's, up to the end of the episode."""
+    num_rows, acted = len(dataset), dataset.outcomes.intervention
+    if acted is None:
+        return np.zeros(num_rows, dtype=bool)
+    before = np.concatenate([[0], np.cumsum(acted)])
+    ends = np.minimum(np.arange(num_rows) + dataset.chunk_len, dataset.last_rows + 1)
+    return before[ends] - before[:-1] == ends - np.arange(num_rows)
+
+
+def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray | None = None) -> BatchSource:
     """Return the rows of a dataset, opened with ``outcomes``, that ``sft.rows`` chooses; raise ConfigError if it chooses none.
 
     Filtered cloning keeps the episodes that reached the goal. HG-DAgger (Kelly et al. 2019, arXiv:1810.02890, algorithm 1)
     keeps the rows at which the person acted. A row counts as an intervention if all of its chunk is the person's, up to the
     end of the episode: a policy must not learn its own actions from before a take-over, or from after the hand-back.
-    ``sft.intervention_weight`` repeats these rows, which multiplies their share of the loss.
+    ``sft.intervention_weight`` repeats these rows, which multiplies their share of the loss. With labels (``is_good``, bool ``[N]``),
+    each row occurs three times as often, every third time without its label.
     """
     if not needs_outcomes(config):
         return dataset
     outcomes, last_rows, num_rows = dataset.outcomes, dataset.last_rows, len(dataset)
-    by_person, succeeded = np.zeros(num_rows, dtype=bool), np.zeros(num_rows, dtype=bool)
+    by_person, succeeded = rows_of_person(dataset), np.zeros(num_rows, dtype=bool)
     is_helped = np.zeros(num_rows, dtype=bool)
     if outcomes.intervention is not None:
-        before = np.concatenate([[0], np.cumsum(outcomes.intervention)])
-        ends = np.minimum(np.arange(num_rows) + dataset.chunk_len, last_rows + 1)
-        by_person = before[ends] - before[:-1] == ends - np.arange(num_rows)
         is_helped = np.isin(last_rows, last_rows[outcomes.intervention])
     if outcomes.success is not None:
         succeeded = np.isin(last_rows, last_rows[outcomes.success])
@@ -66,4 +78,8 @@ def chosen(dataset: StoredDemonstrations, config: SFTConfig) -> BatchSource:
             "sft.dataset=<another folder>"
         )
     index = np.flatnonzero(kept)
-    return ChosenRows(dataset, np.repeat(index, np.where(by_person[index], config.intervention_weight, 1)))
+    index = np.repeat(index, np.where(by_person[index], config.intervention_weight, 1))
+    if is_good is None:
+        return ChosenRows(dataset, index)
+    labels = np.where(is_good[index], GOOD, BAD)
+    return ChosenRows(dataset, np.tile(index, 3), np.concatenate([labels, labels, np.full(len(index), "")]))

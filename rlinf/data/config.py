@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from rlinf.errors import ConfigError
 from rlinf.options import option, override_text
 
+GOOD, BAD = "good", "bad"
+"""What a row's prompt says of its actions (``sft.advantage_share``). A policy acts worse behind long texts that it has never read."""
+
 
 @dataclass
 class ExpertConfig:
@@ -92,6 +95,18 @@ class SFTConfig:
     )
     intervention_weight: int = option(
         1, "How often a row of an intervention occurs in an epoch; the others occur once.", minimum=1
+    )
+    advantage_share: float | None = option(
+        None,
+        "RECAP: the prompts of this share of the rows of each instruction, whose advantages are largest, and of interventions say so, "
+        "and the policy acts by such prompts; null: no labels.",
+        minimum=0,
+        maximum=1,
+    )
+    advantage_steps: int | None = option(
+        None,
+        "Rows after which the value model takes over in an advantage; null: none, the episode's return.",
+        minimum=1,
     )
     num_workers: int = option(
         2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0

@@ -56,6 +56,10 @@ class ModelConfig:
     action_token_len: int = option(2, "D: numbers (tokens) of one action.", minimum=1)
     action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
+    prompt_suffix: str | None = option(
+        None,
+        "Words that the policy reads after each instruction when it acts; null: none, and with sft.advantage_share those of a good action.",
+    )
     micro_batch_size: int = option(128, "Rows of one forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows of one forward pass without gradients.", minimum=1)
     precision: str = option(

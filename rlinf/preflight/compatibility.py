@@ -311,14 +311,16 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
 
 
 def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
-    """Check that a dataset (None: the expert plays) has the columns by which ``sft.rows`` and ``sft.intervention_weight`` choose."""
-    chooses, weighs = sft.rows != "all", sft.intervention_weight > 1
+    """Check that a dataset (None: the expert plays) has the columns by which rows are chosen, repeated and labelled."""
+    chooses, weighs, labels = sft.rows != "all", sft.intervention_weight > 1, sft.advantage_share is not None
     asked = [f"sft.rows={sft.rows}"] * chooses + [f"sft.intervention_weight={sft.intervention_weight}"] * weighs
-    plain = " ".join(["sft.rows=all"] * chooses + ["sft.intervention_weight=1"] * weighs)
+    asked += [f"sft.advantage_share={sft.advantage_share}"] * labels
+    plain = ["sft.rows=all"] * chooses + ["sft.intervention_weight=1"] * weighs + ["sft.advantage_share=null"] * labels
+    plain = " ".join(plain)
     if asked and info is None:
         refuse(f"{' '.join(asked)} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {plain}")
     needed = {
-        SUCCESS: sft.rows in ("successes", "corrected"),
+        SUCCESS: sft.rows in ("successes", "corrected") or labels,
         INTERVENTION: sft.rows in ("interventions", "corrected") or weighs,
     }
     for column, is_there in (

@@ -61,6 +61,7 @@ def build_manifest(
             "image_size": config.model.image_size or settings.get("image_sizes"),
             "cameras": list(config.env.cameras),
             **{name: settings[name] for name in ("image_resize_strategy", "prompt_template") if name in settings},
+            **({"prompt_suffix": config.model.prompt_suffix} if config.model.prompt_suffix else {}),
             "processor": _processor_settings(getattr(model, "processor", None)),
         },
         actions={

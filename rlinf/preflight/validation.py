@@ -463,6 +463,11 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
         refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
+    if config.sft.advantage_share is not None and not policy_class.implements("_propose"):
+        found = (
+            f"sft.advantage_share={config.sft.advantage_share}, but {policy_class.__name__} does not implement _propose"
+        )
+        refuse(found, "a policy with that method, whose features the value model reads", "sft.advantage_share=null")
     if policy is not None:
         policy_class.check_sft(policy[1])
     check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from rlinf.data.advantages import label_rows
 from rlinf.data.augment import augment
 from rlinf.data.chosen import chosen
+from rlinf.data.config import BAD, GOOD
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import go_on, waiting
-from rlinf.distributed.process_group import any_rank
+from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.precision import evaluation_mode
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Parts
@@ -105,6 +113,30 @@ class CloningTrainer(ActionTrainer):
         if self._batches is not None:
             self._batches.__exit__()
 
+    def _labels(self) -> np.ndarray:
+        """Return which rows of the dataset are good, bool ``[N]``, as the policy sees them before it is trained here."""
+        state, run_seed = self.loop.state, self.parts.config.seed
+        if state.labels is None:  # a resumed run has them
+            is_good = label_rows(
+                self.dataset, self._features(), self.parts.config.sft, derive_seed(run_seed, "advantages")
+            )
+            state.labels = np.packbits(is_good).tobytes().hex()
+            self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} rows are labelled as good")
+        return np.unpackbits(np.frombuffer(bytes.fromhex(state.labels), np.uint8), count=len(self.dataset)).astype(bool)
+
+    def _features(self) -> torch.Tensor:
+        """Return the policy's features of all rows, float32 ``[N, F]``, by instructions alone. Ranks divide the rows."""
+        sync, dataset, found = self.parts.sync, self.dataset, []
+        check_labels_are_read(self.worker.model, dataset.rows(np.arange(1))[0])
+        sync.push(self.loop.state.policy_version)
+        model, mine = sync.rollout_model, np.array_split(np.arange(len(dataset)), world_size())[rank()]
+        with evaluation_mode(model), self.worker.autocast():
+            for rows in np.array_split(mine, -(-len(mine) // self.parts.config.sft.batch_size)):
+                observation = replace(dataset.rows(rows)[0], suffixes=[""] * len(rows))
+                found.append(model.propose(model.preprocess(observation)).features.float().cpu())
+                self.loop.progress.update("values", rows[-1] + 1 - mine[0], len(mine))
+        return torch.cat(gather_objects(torch.cat(found)))
+
     @waiting("rollout")
     def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:
         """Return the dataset, or let the expert play (the same on every rank); with the metric of how often that succeeds."""
@@ -112,7 +144,8 @@ class CloningTrainer(ActionTrainer):
         chunk_len = self.worker.model.sft_chunk_len
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
-            source = chosen(self.dataset, config)
+            is_good = None if config.advantage_share is None else self._labels()
+            source = chosen(self.dataset, config, is_good)
             which = "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.rows={config.rows})"
             progress.note(
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"
@@ -130,3 +163,14 @@ class CloningTrainer(ActionTrainer):
             f"{len(played.episodes)} demonstrations, {len(played)} rows; the demonstrator succeeds in {played.success_rate:.1%}"
         )
         return played, {"sft/demonstrator_success_rate": played.success_rate}
+
+
+@torch.no_grad()
+def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
+    """Raise ConfigError if the inputs of a policy are the same for good and bad, e.g. because a tokenizer knows neither word."""
+    good, bad = (model.preprocess(replace(observation, suffixes=[label] * len(observation))) for label in (GOOD, BAD))
+    if all(torch.equal(good[name], bad[name]) for name in good):
+        raise ConfigError(
+            f"{type(model).__name__} does not tell '{GOOD}' from '{BAD}' in a prompt, which sft.advantage_share puts there; required: "
+            "a policy and a tokenizer that read these words. Set model=openvla_tiny, or sft.advantage_share=null sft.rows=successes"
+        )

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed (scripts/s
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import race
 
+from rlinf.data.stored import DatasetInfo
 from rlinf.errors import ConfigError
 
 TINY = ["sft.num_demonstrations=4", "sft.max_steps=1", "trainer.max_steps=1", "evaluation.num_episodes=2"]
@@ -112,6 +113,39 @@ def test_a_seed_makes_its_own_clone_unless_one_clone_is_asked_for(tmp_path, monk
         (f"{clones}/seed4", "4", None), (f"{runs}/own_clones/residual_seed4", "4", f"{clones}/seed4"),
         (f"{clones}/seed7", "7", None), (f"{runs}/one_clone_7/residual_seed4", "4", f"{clones}/seed7"),
     ]  # fmt: skip
+
+
+def test_methods_that_learn_from_episodes_get_those_of_the_clone_and_pay_for_them(tmp_path, monkeypatch):
+    trained, played = [], []
+
+    def play(config, settings):
+        played.append((config.seed, config.checkpoint, config.evaluation.split, config.evaluation.num_episodes))
+        Path(settings.record).mkdir(parents=True)
+
+    monkeypatch.setattr(race, "make_config", lambda folder, overrides: overrides)
+    monkeypatch.setattr(race, "train", trained.append)
+    monkeypatch.setattr(race, "robot", play)
+    for method in ("filtered", "hg_dagger", "recap", "rlpd"):
+        race.race(tmp_path, "quickstart", method, 4, [], one_clone=7)
+    folder = f"{tmp_path}/quickstart/episodes/seed7/dataset"
+    assert played == [(7, f"{tmp_path}/quickstart/clones/seed7", "train", race.NUM_PLAYED)], "once"
+    assert [f"sft.dataset={folder}" in words for words in trained[-4:]] == [True, True, True, False]
+    assert f"algorithm.offline_dataset={folder}" in trained[-1]
+    config = race.compose([*trained[-2], "sft.max_steps=9"])
+    assert (config.trainer.max_steps, config.sft.max_steps) == (0, 9), "the later override counts"
+    group = tmp_path / "quickstart" / f"{race.ONE_CLONE}7"
+    write_run(group / "rlpd_seed4", [0.3, 0.9])
+    write_run(group / "residual_seed4", [0.3, 0.9])
+    done = {"phase": "sft", "step": 200, "time/total_s": 8.0, "eval/success_rate": 0.7}
+    (group / "recap_seed4").mkdir()
+    counts = {"eval/successes": 35, "eval/episodes": 50}
+    (group / "recap_seed4" / "metrics.jsonl").write_text(json.dumps(done | counts) + "\n")
+    (group / "recap_seed4" / "summary.json").write_text("{}")
+    monkeypatch.setattr(race, "describe_dataset", lambda path: DatasetInfo(path, "", 60, {}, {}, "", 2, num_rows=456))
+    found = race.runs_of(group)
+    assert [point.env_steps for point in found["rlpd"][4]] == [456, 456 + 1024]
+    assert [point.env_steps for point in found["residual"][4]] == [0, 1024]
+    assert found["recap"][4] == [race.Point(456, 35, 50, 8.0, 456 + 200 * 64)]
 
 
 @pytest.mark.parametrize("gap", ["quickstart_turned", "quickstart_precise", "quickstart_two_headed"])

@@ -36,6 +36,7 @@ def described_dataset(folder: Path, config: RunConfig) -> str:
     widths = {"action": config.model.action_token_len, "observation.state": ENVS.get(env.name).state_width(env)}
     features = {name: {"dtype": "float32", "shape": [width]} for name, width in widths.items() if width}
     names = ["height", "width", "channels"]
+    features |= {name: {"dtype": "bool", "shape": [1]} for name in ("next.success", "intervention")}
     features |= {
         f"observation.images.{name}": {"dtype": "image", "shape": pixels, "names": names} for name in env.cameras
     }
@@ -57,6 +58,8 @@ def test_experiment_is_short_composes_and_is_valid(path: Path, tmp_path: Path):
     assert config.experiment_name == path.stem
     if "sft.dataset=<" in text:
         config.sft.dataset = described_dataset(tmp_path, config)
+    if "offline_dataset=<" in text:
+        config.algorithm.offline_dataset = described_dataset(tmp_path, config)
     if path.stem != TEMPLATE:  # a template for a model of the user's own; its keys have their own tests
         try:
             validate(config)

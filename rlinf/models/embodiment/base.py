@@ -54,6 +54,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         predicts_values: ``ActionPrediction.values`` equal the values of ``evaluate_actions`` for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
         feature_kind: Which features ``propose`` returns: ``hidden``, ``pooled``, ``token`` or ``inputs`` (``model.features``).
+        prompt_suffix: What it reads after each instruction (``model.prompt_suffix``).
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
         num_observations: Moments of an episode that it reads at once (``Observation.of_moments``); above 1, whoever asks remembers them.
@@ -76,6 +77,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
+    prompt_suffix: str = ""
     _graphs: CudaGraphs | None = None
     readout_token: ReadoutToken | None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
@@ -242,13 +244,19 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         return observation
 
+    def sentences(self, observation: Observation) -> list[str]:
+        """Return what the model reads of each row: the instruction, and the row's suffix or ``prompt_suffix``."""
+        suffixes = observation.suffixes or [self.prompt_suffix] * len(observation)
+        pairs = zip(observation.instruction, suffixes, strict=True)
+        return [f"{sentence}. {suffix}" if suffix else sentence for sentence, suffix in pairs]
+
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Return one value per row, equal only for rows whose prompts are equally long.
 
         The evaluation plays such rows together, so that none is padded because of another. The default groups rows by
         instruction; a model that puts the state into its prompt must override it.
         """
-        return observation.instruction
+        return self.sentences(observation)
 
     @abstractmethod
     def predict_action_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -141,7 +142,7 @@ class RemotePolicy(ActionModel, nn.Module):
         return torch.float32
 
     def preprocess(self, observation: Observation) -> dict[str, Any]:
-        return {"observation": observation}  # the server preprocesses
+        return {"observation": replace(observation, instruction=self.sentences(observation))}  # the server preprocesses
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """The server groups rows by their prompts."""

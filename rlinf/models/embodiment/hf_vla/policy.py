@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,13 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
-        inputs = self._ready_processor()(observation)
+        inputs = self._ready_processor()(replace(observation, instruction=self.sentences(observation)))
         self.check_length(inputs["input_ids"].shape[1])
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(observation)
+        lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.sentences(observation)))
         self.check_length(max(lengths))  # `preprocess` counts the tokens of pictures, too
         return lengths
 

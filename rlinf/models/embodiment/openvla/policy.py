@@ -181,7 +181,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         device = self.device
-        input_ids, attention_mask = processor.encode_instructions(observation.instruction)
+        input_ids, attention_mask = processor.encode_instructions(self.sentences(observation))
         pixels = []
         for image in self._camera_images(observation, wanted):
             frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
@@ -206,7 +206,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(observation.instruction)
+        lengths = self._ready_processor().prompt_lengths(self.sentences(observation))
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +130,33 @@ def robot(arguments: Sequence[str]) -> int:
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
     its own are fps, execution, displacements, max_change, frame_age_s, max_failures, teleoperator, align_change, record, first_episode,
-    person_error, person_patience, person_steps, success, arm, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
+    person_error, person_patience, person_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)
     require_policy(arguments, "robot")
+    others = None if settings.blind is None else _blind_words(args, settings.blind)
     config = configure(args, "evaluate")
     if config is not None:
-        import_string("rlinf.commands.robot:robot")(config, settings)
+        other = None if others is None else configure(others, "evaluate")
+        import_string("rlinf.commands.robot:robot")(config, settings, other)
     return 0
+
+
+def _blind_words(args: Namespace, policy: str) -> Namespace:
+    """Let a command compare with ``policy``, and return the words of a command that evaluates it."""
+    if (given := given_value(args.overrides, "evaluation.compare")) is not None:
+        raise ConfigError(
+            f"evaluation.compare={given} with blind={policy}; required: one of them, because blind is the baseline. Leave evaluation.compare out"
+        )
+    args.overrides = [*args.overrides, f"evaluation.compare={policy}"]
+    key = "model.url" if "://" in policy else "checkpoint"
+    rest = [
+        item.input_line
+        for item in parse_overrides(args.overrides)
+        if item.key_or_group not in ("checkpoint", "model.url")
+    ]
+    return Namespace(**{**vars(args), "overrides": [*rest, f"{key}={policy}"]})
 
 
 def audit(arguments: Sequence[str]) -> int:

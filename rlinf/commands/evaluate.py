@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,13 +71,14 @@ from rlinf.report.compare_folders import (
     evaluation_folder,
 )
 from rlinf.report.run_page import write_report
-from rlinf.robot.arm import Arm, connected_robot
+from rlinf.robot.arm import Arm, connected_robot, connected_teleoperator
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
+from rlinf.robot.page import OnPage, Page
 from rlinf.robot.person import PersonTells
 from rlinf.robot.recorder import EpisodeRecorder
 from rlinf.robot.robot import EnvRobot, EpisodicRobot
-from rlinf.robot.teleoperator import ScriptedPerson
+from rlinf.robot.teleoperator import ScriptedPerson, Teleoperator
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
@@ -110,7 +111,7 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
     check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
     device = resolve_device(cluster.device, started_here(cluster.num_processes))
     kept = -1
-    try:
+    with results_are_kept(output):
         while True:
             try:
                 with _reserved(config) as reservation:
@@ -122,6 +123,13 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
                 if kept <= max(before, 0):  # nothing was played since the last start
                     raise
                 logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
+
+
+@contextmanager
+def results_are_kept(output: Path) -> Iterator[None]:
+    """Say, if the body fails, how many results are kept and how it goes on."""
+    try:
+        yield
     except BaseException as error:
         kept = num_kept(output)
         if kept and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be refused again
@@ -131,7 +139,7 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
 
 
 @dataclass
-class _Opened:
+class OpenedPolicy:
     """What an evaluation has before its first episode.
 
     Attributes:
@@ -166,7 +174,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
         episodes: Episodes | None = None
         device = resolve_device(config.cluster.device, 1)
         with waiting("start"):
-            opened = _open(config, env, 0 if robot is None else robot.first_episode)
+            opened = open_evaluation(config, env, 0 if robot is None else robot.first_episode)
             if reservation is None:
                 opened.model = opened.model.to(device)
             else:
@@ -174,8 +182,9 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 stack.callback(players.close)
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
-                acting = _robot(env, robot, stack)
-                episodes = stack.enter_context(_on_robot(config, env, acting, opened, robot))
+                wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
+                acting, person = robot_of(config, env, robot, wanted, stack)
+                episodes = stack.enter_context(on_robot(config, env, acting, person, opened, robot))
                 opened.conditions["robot"] = asdict(robot)
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
@@ -188,47 +197,71 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             if isinstance(episodes, RobotEpisodes) and episodes.recorder is not None:
                 print(f"recorded: {episodes.recorder.write(result.results)}", flush=True)
         if robot is not None and isinstance(episodes, RobotEpisodes):
-            timing = {"settings": asdict(robot), **episodes.timing.as_dict()}
-            write_text(output / run_folder.TIMING_FILE, json.dumps(timing, indent=2))
-            print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
+            write_timing(output, robot, episodes)
 
 
-def _robot(env: VectorEnv, settings: RobotConfig, stack: ExitStack) -> EnvRobot | Arm:
-    """Return a row of the env as a robot, or the robot of ``arm``, which ``stack`` disconnects."""
-    if settings.arm is None:
-        return EnvRobot(env, settings)
-    robot = connected_robot(settings.arm)
-    stack.callback(robot.disconnect)
-    return Arm(robot, env)
+def write_timing(output: Path, settings: RobotConfig, episodes: RobotEpisodes) -> None:
+    """Write and print the numbers of the clock."""
+    timing = {"settings": asdict(settings), **episodes.timing.as_dict()}
+    write_text(output / run_folder.TIMING_FILE, json.dumps(timing, indent=2))
+    print(f"{episodes.timing}\ntiming: {output / run_folder.TIMING_FILE}", flush=True)
 
 
-def _on_robot(
-    config: RunConfig, env: VectorEnv, acting: EnvRobot | Arm, opened: _Opened, settings: RobotConfig
+def robot_of(
+    config: RunConfig, env: VectorEnv, settings: RobotConfig, wanted: Path | None, stack: ExitStack
+) -> tuple[EpisodicRobot, Teleoperator | None]:
+    """Return a row of the env as a robot, or the robot of ``arm``, perhaps with a person who tells success, and who may take over.
+
+    ``stack`` disconnects them. ``wanted`` holds the first pictures of episodes as the person is to lay them out again; None: without any.
+    """
+    row = EnvRobot(env, settings)
+    acting: EpisodicRobot = row
+    if settings.arm is not None:
+        arm = connected_robot(settings.arm)
+        stack.callback(arm.disconnect)
+        acting = Arm(arm, env, 0.5 / settings.fps)
+    person: Teleoperator | None = None
+    if settings.teleoperator == "scripted":
+        person = ScriptedPerson(row, settings)
+    elif settings.teleoperator != "none":
+        person = connected_teleoperator(settings.teleoperator)
+        stack.callback(person.disconnect)
+    if settings.success != "env":
+        acting = told = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
+        if settings.success == "page":
+            page = Page(told, settings.page_host, settings.page_port)
+            stack.callback(page.close)
+            print(f"page: {page.url}", flush=True)
+            if person is not None and not hasattr(person, "get_teleop_events"):
+                person = OnPage(person, page)
+    return acting, person
+
+
+def on_robot(
+    config: RunConfig,
+    env: VectorEnv,
+    acting: EpisodicRobot,
+    person: Teleoperator | None,
+    opened: OpenedPolicy,
+    settings: RobotConfig,
 ) -> RobotEpisodes:
-    """Let the policy act on a robot, from which a scripted person may take over."""
+    """Let the policy act on a robot, from which a person may take over."""
     policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
     recorder = None
-    person = (
-        ScriptedPerson(acting, settings) if isinstance(acting, EnvRobot) and settings.teleoperator != "none" else None
-    )
     if person is not None:
         opened.warnings.append(
-            "A person could take over: successes belong to policy and person (teleoperator=scripted)"
+            f"A person could take over: successes belong to policy and person (teleoperator={settings.teleoperator})"
         )
     if settings.record is not None:
         kept = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER
         recorder = EpisodeRecorder(
             Path(settings.record).expanduser(), kept, max(1, round(settings.fps)), to_mapping(config.env)
         )
-    judged: EpisodicRobot = acting
-    if settings.success == "person":
-        wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
-        judged = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
     computes = partial(autocast, opened.model, config.model.precision)
-    return RobotEpisodes(policy, judged, env_spec(config), settings, computes, person, recorder)
+    return RobotEpisodes(policy, acting, env_spec(config), settings, computes, person, recorder)
 
 
-def _open(config: RunConfig, env: VectorEnv, first: int) -> _Opened:
+def open_evaluation(config: RunConfig, env: VectorEnv, first: int) -> OpenedPolicy:
     """Open the policy, leave the episodes before ``first`` out, and refuse a comparison that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
     specs = episode_list(env, settings.split, settings.num_episodes, first)
@@ -242,13 +275,15 @@ def _open(config: RunConfig, env: VectorEnv, first: int) -> _Opened:
         _warn([TRAINING_SPLIT])
     server = digest_of_server(config, model)
     present = conditions(config, manifest, saved, specs, server)
-    return _Opened(specs, model, manifest, present, baseline, before, warnings, server is not None and saved is None)
+    return OpenedPolicy(
+        specs, model, manifest, present, baseline, before, warnings, server is not None and saved is None
+    )
 
 
 def _play(
     config: RunConfig,
     env: VectorEnv,
-    opened: _Opened,
+    opened: OpenedPolicy,
     partial: PartialResults,
     ranks: RankGroup,
     episodes: Episodes | None,
@@ -273,9 +308,9 @@ def _play(
     result = evaluate_policy(opened.model, env, specs, **sampling_of(config), on_result=progress.add, plan=plan)
     if settings.stop_when is not None:
         result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
-        result.warnings += _stopped(result)
+        result.warnings += stop_warning(result)
     if ranks.rank == 0:
-        _write(config, result, partial.earlier_s, opened.manifest, opened.warnings)
+        write_result(config, result, partial.earlier_s, opened.manifest, opened.warnings)
     recordings, count = output / run_folder.RECORDINGS_FOLDER, settings.record_episodes
     try:
         record_episodes(opened.model, env, result, recordings, count, settings.video_size, ranks)
@@ -323,7 +358,7 @@ def _players(config: RunConfig, reservation: Reservation, model: ActionModel) ->
     return players
 
 
-def _write(
+def write_result(
     config: RunConfig, result: EvaluationResult, earlier_s: float, manifest: Manifest, warnings: list[str]
 ) -> None:
     """Write and print what an evaluation has found, with the ``warnings`` from before it."""
@@ -489,7 +524,7 @@ def _check_comparable(
         )
 
 
-def _stopped(result: EvaluationResult) -> list[str]:
+def stop_warning(result: EvaluationResult) -> list[str]:
     """Say how an evaluation that could end early has ended, and which interval accounts for that."""
     played, planned = result.episodes, result.stopping["num_planned"]
     interval = format_interval(*rate_confidence_sequence(result.total.successes, played))

@@ -7,12 +7,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from rlinf.commands.blind import blind
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.signals import sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
+from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
@@ -24,10 +26,10 @@ from rlinf.robot.recorder import recorded_env
 logger = logging.getLogger("rlinf")
 
 
-def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
+def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
     """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot: a row of the env, or an arm; raise as it does.
 
-    Raise ConfigError for ranks, players, videos or recorded episodes, which a single robot does not have.
+    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for ranks, players, videos or recorded episodes, which a single robot does not have.
     """
     asked, cluster = config.evaluation, config.cluster
     for key, found, required in (
@@ -40,19 +42,27 @@ def robot(config: RunConfig, settings: RobotConfig) -> EvaluationResult:
             raise ConfigError(
                 f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
             )
+    if settings.blind is not None and settings.record is not None:
+        refuse(
+            f"record={settings.record} with blind={settings.blind}",
+            "record=null, because the dataset would not say whose episodes they are",
+            "record=null",
+        )
     _check_arm(settings)
     _check_take_over(config, settings)
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
+    config = replace(config, evaluation=single)
     with sigterm_is_ctrl_c():
-        return evaluate(replace(config, evaluation=single), settings)
+        return evaluate(config, settings) if other is None else blind(config, other, settings)
 
 
 def _check_arm(settings: RobotConfig) -> None:
     """Check that nothing is asked of a robot of lerobot which an env alone can do."""
     if settings.arm is None:
         return
-    needed = {"success": "person", "displacements": [], "real_time": True, "teleoperator": "none"}
-    needed |= {"delay_steps": 0, "drop_frames": 0.0, "noise": 0.0}
+    needed = {"success": "person"} if settings.success == "env" else {}
+    needed |= {"displacements": [], "real_time": True, "delay_steps": 0, "drop_frames": 0.0, "noise": 0.0}
+    needed |= {"teleoperator": "none"} if settings.teleoperator == "scripted" else {}
     reasons = {
         "success": "no env tells it",
         "displacements": "its actions are positions",

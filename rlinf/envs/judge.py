@@ -99,9 +99,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
 
 
 def check_classifier(config: EnvConfig) -> None:
-    """Raise ConfigError if ``config.success_classifier`` is not a classifier, or was trained on another camera or size of picture."""
-    if config.success_classifier is None:
-        return
+    """Raise ConfigError if ``config.success_classifier``, which is given, is not a classifier, or was trained on another camera or size of picture."""
     about, shown = read_classifier(config.success_classifier), config.cameras or []
     (height, width), camera = about["image_shape"], about["camera"]
     if camera not in shown or not height == width == config.image_size:

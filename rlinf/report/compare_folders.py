@@ -157,10 +157,10 @@ def _is_another_list(earlier: EvaluationResult, planned: EvaluationResult) -> bo
     return earlier.stopping["num_planned"] != planned.episodes or not before <= now or draws[0] != draws[1]
 
 
-def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
+def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
     """Return the accepted differences between the conditions of two evaluations; policies may differ.
 
-    ``folder_b`` may be the manifest of an evaluation that has not run yet. Raise as ``compare_folders``.
+    A folder may be the manifest of an evaluation that has not run yet. Raise as ``compare_folders``.
     """
     places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
     missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]

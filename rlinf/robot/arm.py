@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.robot.robot import Robot
+from rlinf.robot.robot import Robot, cameras_of
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
@@ -21,12 +23,14 @@ class Arm:
     Args:
         robot: Connected.
         env: A single env, which names tasks and instructions; nothing moves in it.
+        repeat_s: Time after which a camera must have another picture.
     """
 
     num_restarts = 0
 
-    def __init__(self, robot: Robot, env: VectorEnv) -> None:
-        self.robot, self.env = robot, env
+    def __init__(self, robot: Robot, env: VectorEnv, repeat_s: float = 0.025) -> None:
+        self.robot, self.env, self.repeat_s = robot, env, repeat_s
+        self._pictures: dict[str, tuple[Any, float]] = {}
         self.result: EpisodeResult | None = None
 
     @property
@@ -51,7 +55,15 @@ class Arm:
         return {name: float(seen[name]) for name in self.action_features}
 
     def get_observation(self) -> dict[str, Any]:
-        return self.robot.get_observation()
+        """Return the robot's; raise TimeoutError for a picture that is not new: lerobot's cameras return the last one for 0.5 s."""
+        seen, now = self.robot.get_observation(), time.monotonic()
+        for name in cameras_of(self.robot):
+            picture, since = self._pictures.get(name, (None, now))
+            if seen[name] is not picture:
+                self._pictures[name] = (seen[name], now)
+            elif now - since > self.repeat_s:
+                raise TimeoutError(f"the camera {name} has no new picture")
+        return seen
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         sent = self.robot.send_action(action)
@@ -64,46 +76,60 @@ class Arm:
 def connected_robot(path: str) -> Any:
     """Connect the robot of a file of lerobot's configuration (YAML with ``type``), as lerobot's commands take it.
 
-    Raise MissingDependencyError without lerobot; ConfigError for a file that it does not read, and a robot that is not calibrated.
+    Raise MissingDependencyError without lerobot; ConfigError for a file that it does not read, and a robot that does not connect.
     """
+    return _connected("arm", path, ("lerobot.robots", "RobotConfig", "make_robot_from_config"), "get_observation")
+
+
+def connected_teleoperator(path: str) -> Any:
+    """Connect the teleoperator of such a file; raise as ``connected_robot``."""
+    kind = ("lerobot.teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config")
+    return _connected("teleoperator", path, kind, "get_action")
+
+
+def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) -> Any:
+    """Make and connect the device of a file; ``kind`` names package, class of the configuration and maker, ``try_out`` a method."""
     file = Path(path).expanduser()
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"arm={path} cannot be read: {error}. Set arm=<YAML file with type, port, cameras>"
+            f"{key}={path} cannot be read: {error}. Set {key}=<YAML file with type, port, ...>"
         ) from error
+    package, config, make = kind
     try:
         import draccus
-        from lerobot.robots import RobotConfig, make_robot_from_config
+
+        lerobot = importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError(
-            f"arm={path} needs the package lerobot, which does not import ({error}). Run bash scripts/setup.sh --lerobot, and take its Python"
+            f"{key}={path} needs the package lerobot, which does not import ({error}). Run bash scripts/setup.sh --lerobot, and take its Python"
         ) from error
-    missing = [each for group in ("lerobot.robots", "lerobot.cameras") for each in _import_all(group)]
-    known = sorted(RobotConfig.get_known_choices())
+    missing = [each for group in (package, "lerobot.cameras") for each in _import_all(group)]
+    known = sorted(getattr(lerobot, config).get_known_choices())
     name = values.get("type") if isinstance(values, dict) else None
     if name not in known:
         lacking = f" (not importable: {', '.join(missing)})" if missing else ""
         raise ConfigError(
-            f"arm={path} has type {name}; required: {', '.join(known)}{lacking}. Add the module that registers another one: "
+            f"{key}={path} has type {name}; required: {', '.join(known)}{lacking}. Add the module that registers another one: "
             "plugins=[<module>]"
         )
     try:
-        robot = make_robot_from_config(draccus.decode(RobotConfig, values))
+        device = getattr(lerobot, make)(draccus.decode(getattr(lerobot, config), values))
     except Exception as error:  # draccus and lerobot raise what they like
         raise ConfigError(
-            f"arm={path}: lerobot refuses it ({type(error).__name__}: {error}). Set other fields in it"
+            f"{key}={path}: lerobot refuses it ({type(error).__name__}: {error}). Set other fields in it"
         ) from error
     try:
-        robot.connect(calibrate=False)
-        robot.get_observation()
+        can_calibrate = "calibrate" in inspect.signature(device.connect).parameters
+        device.connect(**({"calibrate": False} if can_calibrate else {}))
+        getattr(device, try_out)()
     except Exception as error:  # buses, cameras and simulators, too
         raise ConfigError(
-            f"arm={path}: the robot does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
+            f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
             "(lerobot-calibrate)"
         ) from error
-    return robot
+    return device
 
 
 def _import_all(package: str) -> list[str]:

@@ -32,15 +32,15 @@ class RobotConfig:
         minimum=1e-6,
     )
     frame_age_s: float = option(
-        0.5,
+        0.15,
         "Age of the newest observation from which the robot holds; younger ones stand in for lost ones.",
         minimum=0.001,
     )
     max_failures: int = option(3, "Calls of the policy in a row that may fail before the command ends.", minimum=1)
     teleoperator: str = option(
         "none",
-        "Who may take over: none; scripted: the env's expert, as a person who watches.",
-        choices=("none", "scripted"),
+        "Who may take over: none; scripted: the env's expert, as a person who watches; else a YAML file with lerobot's configuration of a "
+        "teleoperator (type, port).",
     )
     align_change: float | None = option(
         None,
@@ -62,8 +62,17 @@ class RobotConfig:
     person_steps: int = option(8, "Actions after which the scripted person hands back.", minimum=1)
     success: str = option(
         "env",
-        "Who tells success: env; person: asked on the terminal before and after each episode.",
-        choices=("env", "person"),
+        "Who tells success: env; person: asked on the terminal before and after each episode; page: asked on a web page.",
+        choices=("env", "person", "page"),
+    )
+    page_host: str = option(
+        "127.0.0.1", "Address on which the page is served; 0.0.0.0: other machines see it, too, if they know its path."
+    )
+    page_port: int = option(8020, "Port of the page; 0: any that is free.", minimum=0, maximum=65535)
+    blind: str | None = option(
+        None,
+        "Checkpoint, or address of a server if model.url is one, of a second policy: both play each episode, in an order that is drawn, and "
+        "nobody is told which one acts until all are played; then they are compared, with this one as the baseline.",
     )
     real_time: bool = option(
         True, "False: a clock that jumps from action to action, so that equal settings give equal episodes."

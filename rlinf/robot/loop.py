@@ -93,6 +93,9 @@ class RobotEpisodes:
         teleoperator: Lets a person take over; None: nobody can.
         recorder: Keeps the episodes; None: they are not kept.
 
+    Attributes:
+        thinking: Who is asked before each episode, in this order; the answers of others are dropped.
+
     Raise ConfigError if policy or robot does not fit, before anything moves.
     """
 
@@ -129,6 +132,8 @@ class RobotEpisodes:
         self.time = kind(self._act, settings.latency_s)
         self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._failures = 0
+        self._is_warm = False
+        self.thinking: Sequence[RobotEpisodes] = [self]
 
     @property
     def num_restarts(self) -> int:
@@ -238,14 +243,21 @@ class RobotEpisodes:
             row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST:
             return
+        for each in self.thinking:
+            answer = each._think(row, spec)
+            if each is self:
+                self._take(answer, schedule, 0)
+
+    def _think(self, row: Observation, spec: EpisodeSpec) -> Answer:
+        """Begin the random stream of an episode; return the first chunk."""
         # The very first call also makes things that stay, so its time says nothing.
-        for counts in (True,) if self._latencies else (False, True):
+        for _ in range(1 if self._is_warm else 2):
             self._stream = self.policy.stream(spec)
             self.time.ask(row, 0)
             while (answer := self.time.answer(1.0)) is None:
                 self.time.sleep_until(self.time.now() + 1.0)
-            if counts:
-                self._take(answer, schedule, 0)
+        self._is_warm = True
+        return answer
 
     def _ask(self, schedule: ChunkSchedule, row: Observation, seen_at: int, seen_step: int, due: int) -> None:
         """Take an answer that is there, and ask for the next chunk when it is time; without an action, wait for half a period."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,19 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 OVERLAY = "overlay.png"
 """The wanted start and the present picture, half and half."""
-ANSWERS = {"y": True, "yes": True, "n": False, "no": False}
+READY, AGAIN = {"": "ready"}, {"o": "look again"}
+SUCCESS = {"y": "success", "n": "failure", "r": "repeat the episode"}
+
+Ask = Callable[[str, Mapping[str, str]], str]
+"""Shows a text and returns one of the answers, which are letters with their meanings; raises EOFError if nobody can answer."""
+
+
+def ask_on_terminal(text: str, answers: Mapping[str, str], read: Callable[[str], str] = input) -> str:
+    """Ask until the person types an answer, or a word that begins with it."""
+    choices = ", ".join(f"{letter or 'Enter'}: {meaning}" for letter, meaning in answers.items())
+    while (given := read(f"{text} ({choices}) ").strip().lower()[:1]) not in answers:
+        pass
+    return given
 
 
 class PersonTells:
@@ -30,30 +42,58 @@ class PersonTells:
     Args:
         robot: Executes the actions, and says when an episode has ended.
         folder: Of the kept pictures.
-        wanted: Such a folder of an earlier evaluation of the same episodes; None: nothing is laid over.
-        ask: Shows a text and returns the answer; raises EOFError if nobody can answer.
+        wanted: Such a folder, perhaps the same one, of an earlier play of the episodes; None: nothing is laid over.
+        ask: Asks the person.
+
+    Attributes:
+        seen: Newest picture of the first camera, uint8 ``[H, W, 3]``; None: none came.
+        start: File of the picture with which the episode should begin; None: not known.
+        ask: Asks the person.
+        takes_over: The person acts, at a teleoperator; None: nobody can.
+        overlays: Draw the wanted start over the present picture into a file; False: a page does so.
     """
 
-    def __init__(
-        self, robot: EpisodicRobot, folder: Path, wanted: Path | None, ask: Callable[[str], str] = input
-    ) -> None:
-        self.robot, self.folder, self.wanted, self._ask_person = robot, folder, wanted, ask
+    def __init__(self, robot: EpisodicRobot, folder: Path, wanted: Path | None, ask: Ask = ask_on_terminal) -> None:
+        self.robot, self.folder, self.wanted, self.ask = robot, folder, wanted, ask
+        self.seen: np.ndarray | None = None
+        self.start: Path | None = None
+        self.takes_over: bool | None = None
+        self.overlays = True
         self._told: bool | None = None
         self._number = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.robot, name)
 
+    def get_observation(self) -> dict[str, Any]:
+        values = self.robot.get_observation()
+        camera = next(iter(cameras_of(self.robot)), None)
+        self.seen = None if camera is None else np.asarray(values[camera], np.uint8)
+        return values
+
+    def look(self) -> None:
+        """Let ``seen`` be the present picture; None if none comes."""
+        try:
+            self.get_observation()
+        except LOST:
+            self.seen = None
+
     def begin(self, spec: EpisodeSpec) -> str:
         """Put the scene back; wait until the person says that it is there."""
         self._told, self._number = None, self._number + 1
-        instruction = self.robot.begin(spec)
+        self.takes_over = None if self.takes_over is None else False
+        instruction, name = self.robot.begin(spec), f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.png"
+        self.start = self.wanted / name if self.wanted is not None and (self.wanted / name).is_file() else None
+        draws = self.overlays and self.start is not None
+        text, answers = f"\nepisode {self._number}: {instruction}\n", READY | (AGAIN if draws else {})
         while True:
-            shown = self._look(f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.png")
-            again = "; o: look again" if shown else ""
-            text = f"\nepisode {self._number}: {instruction}\n{shown}put the scene back, then press Enter{again}: "
-            if self._ask(text) != "o":
-                return instruction
+            shown = self._overlay() if draws else ""
+            if self._ask(f"{text}{shown}put the scene back", answers) not in AGAIN:
+                break
+        self.look()
+        if self.seen is not None:
+            _write(self.seen, self.folder / name)
+        return instruction
 
     @property
     def result(self) -> EpisodeResult | None:
@@ -67,37 +107,29 @@ class PersonTells:
         return replace(found, success=self._told, success_told=True)
 
     def _success(self) -> bool:
-        while (answer := self._ask("success? y, n, or r to repeat the episode: ")) not in ANSWERS:
-            if answer == "r":
-                self._number -= 1
-                raise EpisodeVoidError("the person repeats it")
-        return ANSWERS[answer]
+        answer = self._ask(f"episode {self._number}: did it succeed?", SUCCESS)
+        if answer == "r":
+            self._number -= 1
+            raise EpisodeVoidError("the person repeats it")
+        return answer == "y"
 
-    def _ask(self, text: str) -> str:
+    def _ask(self, text: str, answers: Mapping[str, str]) -> str:
         try:
-            return self._ask_person(text).strip().lower()
+            return self.ask(text, answers)
         except EOFError as error:
             raise RLinfError(
                 "Nobody answers on the terminal (success=person), and the robot holds. Set success=env, or type the answers"
             ) from error
 
-    def _look(self, name: str) -> str:
-        """Keep the first picture of an episode, or lay the wanted one over the present one; return a line that names them."""
-        camera = next(iter(cameras_of(self.robot)), None)
-        try:
-            picture = None if camera is None else np.asarray(self.robot.get_observation()[camera], np.uint8)
-        except LOST:
+    def _overlay(self) -> str:
+        """Lay the wanted start over the present picture; return a line that names both."""
+        self.look()
+        if self.seen is None:
             return "no picture came; "
-        if picture is None:
-            return ""
-        wanted = None if self.wanted is None else self.wanted / name
-        _write(picture, self.folder / name)
-        if wanted is None or not wanted.is_file():
-            return ""
-        with Image.open(wanted) as file:
-            before = np.asarray(file.convert("RGB").resize(picture.shape[1::-1]), np.float32)
-        _write((before / 2 + picture / 2).astype(np.uint8), self.folder / OVERLAY)
-        return f"wanted: {wanted}, wanted and present: {self.folder / OVERLAY}\n"
+        with Image.open(self.start) as file:
+            before = np.asarray(file.convert("RGB").resize(self.seen.shape[1::-1]), np.float32)
+        _write((before / 2 + self.seen / 2).astype(np.uint8), self.folder / OVERLAY)
+        return f"wanted: {self.start}, wanted and present: {self.folder / OVERLAY}\n"
 
 
 def _write(picture: np.ndarray, path: Path) -> None:

@@ -134,8 +134,8 @@ def _check_teleoperator(teleoperator: Teleoperator, robot: Robot) -> None:
         )
     if not callable(getattr(teleoperator, "get_teleop_events", None)):
         raise ConfigError(
-            f"{type(teleoperator).__name__} has no get_teleop_events; required: it, to say when the person acts. Add that method to a "
-            "subclass"
+            f"{type(teleoperator).__name__} has no get_teleop_events; required: it, to say when the person acts. Set success=page, "
+            "whose page has a button for it, or add that method to a subclass"
         )
     if not teleoperator.is_calibrated:
         raise ConfigError("The teleoperator is not calibrated; required: a calibration. Run lerobot-calibrate")

@@ -192,8 +192,9 @@ def test_no_registered_model_is_left_out():
     entries = MODELS.entries()
     ours = {name for name, entry in entries.items() if entry.origin == BUILTIN and not MODELS.get(name).elsewhere}
     ours -= {
-        name for name in ours if MODELS.get(name).folder_settings is not None
-    }  # of another project: no random weights
+        "lerobot",
+        "smolvla",
+    }  # classes of another project, which need its folders and Python 3.12: tests/unit/test_lerobot.py
     composed = {compose_config([*overrides, "env=tabletop"]).model.model_type for overrides in CASES.values()}
     assert ours <= composed | {"your_model"}  # the class of the case your_model_type
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError
 from rlinf.models import get_model
+from rlinf.models.embodiment import flow_policy
 from rlinf.models.embodiment.modules.flow import step_moments, time_embedding
-from rlinf.models.embodiment.pi0 import policy as pi0_action_model
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
 from rlinf.models.embodiment.pi0.network import prefix_positions
 from rlinf.models.embodiment.pi0.processing import resize_with_pad
@@ -338,7 +338,7 @@ def test_control_changes_miss_the_logprobs_of_other_chains(name, change, monkeyp
         def without_drift(method, *args):
             return step_moments("flow_ode", *args)[0], step_moments(method, *args)[1]
 
-        monkeypatch.setattr(pi0_action_model, "step_moments", without_drift)
+        monkeypatch.setattr(flow_policy, "step_moments", without_drift)
     else:
         sequences[:, -1] = (sequences[:, -1] + 1) % model.config.num_steps
     logprobs, _, _ = model.score_chain(inputs, sequences)

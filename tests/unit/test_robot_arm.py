@@ -47,6 +47,23 @@ class Table:
         return {"lift": 9, "turn": 3}[task]
 
 
+def test_a_picture_that_stays_the_same_object_is_lost(monkeypatch):
+    """A camera that is gone has its last picture for half a second; one that is asked twice at once has not failed."""
+    joints, now = Joints(), [0.0]
+    monkeypatch.setattr("rlinf.robot.arm.time.monotonic", lambda: now[0])
+    arm, pictures = Arm(joints, Table(), repeat_s=0.025), [np.zeros((4, 4, 3), np.uint8) for _ in range(2)]
+    joints.get_observation = lambda: {**joints.at, "front": picture}
+    picture = pictures[0]
+    arm.get_observation()
+    now[0] = 0.02
+    assert arm.get_observation()["front"] is picture
+    now[0] = 0.05
+    with pytest.raises(TimeoutError, match="front"):
+        arm.get_observation()
+    picture = pictures[1]  # equal, and new
+    assert arm.get_observation()["front"] is picture
+
+
 def test_an_episode_ends_after_the_actions_of_the_env():
     arm = Arm(Joints(), Table())
     for _ in range(2):

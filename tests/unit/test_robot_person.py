@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from rlinf.errors import RLinfError
-from rlinf.robot.person import OVERLAY, PersonTells
+from rlinf.robot.person import OVERLAY, READY, SUCCESS, PersonTells, ask_on_terminal
 from rlinf.robot.robot import EpisodeVoidError, check_fits
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
 
@@ -38,8 +38,9 @@ class Answers:
     def __init__(self, *answers):
         self.answers, self.shown = list(answers), []
 
-    def __call__(self, text):
+    def __call__(self, text, answers):
         self.shown.append(text)
+        assert not self.answers or self.answers[0] in answers
         if not self.answers:
             raise EOFError
         return self.answers.pop(0)
@@ -50,18 +51,22 @@ def told(tmp_path, *answers, grey=40, wanted=None):
     return robot, person, PersonTells(robot, tmp_path, wanted, person)
 
 
-@pytest.mark.parametrize(("answer", "success"), [("y", True), (" NO ", False)])
+@pytest.mark.parametrize(("answer", "success"), [("y", True), ("n", False)])
 def test_the_person_tells_success_once(tmp_path, answer, success):
-    robot, person, tells = told(tmp_path, "", "what?", answer)
+    robot, person, tells = told(tmp_path, "", answer)
     assert tells.begin(SPEC) == "pick it up" and tells.result is None and tells.num_restarts == 7
     check_fits(tells, EnvSpec("table", ["front"], ["front"], 4, 0), 1)
     robot.end()
     results = [tells.result, tells.result]
     assert all(each.success is success and each.success_told and each.num_env_steps == 5 for each in results)
-    assert len(person.shown) == 3 and "pick it up" in person.shown[0], (
-        "one answer to begin, a wrong one, and one to end"
-    )
+    assert len(person.shown) == 2 and "pick it up" in person.shown[0], "one answer to begin, and one to end"
     assert robot.result.success is False, "control: the env says another thing"
+
+
+def test_the_terminal_asks_until_it_is_told():
+    for given, answers, found in (("what?", SUCCESS, "y"), ("", SUCCESS, "n"), ("yes", READY, "")):
+        lines = [given, {"y": "Yes", "n": " NO ", "": " "}[found]]
+        assert ask_on_terminal("success?", answers, lambda text, lines=lines: lines.pop(0)) == found and not lines
 
 
 def test_an_episode_is_repeated_and_keeps_its_number(tmp_path):
@@ -99,3 +104,15 @@ def test_the_wanted_start_lies_over_the_present_one(tmp_path):
     assert "wanted" not in alone.shown[0] and not (tmp_path / "third" / OVERLAY).exists()
     kept = np.asarray(Image.open(tmp_path / "second" / "1_2_3.png"))
     assert np.unique(kept).tolist() == [40]
+
+
+def test_the_kept_start_is_what_is_seen_after_the_person_has_put_the_scene_back(tmp_path):
+    robot, person, tells = told(tmp_path, "", grey=40)
+
+    def puts_back(text, answers):
+        robot.grey = 90
+        return person(text, answers)
+
+    tells.ask = puts_back
+    tells.begin(SPEC)
+    assert np.unique(np.asarray(Image.open(tmp_path / "1_2_3.png"))).tolist() == [90]

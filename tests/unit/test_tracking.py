@@ -15,13 +15,13 @@ from rlinf.tracking import METRICS, Progress, Tracker, TrackingConfig, read_metr
 JSONL = TrackingConfig(tensorboard=False, wandb=False)
 
 PINNED = """
-rollout/success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
+rollout/success_rate rollout/true_success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
 rollout/parity_exceeded rollout/scored_fraction rollout/staleness_iterations rollout/staleness_updates rollout/value_gap_max
 rollout/logprob_gap_mean rollout/logprob_gap_max rollout/logprob_gap_exp_mean rollout/importance_ratio_mean rollout/importance_ratio_max rollout/num_episodes
 rollout/actions_clipped_fraction rollout/actions_max_abs eval/return_mean eval/return_low eval/return_high
 rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl
 train/clip_fraction train/outside_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
-train/advantage_mean train/return_mean sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate
+train/advantage_mean train/return_mean sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate eval/true_success_rate
 eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
 time/sync_s time/data_wait_s time/eval_s time/cpu_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
 memory/cuda_gib

@@ -1,0 +1,206 @@
+"""How long after `kill -9` of its policy's server, or of its camera's process, a robot makes its first action that holds.
+
+Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at another moment of a step,
+and the next one after the server was started again. The camera's process sends 30 pictures a second, of which the newest is kept, as
+`read_latest` of lerobot's cameras keeps it. Milliseconds are printed; required: at most 200.
+
+    python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlinf.cli.run import robot
+from rlinf.errors import RLinfError
+from rlinf.robot.arm import Arm
+from rlinf.robot.config import RobotConfig
+from rlinf.robot.loop import RobotEpisodes
+from rlinf.types import EnvSpec, EpisodeSpec, Observation
+
+FPS = 20.0
+ENVIRONMENT = dict(os.environ)
+"""Of each server: an evaluation chooses a renderer, and a server with another one is another server."""
+SENT: list[tuple[float, bool]] = []
+"""Moment of each action, and whether it holds."""
+
+
+def watch() -> None:
+    """Note each action that is sent from now on."""
+    send = RobotEpisodes._send
+
+    def noted(self: RobotEpisodes, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
+        SENT.append((time.monotonic(), action is None))
+        return send(self, action, last)
+
+    RobotEpisodes._send = noted
+
+
+def wait_for(count: int, holds: bool, since: float) -> float:
+    """Wait for ``count`` actions in a row that hold, or do not; return the moment of the first one after ``since``."""
+    while True:
+        after = [(moment, held) for moment, held in SENT[-500:] if moment > since]
+        if len(after) >= count and all(held == holds for _, held in after[-count:]):
+            return next(moment for moment, held in after if held == holds)
+        time.sleep(0.005)
+
+
+def kill(pid: int) -> float:
+    """Kill a process at any moment of a step; return the milliseconds until the robot holds."""
+    time.sleep(random.random() / FPS)
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return 1e3 * (wait_for(1, True, killed) - killed)
+
+
+def serve(args: argparse.Namespace) -> subprocess.Popen:
+    words = [f"checkpoint={args.checkpoint}", f"port={args.port}", "cluster.num_threads=1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlinf", "serve", *words], env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+
+
+def policy_kills(args: argparse.Namespace) -> list[float]:
+    """Kill the server again and again, in one long episode."""
+    found: list[float] = []
+    running = [serve(args)]
+
+    def killer() -> None:
+        for _ in range(args.kills):
+            wait_for(20, False, time.monotonic())
+            found.append(kill(running[0].pid))
+            running[0].wait()
+            running[0] = serve(args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=killer, daemon=True).start()
+    try:
+        robot(
+            ["model=remote", f"model.url=ws://127.0.0.1:{args.port}", "env=tabletop", "env.max_episode_steps=100000",
+             "env.terminate_on_success=false", "evaluation.num_episodes=2", "evaluation.allow_mismatch=[env]",
+             f"output_dir=outputs/robot_hold_{os.getpid()}", f"fps={FPS}"]
+        )  # fmt: skip
+    except (KeyboardInterrupt, RLinfError) as error:
+        print(f"{type(error).__name__} {error}", file=sys.stderr)
+    finally:
+        running[0].kill()
+    return found
+
+
+class Watched:
+    """A robot of one joint with a camera in a process of its own."""
+
+    is_calibrated = True
+    action_features: dict[str, Any] = {"joint": float}
+    observation_features: dict[str, Any] = {"joint": float, "front": (48, 64, 3)}
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        pictures, ends = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self.camera = multiprocessing.get_context("spawn").Process(target=film, args=(ends,), daemon=True)
+        self.camera.start()
+        ends.close()
+        self.picture, self.seen_s = pictures.recv(), time.monotonic()
+        threading.Thread(target=self.read, args=(pictures,), daemon=True).start()
+
+    def read(self, pictures: Any) -> None:
+        try:
+            while True:
+                self.picture, self.seen_s = pictures.recv(), time.monotonic()
+        except EOFError:
+            pass
+
+    def get_observation(self) -> dict[str, Any]:
+        if time.monotonic() - self.seen_s > 0.5:  # the longest age that read_latest accepts
+            raise TimeoutError("no picture")
+        return {"joint": 0.0, "front": self.picture}
+
+    def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
+        return action
+
+
+def film(ends: Any) -> None:
+    for _ in range(100_000):
+        ends.send(np.zeros((48, 64, 3), np.uint8))
+        time.sleep(1 / 30)
+
+
+class Constant:
+    """A policy of eight equal actions."""
+
+    model = SimpleNamespace(action_dim=1, num_observations=1)
+
+    def stream(self, spec: EpisodeSpec) -> None:
+        return None
+
+    def act(self, row: Observation, streams: Any) -> np.ndarray:
+        return np.ones((1, 8, 1), np.float32)
+
+
+def camera_kills(args: argparse.Namespace) -> list[float]:
+    """Kill the camera's process again and again, in one long episode."""
+    watched, found = Watched(), []
+    table = SimpleNamespace(task_names=["stand"], config=None, horizon_of=lambda config, task: 1_000_000)
+    table.reset = lambda options: (SimpleNamespace(instruction=["stand"]), {})
+
+    def killer() -> None:
+        for _ in range(args.kills):
+            wait_for(20, False, time.monotonic())
+            found.append(kill(watched.camera.pid))
+            watched.camera.join()
+            watched.start()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=killer, daemon=True).start()
+    settings = RobotConfig(fps=FPS, displacements=[])
+    try:
+        with RobotEpisodes(
+            Constant(), Arm(watched, table), EnvSpec("table", ["front"], ["front"], 64, 1), settings
+        ) as episodes:
+            episodes.play([EpisodeSpec("table", 0, 0, 0)], lambda result: None)
+    except KeyboardInterrupt:
+        pass
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", default="outputs/quickstart/latest")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--port", type=int, default=8031)
+    args = parser.parse_args()
+    watch()
+    for name, kills in (("camera", camera_kills), ("policy", policy_kills)):
+        SENT.clear()
+        times = sorted(round(each, 1) for each in kills(args))
+        print(
+            json.dumps(
+                {
+                    "killed": name,
+                    "kills": len(times),
+                    "median_ms": float(np.median(times)),
+                    "most_ms": times[-1],
+                    "ms": times,
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The web page on which a person tells success."""
+
+import io
+import json
+import threading
+import time
+from contextlib import closing
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rlinf.errors import ConfigError
+from rlinf.robot.page import GONE_S, OnPage, Page
+from rlinf.robot.person import PersonTells
+from rlinf.robot.teleoperator import TakeOver
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+SPEC = EpisodeSpec("table", 1, 2, 3)
+
+
+class Camera:
+    """A robot that sees one grey value, in one thread only."""
+
+    observation_features, action_features = {"front": (4, 6, 3)}, {"joint": float}
+
+    def __init__(self, grey):
+        self.grey, self.result, self.thread = grey, None, None
+
+    def begin(self, spec):
+        self.result = None
+        return "pick it up"
+
+    def get_observation(self):
+        self.thread = self.thread or threading.get_ident()
+        assert self.thread == threading.get_ident(), "no other thread asks it"
+        return {"front": np.full((4, 6, 3), self.grey, np.uint8)}
+
+
+def get(url):
+    with urlopen(url, timeout=10) as reply:
+        return reply.read()
+
+
+def state_with(url, text):
+    """Wait until the page shows a text."""
+    until = time.monotonic() + 10
+    while text not in (state := json.loads(get(f"{url}state")))["text"]:
+        assert time.monotonic() < until, state
+        time.sleep(0.01)
+    return state
+
+
+def post(url, **values):
+    try:
+        return urlopen(f"{url}answer", json.dumps(values).encode(), timeout=10).status
+    except HTTPError as error:
+        return error.code
+
+
+def grey_of(content):
+    return round(float(np.asarray(Image.open(io.BytesIO(content))).mean()))
+
+
+def test_an_episode_on_the_page(tmp_path):
+    """It shows the wanted start and the present picture; each question takes one answer, once."""
+    (tmp_path / "wanted").mkdir()
+    Image.new("RGB", (6, 4), (200, 200, 200)).save(tmp_path / "wanted" / "1_2_3.png")
+    robot, told = Camera(40), []
+    person = PersonTells(robot, tmp_path / "starts", tmp_path / "wanted")
+
+    def loop():
+        person.begin(SPEC)
+        robot.result = EpisodeResult(SPEC, "pick", False, 0.0, 5)
+        told.append(person.result.success)
+
+    with closing(Page(person, "127.0.0.1", 0)) as page:
+        acting = threading.Thread(target=loop)
+        acting.start()
+        first = state_with(page.url, "pick it up")
+        assert first["answers"] == {"": "ready"} and first["wanted"] is True
+        assert grey_of(get(f"{page.url}wanted")) == 200 and b"<html" in get(page.url)
+        robot.grey, until = 90, time.monotonic() + 10
+        while grey_of(get(f"{page.url}now")) != 90:  # it follows what the person moves
+            assert time.monotonic() < until
+        assert [post(page.url, number=first["number"], answer=answer) for answer in ("y", "", "")] == [404, 200, 404]
+        second = state_with(page.url, "succeed")
+        assert post(page.url, number=first["number"], answer="y") == 404, "that question is over"
+        assert post(page.url, number=second["number"], answer="y") == 200
+        acting.join(10)
+        assert told == [True] and json.loads(get(f"{page.url}state"))["answers"] == {}
+        assert not (tmp_path / "starts" / "overlay.png").exists(), "the browser lays them over each other"
+
+        others = (f"{page.url}nothing", page.url.replace(page.path, "/"), page.url.replace(page.path, "/guess/state"))
+        for url in others:
+            with pytest.raises(HTTPError, match="404"):
+                get(url)
+        assert post(page.url.replace(page.path, "/guess/"), number=second["number"], answer="y") == 404
+        with pytest.raises(ConfigError, match="Set page_port=0"):
+            Page(person, "127.0.0.1", int(page.url.split(":")[2].split("/")[0]))
+    with pytest.raises(OSError):
+        get(page.url)
+
+
+class Leader:
+    """A leader arm as lerobot has it: no button, and it cannot follow."""
+
+    action_features, is_calibrated = {"joint": float}, True
+
+    def get_action(self):
+        return {"joint": 7.0}
+
+    def send_feedback(self, feedback):
+        raise NotImplementedError
+
+
+def test_who_has_a_leader_arm_takes_over_on_the_page(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="Set success=page"):
+        TakeOver(Leader(), Camera(40), np.array([False]), 1.0)
+    person, last = PersonTells(Camera(40), tmp_path, None), np.array([5.5], np.float32)
+    with closing(Page(person, "127.0.0.1", 0)) as page:
+        assert post(page.url, takes_over=True) == 404, "there is no teleoperator yet"
+        who = TakeOver(OnPage(Leader(), page), Camera(40), np.array([False]), 1.0)
+        who.look(last)
+        assert not who.policy_acts and who.action is None, "nobody looks at the page, so the robot holds"
+        acting = []
+        for takes_over in (None, True, False):
+            if takes_over is not None:
+                assert post(page.url, takes_over=takes_over) == 200
+            assert json.loads(get(f"{page.url}state"))["takes_over"] is bool(takes_over)
+            who.look(last)
+            who.tell(last)
+            acting.append((who.policy_acts, None if who.action is None else who.action.tolist()))
+        assert acting == [(True, None), (False, [6.5]), (True, None)], "one unit nearer to where the leader is"
+        post(page.url, takes_over=True)
+        person.robot.begin = lambda spec: "again"
+        person.ask = lambda text, answers: ""
+        person.begin(SPEC)
+        assert person.takes_over is False, "an episode begins with the policy"
+        page.looked_s -= 2 * GONE_S
+        who.look(last)
+        assert not who.policy_acts and who.action is None

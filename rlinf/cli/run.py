@@ -229,8 +229,9 @@ def convert(arguments: Sequence[str]) -> int:
 def classifier(arguments: Sequence[str]) -> int:
     """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
 
-    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward. Keys: data, output_dir, test, camera,
-    last_frames, failures_per_episode, other_instructions, num_parts, false_positives, num_steps, seed (docs/classifier.md).
+    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward. Keys: data, more, output_dir, test,
+    camera, last_frames, failures_per_episode, other_instructions, mirror, num_parts, false_positives, num_steps, seed
+    (docs/classifier.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 

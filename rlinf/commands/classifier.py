@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,23 @@ class ClassifierConfig:
     """What a success classifier learns from, and how."""
 
     data: str | None = option(None, "LeRobotDataset of episodes that succeed and fail, as `rlinf collect` writes it.")
+    more: str | None = option(
+        None, "Another one, of the same camera, size and instructions, such as a trained policy's own episodes."
+    )
     output_dir: str | None = option(None, "Folder to write, for env.success_classifier.")
     test: str | None = option(
         None, "Dataset that measures the errors; null: data, each part by a network of the others."
     )
     camera: str | None = option(None, "Camera that it looks through; null: the first one of the dataset.")
     last_frames: int = option(0, "Last frames of successful episodes that count as successes, too.", minimum=0)
-    failures_per_episode: int | None = option(None, "Most frames of failure of an episode; null: all.", minimum=1)
+    failures_per_episode: int | None = option(
+        None, "Most frames of failure of an episode, the last ones before a success, else drawn; null: all.", minimum=1
+    )
     other_instructions: bool = option(True, "A frame of success is a failure of every other instruction.")
-    num_parts: int = option(4, "Parts of the episodes, each scored by a network of the others.", minimum=2)
+    mirror: bool = option(False, "Also learn from mirrored pictures, where left and right make no difference.")
+    num_parts: int = option(
+        4, "Parts of the episodes, each scored by a network of the others; all networks vote.", minimum=2
+    )
     false_positives: float = option(0.005, "Largest share of failures that may be seen as success.", minimum=0, below=1)
     num_steps: int = option(600, "Optimiser steps of each network.", minimum=1)
     seed: int = option(0, "Seed of parts, frames, weights and batches.")
@@ -60,6 +68,12 @@ class LabelledFrames:
     def select(self, rows: np.ndarray) -> LabelledFrames:
         return LabelledFrames(*(array[rows] for array in vars(self).values()))
 
+    def joined(self, other: LabelledFrames) -> LabelledFrames:
+        """Return both, as different episodes."""
+        other = replace(other, episodes=other.episodes + self.episodes.max() + 1)
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return LabelledFrames(*(np.concatenate(arrays) for arrays in both))
+
 
 def classifier(config: ClassifierConfig) -> SuccessClassifier:
     """Train, choose the threshold, measure the errors, write the folder and print its numbers.
@@ -76,8 +90,10 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     check_writable(config.output_dir, "output_dir")
     about: dict[str, Any] = {"camera": config.camera, "config": to_mapping(config)}
     frames = read_frames(config, "data", about)
+    if config.more:
+        frames = frames.joined(read_frames(config, "more", about))
     test = read_frames(config, "test", about) if config.test else None
-    logits = cross_fitted(frames, len(about["instructions"]), config)
+    logits, networks = cross_fitted(frames, len(about["instructions"]), config)
     threshold = max(0.0, choose_threshold(logits, frames.labels, config.false_positives))  # at least even odds
     known = errors(logits >= threshold, frames.labels, frames.episodes)["errors"]
     if known["false_negatives"]["interval"][1] + known["false_positives"]["interval"][1] >= 1:
@@ -87,8 +103,9 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
             f"of {wrong['of']} failures as success; required: clearly fewer. Check the labels of {config.data}, or set data=<more episodes>, "
             "num_steps=2000 or false_positives=0.05"
         )
-    found = SuccessClassifier(train(frames, len(about["instructions"]), config), about)
-    about |= {"threshold": threshold, "frames": len(frames.labels), "successes": int(frames.labels.sum())}
+    found = SuccessClassifier(networks, about)
+    about |= {"networks": len(networks), "threshold": threshold}
+    about |= {"frames": len(frames.labels), "successes": int(frames.labels.sum())}
     if test is not None:
         logits, frames = found.logits(test.pictures, test.sentences), test
     about |= errors(logits >= threshold, frames.labels, frames.episodes) | calibration(logits, frames.labels)
@@ -116,7 +133,7 @@ def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> La
     known = about.setdefault("instructions", stored.tasks)
     for task in set(stored.tasks) - set(known):
         refuse(f"{info.folder} has the instruction '{task}'", f"one of the {len(known)} of data", other)
-    most = config.failures_per_episode if key == "data" else None
+    most = config.failures_per_episode if key != "test" else None
     rows, labels = label_rows(stored.episode_ids, stored.outcomes.success, config.last_frames, most, config.seed)
     check_both_classes(labels, str(info.folder))
     sentences = np.array([known.index(task) for task in stored.tasks])[stored.task_ids[rows]]
@@ -129,7 +146,8 @@ def label_rows(
     """Return the rows that have a label, int64 ``[N]``, and their labels, bool ``[N]``.
 
     ``success``, bool ``[T]``: the action after the frame, or an earlier one, has reached the goal. Frames up to there are failures, and
-    the next one is a success. Later ones are left out, because the goal may have been left again.
+    the next one is a success. Later ones are left out, because the goal may have been left again. ``most_failures`` of an episode are
+    the last ones before its success, which are the hardest to tell from it.
     """
     rows: list[int] = []
     labels: list[bool] = []
@@ -142,7 +160,8 @@ def label_rows(
         positive = np.union1d(own[end : end + 1], last)
         negative = np.setdiff1d(own[:end], positive)
         if most_failures is not None and len(negative) > most_failures:
-            negative = generator.choice(negative, most_failures, replace=False)
+            drawn = negative if len(reached) else generator.permutation(negative)
+            negative = drawn[-most_failures:]
         rows += [*negative.tolist(), *positive.tolist()]
         labels += [False] * len(negative) + [True] * len(positive)
     return np.array(rows, dtype=np.int64), np.array(labels, dtype=bool)
@@ -157,29 +176,31 @@ def check_both_classes(labels: np.ndarray, what: str) -> None:
         refuse(found, required, f"data=<more episodes> ({more}), or last_frames=1")
 
 
-def cross_fitted(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) -> np.ndarray:
-    """Return logits, float32 ``[N]``, of each frame by a network that was trained on other episodes."""
+def cross_fitted(
+    frames: LabelledFrames, num_sentences: int, config: ClassifierConfig
+) -> tuple[np.ndarray, list[SuccessNetwork]]:
+    """Return the logit of each frame, float32 ``[N]``, by the network that was trained on other episodes, and all ``num_parts`` networks."""
     episodes = np.unique(frames.episodes)
     order = np.random.default_rng(derive_seed(config.seed, "parts")).permutation(episodes)
     parts = [np.isin(frames.episodes, part) for part in np.array_split(order, config.num_parts)]
     for number, part in enumerate(parts, start=1):
         check_both_classes(frames.labels[~part], f"{config.data} without part {number} of {config.num_parts}")
-    logits = np.zeros(len(frames.labels), dtype=np.float32)
-    for part in parts:
-        network = train(frames.select(~part), num_sentences, config)
-        logits[part] = SuccessClassifier(network, {}).logits(frames.pictures[part], frames.sentences[part])
-    return logits
+    logits, networks = np.zeros(len(frames.labels), dtype=np.float32), []
+    for number, part in enumerate(parts):
+        networks.append(train(frames.select(~part), num_sentences, config, number))
+        logits[part] = SuccessClassifier(networks[-1:], {}).logits(frames.pictures[part], frames.sentences[part])
+    return logits, networks
 
 
-def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) -> SuccessNetwork:
-    """Return a trained network.
+def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, number: int) -> SuccessNetwork:
+    """Return a trained network, whose weights and batches are drawn by ``number``.
 
     Half of a batch are successes. Half of the others are successes under another instruction, where there is one. The last bias is then
     corrected to the frames' own share of successes (King and Zeng 2001, equation 7).
     """
-    generator = np.random.default_rng(derive_seed(config.seed, "classifier batches"))
+    generator = np.random.default_rng(derive_seed(config.seed, "classifier batches", number))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(config.seed, "classifier weights"))
+        torch.manual_seed(derive_seed(config.seed, "classifier weights", number))
         network = SuccessNetwork(num_sentences)
     positive, negative = np.flatnonzero(frames.labels), np.flatnonzero(~frames.labels)
     num_others = HALF_BATCH // 2 if config.other_instructions and num_sentences > 1 else 0
@@ -192,7 +213,7 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) 
         turns = np.zeros(len(rows), dtype=np.int64)
         turns[len(rows) - num_others :] = generator.integers(1, max(2, num_sentences), num_others)
         sentences = torch.from_numpy((frames.sentences[rows] + turns) % num_sentences)
-        logits = network(changed(frames.pictures[rows], generator), sentences)
+        logits = network(changed(frames.pictures[rows], config.mirror, generator), sentences)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
         optimizer.zero_grad()
         loss.backward()
@@ -205,13 +226,17 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig) 
     return network
 
 
-def changed(pictures: np.ndarray, generator: np.random.Generator) -> torch.Tensor:
-    """Return pictures ``[B, H, W, 3]`` as float32, all moved by the same few pixels, each with colours of its own."""
+def changed(pictures: np.ndarray, mirror: bool, generator: np.random.Generator) -> torch.Tensor:
+    """Return pictures ``[B, H, W, 3]`` as float32, all moved by the same few pixels, each with colours of its own, and mirrored or not."""
     height, width = pictures.shape[1:3]
     padded = np.pad(pictures, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="edge")
     down, right = generator.integers(0, 2 * SHIFT + 1, 2)
     colours = generator.normal(0, NOISE, (len(pictures), 1, 1, 3)).astype(np.float32)
-    return torch.from_numpy(padded[:, down : down + height, right : right + width] + colours)
+    moved = padded[:, down : down + height, right : right + width] + colours
+    if mirror:
+        turned = generator.random(len(moved)) < 0.5
+        moved[turned] = moved[turned, :, ::-1]
+    return torch.from_numpy(moved)
 
 
 def summary(about: dict[str, Any]) -> str:

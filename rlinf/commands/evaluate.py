@@ -127,7 +127,7 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
 
 @contextmanager
 def results_are_kept(output: Path) -> Iterator[None]:
-    """Say, if what is inside fails, how many results are kept and how it goes on."""
+    """Say, if the block fails, how many results are kept and how it goes on."""
     try:
         yield
     except BaseException as error:
@@ -212,7 +212,7 @@ def robot_of(
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
     """Return a row of the env as a robot, or the robot of ``arm``, perhaps with a person who tells success, and who may take over.
 
-    ``stack`` disconnects them. ``wanted`` holds the first pictures of episodes as the person is to lay them out again; None: there are none.
+    ``stack`` disconnects them. ``wanted`` holds the first pictures of episodes as the person is to lay them out again; None: nothing is shown.
     """
     row = EnvRobot(env, settings)
     acting: EpisodicRobot = row

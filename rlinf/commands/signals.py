@@ -24,7 +24,14 @@ def _answered(number: int, handler: Callable[..., Any]) -> Iterator[None]:
 
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
     """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
-    return _answered(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    return _answered(signal.SIGTERM, _ctrl_c)
+
+
+def _ctrl_c(*_: object) -> None:
+    """Do what Ctrl-C does, also where a script has started the command by `&` and so lets it ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -34,4 +41,4 @@ def ctrl_c_waits() -> Iterator[None]:
     with _answered(signal.SIGINT, lambda number, _frame: arrived.append(number)):
         yield
     if arrived:
-        signal.raise_signal(arrived[0])
+        _ctrl_c()

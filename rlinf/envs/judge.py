@@ -89,9 +89,12 @@ def read_classifier(folder: str) -> dict[str, Any]:
     """Return what ``rlinf classifier`` has written about a classifier; raise ConfigError for another folder."""
     path = Path(folder).expanduser() / CLASSIFIER_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if "networks" not in about:
+            raise ValueError(f"{path} is of an earlier version")
+        return about
     except (OSError, ValueError) as error:
-        found = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {path})"
+        found = f"env.success_classifier='{folder}' is not a classifier ({type(error).__name__}: {error})"
         raise ConfigError(f"{found}; required: the output_dir of `rlinf classifier`. Set it, or null") from error
 
 

@@ -1,8 +1,9 @@
-"""The network of a success classifier: a picture and the sentence of the task to one number."""
+"""The networks of a success classifier: a picture and the sentence of the task to one number."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +46,34 @@ class SuccessNetwork(nn.Module):
 
 
 class SuccessClassifier:
-    """A trained network, with what ``classifier.json`` says about it: ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
+    """Trained networks, with what ``classifier.json`` says: ``networks``, ``camera``, ``image_shape``, ``instructions``, ``threshold``."""
 
-    def __init__(self, network: SuccessNetwork, about: dict[str, Any]) -> None:
-        self.network, self.about = network.eval(), about
+    def __init__(self, networks: Sequence[SuccessNetwork], about: dict[str, Any]) -> None:
+        self.networks, self.about = nn.ModuleList(networks).eval(), about
 
     @classmethod
     def load(cls, folder: str) -> SuccessClassifier:
         """Read the folder of ``save``; the process's random numbers are not used."""
         about = read_classifier(folder)
         with torch.device("meta"):
-            network = SuccessNetwork(len(about["instructions"]))
-        network.load_state_dict(load_file(Path(folder).expanduser() / CLASSIFIER_WEIGHTS), assign=True)
-        return cls(network, about)
+            networks = [SuccessNetwork(len(about["instructions"])) for _ in range(about["networks"])]
+        found = cls(networks, about)
+        found.networks.load_state_dict(load_file(Path(folder).expanduser() / CLASSIFIER_WEIGHTS), assign=True)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write weights and description; the description comes last."""
-        write_bytes(folder / CLASSIFIER_WEIGHTS, save(self.network.state_dict()))
+        write_bytes(folder / CLASSIFIER_WEIGHTS, save(self.networks.state_dict()))
         write_text(folder / CLASSIFIER_FILE, json.dumps(self.about, indent=1))
 
     @torch.no_grad()
     def logits(self, pictures: np.ndarray, sentences: np.ndarray) -> np.ndarray:
-        """Return float32 ``[N]`` for pictures ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
+        """Return the networks' mean logit, float32 ``[N]``, for pictures ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
         found = []
         for first in range(0, len(pictures), NUM_ROWS):
             rows = np.minimum(first + np.arange(NUM_ROWS), len(pictures) - 1)
-            found.append(self.network(torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])).numpy())
+            shown, said = torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])
+            found.append(torch.stack([network(shown, said) for network in self.networks]).mean(0).numpy())
         return np.concatenate(found)[: len(pictures)]
 
     def sees_success(self, observation: Observation) -> np.ndarray:

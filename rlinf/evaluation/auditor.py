@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rlinf.envs.judge import is_judged
 from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
 from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.disturbed_env import (
@@ -30,7 +31,7 @@ from rlinf.evaluation.disturbed_env import (
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
-from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, verdicts
+from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, judged_verdict, verdicts
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
 
@@ -172,6 +173,8 @@ class Auditor:
         at_once = sum(one.success and one.num_env_steps <= 1 for one in self.results["idle"].results)
         answers = verdicts(self.rows, at_once, matched)
         clean, told = self.results["clean"], list(dict.fromkeys(self.warnings))
+        if is_judged(self.env.config):
+            answers.append(judged_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
         return Audit(list(self.rows.values()), answers, len(self.specs), told, *actions)
 

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.intervals import difference_interval
-from rlinf.evaluation.result import Success
-from rlinf.number_formats import format_points
+from rlinf.evaluation.intervals import difference_interval, wilson_interval
+from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.number_formats import format_interval, format_points
 
 SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
 """Beginnings of the keys of conditions that a person would hardly mind."""
@@ -130,6 +130,24 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
     found += [reads, looks, feels, reacts]
     found.append(_remembers(rows, stake, floor, is_better, looks.answer, reacts.answer))
     return [*found, _breaks(rows, stake, is_better)]
+
+
+def judged_verdict(clean: EvaluationResult, idle: Success) -> Verdict:
+    """Answer whether the seen successes of an evaluation are true, where somebody else than the simulator decides on success.
+
+    Args:
+        idle: Seen success without a policy: what can be said where the simulator does not tell.
+    """
+    question = "Is the success that is seen true?"
+    told = [one.true_success for one in clean.results if one.success and one.true_success is not None]
+    if not told:
+        why = f"the simulator judges none of {clean.successes} seen successes; {idle} are seen without a policy"
+        return Verdict(question, UNTOLD, f"{why}; judge some by hand, from the videos of an evaluation")
+    false = told.count(False)
+    low, high = wilson_interval(false, len(told))
+    counts = f"{false} of {len(told)} seen successes are false (95 % {format_interval(low, high, ' - ')})"
+    answer = NO if false else YES
+    return Verdict(question, answer, f"{counts}; by the simulator, {clean.true_success} succeed", bool(false))
 
 
 def _lost(row: ConditionRow, stake: float) -> Effect:

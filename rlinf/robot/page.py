@@ -92,7 +92,7 @@ class Page:
         return True
 
     def content(self, name: str) -> tuple[str, bytes] | None:
-        """Return type and content of a file of the page; None: there is none."""
+        """Return type and content of a file of the page; None: it has no such file."""
         person = self.person
         if name == "":
             return "text/html; charset=utf-8", HTML.read_bytes()
@@ -167,4 +167,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a request is no news."""
+        """Say nothing of requests."""

@@ -49,7 +49,7 @@ class PersonTells:
         seen: Newest picture of the first camera, uint8 ``[H, W, 3]``; None: none came.
         start: File of the picture with which the episode should begin; None: not known.
         ask: Asks the person.
-        takes_over: The person acts, at a teleoperator; None: there is none.
+        takes_over: The person acts, at a teleoperator; None: without a teleoperator.
         overlays: Draw the wanted start over the present picture into a file; False: a page does so.
     """
 

@@ -36,7 +36,7 @@ from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
-from rlinf.types import Proposal
+from rlinf.types import EpisodeResult, Proposal
 
 
 @pytest.fixture(scope="module")
@@ -373,9 +373,7 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     trainer._warn({"train/q_mean": 3.0})  # the control: no episode has ended
     episodes = _Episodes(2, gamma=0.95)
     one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
-    episode = SimpleNamespace(
-        success=True, episode_return=1.0, num_env_steps=4, actions_clipped_fraction=None, true_success=None
-    )
+    episode = EpisodeResult(None, "reach", True, 1.0, 4)
     episodes.values = np.zeros(2)
     none = np.array([], int)
     episodes.add(CallOutcome(nothing, ran, None, none, none, [], none, None, None))
@@ -393,12 +391,7 @@ def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_
     episodes = _Episodes(4, gamma=0.5)
     episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
     rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
-    ended = [
-        SimpleNamespace(
-            success=good, episode_return=1.0, num_env_steps=2, actions_clipped_fraction=None, true_success=None
-        )
-        for good in (True, False)
-    ]
+    ended = [EpisodeResult(None, "reach", good, 1.0, 2) for good in (True, False)]
     episodes.add(
         CallOutcome(rewards, ran, None, np.array([0, 1]), np.array([False, True]), ended, np.array([2]), None, None)
     )

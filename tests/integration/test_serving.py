@@ -193,7 +193,7 @@ def interrupted(folder) -> None:
 def killed_at_the_end(monkeypatch):
     """An evaluation that plays all episodes and does not write its result."""
     with monkeypatch.context() as patch:
-        patch.setattr("rlinf.commands.evaluate._write", lambda *arguments: 1 / 0)
+        patch.setattr("rlinf.commands.evaluate.write_result", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             yield
 

@@ -20,7 +20,7 @@ from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import EpisodeRecord
 from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.evaluation.verdicts import NO, UNTOLD, YES, ConditionRow, verdicts
+from rlinf.evaluation.verdicts import NO, UNTOLD, YES, ConditionRow, judged_verdict, verdicts
 from rlinf.types import EpisodeResult, EpisodeSpec
 from tests.fixtures.audited_policies import StateOnly
 
@@ -110,6 +110,38 @@ def test_questions_whose_conditions_were_refused_cannot_be_told():
     reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
     assert reacts == f"{UNTOLD}: refused" and remembers.startswith(f"{UNTOLD}: refused")
     assert breaks == f"{UNTOLD}: none of them was possible"
+
+
+def test_an_audit_tells_whether_the_seen_success_is_true():
+    """Where planted errors decide: an idle policy succeeds in all episodes that have one, and truly in none."""
+
+    class Idle:
+        def act(self, seen):
+            return np.zeros((len(seen), 2), dtype=np.float32)
+
+    for rate, answer in ((1.0, NO), (1e-9, UNTOLD)):  # nothing is seen, so nothing is to be true
+        env = make_env(replace(CONFIG, success_false_positives=rate), 6, auto_reset=False)
+        audit, rows = audited(Idle(), env)
+        env.close()
+        assert rows["clean"].success.successes == 6 * (rate == 1.0)
+        verdict = audit.verdicts[-1]
+        assert (verdict.answer, verdict.is_fault, len(audit.verdicts)) == (answer, answer == NO, 9)
+    assert "Is the success that is seen true?" not in audit.summary()
+
+
+def test_false_seen_successes_are_counted_by_hand():
+    def played(*outcomes) -> EvaluationResult:
+        spec = EpisodeSpec("lamp", 0, 0, 0)
+        return EvaluationResult([EpisodeResult(spec, "a", seen, 1.0, 3, true_success=true) for seen, true in outcomes])
+
+    good, idle = [(True, True)] * 7 + [(False, False), (False, True)], Success(2, 9)
+    found = judged_verdict(played(*good), idle)
+    assert (found.answer, found.is_fault) == (YES, False) and "0 of 7" in found.reason
+    found = judged_verdict(played(*good, (True, False)), idle)
+    assert (found.answer, found.is_fault) == (NO, True)
+    assert "1 of 8 seen successes are false (95 % 2.2% - 47.1%)" in found.reason and "80.0% (8/10)" in found.reason
+    blind = judged_verdict(played((True, None), (False, None)), idle)
+    assert (blind.answer, blind.is_fault) == (UNTOLD, False) and "22.2% (2/9) are seen without a policy" in blind.reason
 
 
 def test_conditions_that_need_another_episode_play_those_that_have_one():

@@ -5,10 +5,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rlinf.cli import main
 from rlinf.commands import classifier as command
-from rlinf.commands.classifier import ClassifierConfig, classifier, label_rows
+from rlinf.commands.classifier import (
+    ClassifierConfig,
+    LabelledFrames,
+    changed,
+    classifier,
+    cross_fitted,
+    label_rows,
+)
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.config import EnvConfig
@@ -61,7 +69,7 @@ def data(tmp_path_factory):
 def trained(data, tmp_path_factory):
     """The folder of a classifier that was trained by the command."""
     folder = tmp_path_factory.mktemp("classifier") / "out"
-    assert main(["classifier", f"data={data}", f"output_dir={folder}", "num_steps=40", "num_parts=2"]) == 0
+    assert main(["classifier", f"data={data}", f"output_dir={folder}", "num_steps=60", "num_parts=2"]) == 0
     return str(folder)
 
 
@@ -130,6 +138,54 @@ def test_labels_end_with_the_first_frame_after_a_success():
     assert rows[labels].tolist() == [2, 3, 8] and rows[~labels].tolist() == [0, 1, 4, 5, 6, 7]
     rows, labels = label_rows(episodes, success, last_frames=0, most_failures=1, seed=0)
     assert labels.tolist() == [False, True, False, False]
+    assert rows[:2].tolist() == [1, 2]  # the last failure before the success
+    assert len({label_rows(episodes, success, 0, 1, seed)[0][2] for seed in range(20)}) > 1  # drawn where it fails
+
+
+def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeypatch):
+    """A network that gives its number: a logit tells which network was asked."""
+    seen = {}
+
+    class Number(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, pictures, sentences):
+            return torch.full((len(pictures),), float(self.number))
+
+    def fake(frames, num_sentences, config, number):
+        seen[number] = set(frames.episodes.tolist())
+        return Number(4**number)
+
+    monkeypatch.setattr(command, "train", fake)
+    episodes = np.repeat(np.arange(12), 5)
+    zeros = np.zeros(60, dtype=np.int64)
+    frames = LabelledFrames(np.zeros((60, 8, 8, 3), np.uint8), zeros, np.arange(60) % 5 == 0, episodes)
+    logits, networks = cross_fitted(frames, 1, ClassifierConfig(num_parts=3))
+    assert len(networks) == 3 and [len(each) for each in seen.values()] == [8] * 3
+    wanted = [sum(4**number for number in seen if episode not in seen[number]) for episode in episodes]
+    assert logits.tolist() == wanted and set(wanted) == {1, 4, 16}
+    whole = SuccessClassifier(networks, {}).logits(frames.pictures[:3], zeros[:3])
+    assert whole.tolist() == pytest.approx([(1 + 4 + 16) / 3] * 3)
+
+
+def test_two_datasets_are_joined_as_different_episodes():
+    one, other = (
+        LabelledFrames(
+            np.full((2, 4, 4, 3), value, np.uint8), np.zeros(2, int), np.array([True, False]), np.array([0, 1])
+        )
+        for value in (1, 2)
+    )
+    found = one.joined(other)
+    assert found.episodes.tolist() == [0, 1, 2, 3] and found.pictures[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
+
+
+def test_pictures_are_mirrored_only_if_asked():
+    ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, None, :, None] * 4, (16, 64, 64, 3))
+    for mirror, ways in ((False, {1}), (True, {1, -1})):
+        found = changed(ramp, mirror, np.random.default_rng(0)).numpy()
+        assert {int(np.sign(each[32, 40, 0] - each[32, 20, 0])) for each in found} == ways
 
 
 def test_threshold_and_errors_are_those_counted_by_hand():
@@ -286,3 +342,18 @@ def test_an_env_that_shows_other_pictures_is_refused(trained, settings, word):
         LampEnv.check_names(EnvConfig(**{"image_size": SIDE, "success_classifier": trained} | settings))
     with pytest.raises(ConfigError, match="not a classifier"):
         LampEnv.check_names(EnvConfig(success_classifier="nowhere"))
+
+
+def test_the_folder_of_an_earlier_version_is_refused(trained, tmp_path):
+    about = json.loads((command.Path(trained) / "classifier.json").read_text())
+    del about["networks"]
+    (tmp_path / "classifier.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="earlier version"):
+        LampEnv.check_names(EnvConfig(success_classifier=str(tmp_path)))
+
+
+def test_more_episodes_are_learned_from_too(data, tmp_path):
+    other = write(tmp_path / "other", 6)
+    config = ClassifierConfig(data=data, more=other, output_dir=str(tmp_path / "out"), num_steps=30, num_parts=2)
+    about = classifier(config).about
+    assert (about["frames"], about["successes"], about["networks"]) == (46 * 6 - 30 * 2, 30, 2)

@@ -1,6 +1,7 @@
 """A policy that acts in real time: the order of its actions, losses and holds."""
 
 import json
+import signal
 from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from run_results import run_config
 
 from rlinf.commands.evaluate import evaluate
 from rlinf.commands.robot import robot
+from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.config import RobotConfig
@@ -255,6 +257,20 @@ def test_a_policy_that_remembers_is_refused():
     policy.model.num_observations = 2
     with pytest.raises(ConfigError, match="2 observations"):
         RobotEpisodes(policy, Clock(), ENV, RobotConfig())
+
+
+def test_sigterm_ends_a_command_that_was_started_to_ignore_ctrl_c():
+    """As a script's ``&`` starts it: the robot must hold, and a block that must not be half done ends first."""
+    done, before = [], signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c(), ctrl_c_waits():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("whole")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["whole"]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ class ChosenRows:
         return len(self.index)
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        observation, actions = self.dataset.rows(self.index[index])
-        if self.suffixes is not None:
-            observation = replace(observation, suffixes=self.suffixes[index].tolist())
-        return observation, actions
+        found = self.dataset.rows(self.index[index])
+        if self.suffixes is None:
+            return found
+        return replace(found[0], suffixes=self.suffixes[index].tolist()), found[1]
 
 
 def needs_outcomes(config: SFTConfig) -> bool:

@@ -45,7 +45,7 @@ from rlinf.preflight.compatibility import (
 from rlinf.preflight.derived import learns_head
 from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.placement import check_evaluation_players, check_placement, ranks_by_ray
+from rlinf.preflight.placement import check_evaluation_players, check_placement, has_players, ranks_by_ray
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_no_head, check_start, check_unread_keys
 
@@ -463,11 +463,16 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
         refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
-    if config.sft.advantage_share is not None and not policy_class.implements("_propose"):
-        found = (
-            f"sft.advantage_share={config.sft.advantage_share}, but {policy_class.__name__} does not implement _propose"
-        )
-        refuse(found, "a policy with that method, whose features the value model reads", "sft.advantage_share=null")
+    if config.sft.advantage_share is not None:
+        found, fix = f"sft.advantage_share={config.sft.advantage_share}", "sft.advantage_share=null"
+        if not policy_class.implements("_propose"):
+            found = f"{found}, but {policy_class.__name__} does not implement _propose"
+            refuse(found, "a policy with that method, whose features the value model reads", fix)
+        if has_players(config):
+            found = f"{found} with cluster.placement={config.cluster.placement}"
+            refuse(
+                found, "ranks that play, whose policy the value model reads", f"cluster.placement=colocated, or {fix}"
+            )
     if policy is not None:
         policy_class.check_sft(policy[1])
     check_moments(config, policy, f"sft.max_steps={config.sft.max_steps}", "sft.max_steps=0")

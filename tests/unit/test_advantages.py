@@ -17,7 +17,9 @@ from rlinf.data.config import BAD, GOOD, SFTConfig
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.models import build_policy
+from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.validation import check_sft
 from rlinf.robot.config import RobotConfig
 from rlinf.training.cloning_trainer import check_labels_are_read
 from rlinf.types import Observation
@@ -204,6 +206,17 @@ def test_cloning_with_labels_sets_the_words_by_which_the_policy_acts(tmp_path):
     assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix is None
     for typed in (BAD, ""):
         assert run_config(tmp_path, *words, f"model.prompt_suffix='{typed}'").model.prompt_suffix == typed
+
+
+def test_players_are_refused(tmp_path):
+    words = ("experiment=quickstart_recap", "sft.dataset=x")
+    policy = (OpenVLAForRLActionPrediction, None)
+    with pytest.raises(
+        ConfigError, match="advantage_share=0.2 with cluster.placement=split.*cluster.placement=colocated"
+    ):
+        check_sft(run_config(tmp_path, *words, "trainer.max_steps=1", "cluster.placement=split"), policy)
+    with pytest.raises(ConfigError, match="sft.dataset=x"):  # the control gets further
+        check_sft(run_config(tmp_path, *words), policy)
 
 
 def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, monkeypatch):

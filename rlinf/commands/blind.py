@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rlinf import run_folder
@@ -94,7 +94,7 @@ def _play(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: 
     opened = [open_evaluation(each, env, settings.first_episode) for each in configs]
     check_conditions(*(each.manifest for each in opened), config.evaluation.allow_mismatch)
     acting, person = robot_of(replace(config, output_dir=str(output)), env, settings, starts, stack)
-    sides, present = [], {"device": device, "robot": asdict(settings), "seed": config.seed}
+    sides, present = [], {"device": device, "robot": settings.conditions(), "seed": config.seed}
     for name, each, policy in zip(SIDES, configs, opened, strict=True):
         policy.model = policy.model.to(device)
         stack.enter_context(evaluation_mode(policy.model))

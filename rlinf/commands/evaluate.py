@@ -185,7 +185,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
                 acting, person = robot_of(config, env, robot, wanted, stack)
                 episodes = stack.enter_context(on_robot(config, env, acting, person, opened, robot))
-                opened.conditions["robot"] = asdict(robot)
+                opened.conditions["robot"] = robot.conditions()
             # Rank 0 alone has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
         with (

@@ -48,7 +48,7 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
             "record=null, because the dataset would not say whose episodes they are",
             "record=null",
         )
-    _check_arm(settings)
+    _check_arm(config, settings)
     _check_take_over(config, settings)
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
     config = replace(config, evaluation=single)
@@ -56,8 +56,8 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
         return evaluate(config, settings) if other is None else blind(config, other, settings)
 
 
-def _check_arm(settings: RobotConfig) -> None:
-    """Check that nothing is asked of a robot of lerobot which an env alone can do."""
+def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
+    """Check that nothing is asked of a robot of lerobot which an env alone can do, and that its actions are limited positions in its units."""
     if settings.arm is None:
         return
     needed = {"success": "person"} if settings.success == "env" else {}
@@ -78,6 +78,12 @@ def _check_arm(settings: RobotConfig) -> None:
                 f"{key}={text}, because {reason}",
                 f"{key}={text}",
             )
+    for key, value in (("control", "joints"), ("units", "lerobot")):
+        if (found := getattr(config.env, key, value)) != value:
+            refuse(f"env.{key}={found} with arm={settings.arm}", f"env.{key}={value}, as the arm", f"env.{key}={value}")
+    if settings.max_change is None:
+        required = "the largest change of a position from one action to the next, or the arm may jump"
+        refuse(f"max_change=null with arm={settings.arm}", required, "max_change=2.0, in the env's units")
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

@@ -224,6 +224,10 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: in
     Raise ConfigError if the split has fewer.
     """
     available = env.episode_specs(split)
+    if first >= len(available):
+        raise ConfigError(
+            f"first_episode={first}, but the split '{split}' has {len(available)} episodes. Set first_episode=0, or another below that number"
+        )
     if num_episodes is None:
         return [available[number] for number in range(first, len(available))]
     if len(available) < first + num_episodes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.robot.robot import Robot, cameras_of
 from rlinf.types import EpisodeResult, EpisodeSpec
+
+logger = logging.getLogger("rlinf")
 
 
 class Arm:
@@ -51,12 +55,12 @@ class Arm:
 
     def position(self) -> dict[str, float]:
         """Return where its joints are, which are also its actions."""
-        seen = self.robot.get_observation()
+        seen = self._observe()
         return {name: float(seen[name]) for name in self.action_features}
 
     def get_observation(self) -> dict[str, Any]:
         """Return the robot's; raise TimeoutError for a picture that is not new: lerobot's cameras return the last one for 0.5 s."""
-        seen, now = self.robot.get_observation(), time.monotonic()
+        seen, now = self._observe(), time.monotonic()
         for name in cameras_of(self.robot):
             picture, since = self._pictures.get(name, (None, now))
             if seen[name] is not picture:
@@ -66,11 +70,17 @@ class Arm:
         return seen
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
-        sent = self.robot.send_action(action)
-        self._num_sent += 1
+        self._num_sent += 1  # also if it does not reach the robot, or the episode of a dead bus would not end
         if self._num_sent == self.env.horizon_of(self.env.config, self.task):
             self.result = EpisodeResult(self.spec, self.task, False, 0.0, self._num_sent)
-        return sent
+        return self.robot.send_action(action)
+
+    def _observe(self) -> dict[str, Any]:
+        """Return the robot's observation; raise ConnectionError where lerobot raises others, as for an unplugged camera."""
+        try:
+            return self.robot.get_observation()
+        except (RuntimeError, OSError) as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def connected_robot(path: str) -> Any:
@@ -115,7 +125,8 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
             "plugins=[<module>]"
         )
     try:
-        device = getattr(lerobot, make)(draccus.decode(getattr(lerobot, config), values))
+        decoded = draccus.decode(getattr(lerobot, config), values)
+        device = getattr(lerobot, make)(decoded)
     except Exception as error:  # draccus and lerobot raise what they like
         raise ConfigError(
             f"{key}={path}: lerobot refuses it ({type(error).__name__}: {error}). Set other fields in it"
@@ -125,10 +136,18 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         device.connect(**({"calibrate": False} if can_calibrate else {}))
         getattr(device, try_out)()
     except Exception as error:  # buses, cameras and simulators, too
+        with suppress(Exception):
+            device.disconnect()
         raise ConfigError(
             f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
             "(lerobot-calibrate)"
         ) from error
+    if getattr(decoded, "disable_torque_on_disconnect", False):
+        logger.warning(
+            "%s=%s: the arm goes limp when the command ends, also by an error or Ctrl-C. Set disable_torque_on_disconnect: false in the file "
+            "to let it stay where it is",
+            key, path,
+        )  # fmt: skip
     return device
 
 

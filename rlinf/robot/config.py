@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rlinf.options import option
 
@@ -85,3 +86,7 @@ class RobotConfig:
         "Deviation of the Gaussian noise on each number that the simulated robot executes, in halves of its range.",
         minimum=0,
     )
+
+    def conditions(self) -> dict[str, Any]:
+        """Return the settings that an evaluation keeps when it goes on: all but the page's address."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("page_")}

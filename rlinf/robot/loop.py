@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError, NonFiniteError, RLinfError
 from rlinf.evaluation.evaluator import RowPolicy, Video
 from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
@@ -40,7 +40,7 @@ class Timing:
         missed: Steps that were left out, because their time was over when they could begin.
         held: Steps without an action for their time.
         stale: Actions that were dropped, because others had been executed in their places when their chunk came.
-        lost: Observations that did not come.
+        lost: Observations that did not come, and actions that did not reach the robot.
         limited: Actions that ``max_change`` has changed.
         failures: Calls of the policy that failed.
         corrected: Actions of a person who has taken over.
@@ -173,8 +173,7 @@ class RobotEpisodes:
         row: Observation | None = None
         step = due = seen_at = seen_step = 0
         # Positions are limited, and held, from where the robot is: 0 may be far away.
-        last = np.array([robot.position()[name] for name in robot.action_features], np.float32)
-        last[self.displaces] = 0
+        last = np.where(self.displaces, np.float32(0), self._position())
         self._asked_step = -1
         self._begin_episode()
         time.begin()
@@ -194,16 +193,16 @@ class RobotEpisodes:
                     seen_at, seen_step = due, step
                 except LOST:
                     timing.lost += 1
-                action = None
+                action, is_fresh = None, row is not None and (step - seen_step) * period < settings.frame_age_s
                 self.take_over.look(last)
                 if not self.take_over.policy_acts:
                     schedule.clear()
                     time.drop()
-                elif row is not None and (step - seen_step) * period < settings.frame_age_s:
+                elif is_fresh:
                     self._ask(schedule, row, seen_at, seen_step, due)
                     action = schedule.action(due)
                 last = self._send(action if self.take_over.policy_acts else self.take_over.action, last)
-                self._note(row, last)
+                self._note(row if is_fresh else None, last)
                 if action is not None:
                     schedule.execute(action, last)
                 step += 1
@@ -215,6 +214,18 @@ class RobotEpisodes:
                 self._send(None, last)
             raise
         return robot.result
+
+    def _position(self) -> np.ndarray:
+        """Return where the robot is, float32 ``[D]``; raise RLinfError if it does not answer in ``max_failures`` tries."""
+        lost: BaseException | None = None
+        for _ in range(self.settings.max_failures):
+            try:
+                at = self.robot.position()
+                return np.array([at[name] for name in self.robot.action_features], np.float32)
+            except LOST as error:
+                lost = error
+                self.timing.lost += 1
+        raise RLinfError(f"The robot does not say where it is ({type(lost).__name__}: {lost})") from lost
 
     def _begin_episode(self) -> None:
         self.take_over.begin()
@@ -239,6 +250,8 @@ class RobotEpisodes:
 
         Without an observation, the clock begins without a chunk.
         """
+        for each in self.thinking:
+            each._stream = each.policy.stream(spec)
         try:
             row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST:
@@ -273,6 +286,8 @@ class RobotEpisodes:
 
     def _take(self, answer: Answer, schedule: ChunkSchedule, due: int) -> None:
         """Execute the chunk of an answer, or count its failure; raise RLinfError after ``max_failures`` of them in a row."""
+        if not isinstance(answer.chunk, BaseException) and not np.isfinite(answer.chunk).all():
+            answer = answer._replace(chunk=NonFiniteError("the chunk has numbers that are not finite"))
         if isinstance(answer.chunk, BaseException):
             self.timing.failures += 1
             self._failures += 1
@@ -288,7 +303,7 @@ class RobotEpisodes:
         self.timing.stale += schedule.offer(answer.chunk, answer.seen_at, due)
 
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
-        """Send an action, or hold without one; return the action that was sent."""
+        """Send an action, or hold without one; return the action that was sent, or ``last`` if none reached the robot."""
         if action is None:
             self.timing.held += 1
             action = np.where(self.displaces, 0, last)
@@ -297,7 +312,11 @@ class RobotEpisodes:
             self.timing.limited += int(not np.array_equal(bounded, action))
             action = bounded
         names = list(self.robot.action_features)
-        sent = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
+        try:
+            sent = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
+        except LOST:
+            self.timing.lost += 1
+            return last
         return np.array([sent[name] for name in names], np.float32)
 
 

@@ -135,6 +135,8 @@ class OnPage:
 class _Handler(BaseHTTPRequestHandler):
     """Answers a browser that knows the page's path."""
 
+    timeout = 5.0  # seconds: connections that say nothing hold a thread no longer
+
     def __init__(self, page: Page, *args: Any) -> None:
         self.page = page
         with suppress(ConnectionError):  # a browser that goes away harms nobody
@@ -149,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._name() == "answer":
             with suppress(TypeError, ValueError, AttributeError):  # no answer, and no JSON map
                 taken = self.page.answer(
-                    json.loads(self.rfile.read(min(MAX_ANSWER, int(self.headers["Content-Length"]))))
+                    json.loads(self.rfile.read(max(0, min(MAX_ANSWER, int(self.headers["Content-Length"])))))
                 )
         self._reply(("application/json", b"{}") if taken else None)
 

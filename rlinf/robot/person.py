@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import termios
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,12 @@ Ask = Callable[[str, Mapping[str, str]], str]
 
 
 def ask_on_terminal(text: str, answers: Mapping[str, str], read: Callable[[str], str] = input) -> str:
-    """Ask until the person types an answer, or a word that begins with it."""
+    """Ask until the person types an answer, or a word that begins with it.
+
+    Lines from before the question are no answers: they would start an arm while hands are at the scene.
+    """
+    if read is input and sys.stdin.isatty():
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
     choices = ", ".join(f"{letter or 'Enter'}: {meaning}" for letter, meaning in answers.items())
     while (given := read(f"{text} ({choices}) ").strip().lower()[:1]) not in answers:
         pass
@@ -104,7 +111,7 @@ class PersonTells:
         if self._told is None:
             self._told = False  # if the question is interrupted, nobody asks again
             self._told = self._success()
-        return replace(found, success=self._told, success_told=True)
+        return replace(found, success=self._told, success_told=True, true_success=None)
 
     def _success(self) -> bool:
         answer = self._ask(f"episode {self._number}: did it succeed?", SUCCESS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,9 @@ class EpisodeRecorder:
 
         A dataset that exists is written anew, and stays whole until the larger one is there.
         """
+        former = self.folder.with_name(f".{self.folder.name}.old")
+        if former.exists() and not self.folder.exists():
+            os.rename(former, self.folder)  # a process was killed between the two renames of `replace_folder`
         paths = [path for result in results if (path := self._path(result.spec)).is_file()]
         source = (self.kept / SOURCE).read_text() if paths else None
         known: list[str] = []

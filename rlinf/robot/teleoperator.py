@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.robot import LOST, EnvRobot, Robot
 
@@ -90,13 +90,16 @@ class TakeOver:
         except LOST as error:
             self._lose(error)
             return
+        wanted = np.array([] if given is None else [given[name] for name in self._names], np.float32)
+        if not np.isfinite(wanted).all():
+            self._lose(NonFiniteError(f"its action is {given}"))
+            return
         if self._is_gone:
             logger.warning("The teleoperator is back")
         self._is_gone, self.policy_acts = False, given is None
         if given is None:
             self.action, self.is_correction = None, False
             return
-        wanted = np.array([given[name] for name in self._names], np.float32)
         self.action = wanted if self.is_correction else self._near(wanted, last)
         self.is_correction = np.array_equal(self.action, wanted)
 

@@ -193,6 +193,54 @@ def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
     assert clock.sent[:3] == [1, 2, 3] and set(clock.sent[3:]) == {0}
 
 
+def test_a_chunk_that_is_not_finite_is_a_failed_call():
+    """A clip of NaN is NaN, and a hold would repeat it: motors would take it for their lowest position."""
+    policy = Foretell(chunk_len=1)
+    as_it_was = policy.act
+    policy.act = lambda row, streams: as_it_was(row, streams) * (np.nan if policy.calls in (3, 4) else 1)
+    sent, timing = played(policy=policy, displacements=[], max_change=5.0)
+    assert np.isfinite(sent).all() and timing.failures == 2 and sent[-1] == 20
+
+
+def test_a_bus_that_fails_now_and_then_is_survived():
+    """Call 1 of the position, and the actions of steps 3 and 4, do not reach the robot: the next one is limited from the last that did."""
+    clock, calls = Clock(), []
+
+    def position():
+        calls.append(0)
+        if len(calls) == 1:
+            raise ConnectionError("no answer")
+        return {"joint": 0.0}
+
+    as_it_was = clock.send_action
+
+    def send_action(action):
+        calls.append(1)
+        if calls.count(1) in (4, 5):
+            raise ConnectionError("no answer")
+        return as_it_was(action)
+
+    clock.position, clock.send_action = position, send_action
+    sent, timing = played(clock, displacements=[], max_change=1.0)
+    assert timing.lost == 3 and sent[:3] == [1, 2, 3] and max(np.diff(sent)) == 1.0
+    clock.position = lambda: (_ for _ in ()).throw(ConnectionError("unplugged"))
+    with pytest.raises(RLinfError, match="where it is.*unplugged"):
+        played(clock)
+
+
+def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
+    class Drawn(Foretell):
+        def stream(self, spec):
+            return spec
+
+        def act(self, row, streams):
+            self.streams = streams
+            return super().act(row, streams)
+
+    policy = Drawn()
+    assert played(Clock(lost=(0,)), policy)[1].failures == 0 and policy.streams == [SPEC]
+
+
 def test_a_changed_action_is_counted():
     sent, timing = played(policy=Foretell(chunk_len=4), max_change=0.5)
     assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_results import run_config
 
-from rlinf.commands.robot import robot
+from rlinf.commands.robot import _check_arm, robot
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.robot.arm import Arm, connected_robot
 from rlinf.robot.config import RobotConfig
@@ -82,11 +82,28 @@ def test_an_episode_ends_after_the_actions_of_the_env():
         ({"success": "person"}, r"displacements=null with arm=.*positions.*Set displacements=\[\]"),
         ({"success": "person", "displacements": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
         ({"success": "person", "displacements": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
+        ({"success": "person", "displacements": []}, "max_change=null .*may jump.*Set max_change="),
     ],
 )
 def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
     with pytest.raises(ConfigError, match=message):
         robot(run_config(tmp_path), RobotConfig(arm="arm.yaml", **given))
+
+
+@pytest.mark.parametrize(("control", "units", "message"), [
+    ("delta", "lerobot", "env.control=delta .*Set env.control=joints"), ("joints", "radians", "env.units=radians .*Set env.units=lerobot"),
+])  # fmt: skip
+def test_actions_in_other_units_are_refused(control, units, message):
+    config = SimpleNamespace(env=SimpleNamespace(control=control, units=units))
+    with pytest.raises(ConfigError, match=message):
+        _check_arm(config, RobotConfig(arm="arm.yaml", success="person", displacements=[], max_change=2.0))
+
+
+def test_an_unplugged_camera_is_a_lost_observation():
+    joints = Joints()
+    joints.get_observation = lambda: (_ for _ in ()).throw(RuntimeError("the thread of the camera has ended"))
+    with pytest.raises(ConnectionError, match="thread of the camera"):
+        Arm(joints, Table()).get_observation()
 
 
 def test_a_robot_that_cannot_be_had_is_refused(tmp_path, monkeypatch):

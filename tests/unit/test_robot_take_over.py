@@ -109,6 +109,20 @@ def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     assert sent[:8] == [1, 2, 0, 0, 0, 0, 7, 8], "where nobody watches the policy does not act"
 
 
+def test_a_teleoperator_without_numbers_is_gone():
+    sent, timing = played(Person(steps=(3, 4), action=float("nan")))
+    assert np.isfinite(sent).all() and timing.gone == 2
+
+
+def test_what_a_person_does_without_a_picture_is_not_recorded():
+    """From step 5 on nothing is seen. 0.15 s are three steps, so 5 and 6 are recorded with the row of step 4, and 7 to 9 are not."""
+    rows = []
+    recorder = SimpleNamespace(begin=rows.clear, end=lambda result: None, add=lambda *row: rows.append(row))
+    sent, _ = played(Person(steps=range(4, 20)), Clock(num_steps=10, lost=range(5, 10)), recorder=recorder)
+    assert sent[4:] == [100] * 6
+    assert [None if seen is None else seen.state[0, 0] for seen, _, _ in rows] == [0, 1, 2, 3, 4, 4, 4, *[None] * 3]
+
+
 def test_a_teleoperator_that_does_not_fit_is_refused():
     person = Person()
     with pytest.raises(ConfigError, match="align_change"):
@@ -178,6 +192,11 @@ def test_episodes_that_were_kept_become_a_dataset(tmp_path):
     assert np.flatnonzero(grown.outcomes.intervention).tolist() == [1, 6, 8]
     assert np.array_equal(grown.outcomes.success[:8], data.outcomes.success)
     assert np.array_equal(grown.outcomes.terminated[:8], data.outcomes.terminated)
+    folder.rename(tmp_path / ".made.old")  # a process was killed between the two renames
+    recorder.kept = tmp_path / "kept_last"
+    played(Person(steps=(0,)), Clock(num_steps=4), recorder=_Renamed(recorder, results[1]))
+    recorder.write(results)
+    assert lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True).num_episodes == 4
 
 
 class _Renamed:

@@ -156,7 +156,7 @@ def label_rows(
         own = np.flatnonzero(episodes == episode)
         reached = np.flatnonzero(success[own])
         end = int(reached[0]) + 1 if len(reached) else len(own)
-        last = own[len(own) - last_frames :] if len(reached) and last_frames else own[:0]
+        last = own[max(0, len(own) - last_frames) :] if len(reached) and last_frames else own[:0]
         positive = np.union1d(own[end : end + 1], last)
         negative = np.setdiff1d(own[:end], positive)
         if most_failures is not None and len(negative) > most_failures:
@@ -181,6 +181,9 @@ def cross_fitted(
 ) -> tuple[np.ndarray, list[SuccessNetwork]]:
     """Return the logit of each frame, float32 ``[N]``, by the network that was trained on other episodes, and all ``num_parts`` networks."""
     episodes = np.unique(frames.episodes)
+    if len(episodes) < config.num_parts:
+        found, required = f"{config.data} has {len(episodes)} episodes", f"num_parts={config.num_parts} of them"
+        refuse(found, required, f"num_parts={max(2, len(episodes))}, or data=<more episodes>")
     order = np.random.default_rng(derive_seed(config.seed, "parts")).permutation(episodes)
     parts = [np.isin(frames.episodes, part) for part in np.array_split(order, config.num_parts)]
     for number, part in enumerate(parts, start=1):

@@ -301,7 +301,7 @@ def _policy(
         return policy_for(config, env, dataset, deferred)
     # A new run may go on in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
-    if config.sft.max_steps > 0 and config.sft.advantage_share is not None:
+    if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_share is not None:
         free.append("preprocessing.prompt_suffix")  # which this run teaches
     allowed = [*config.evaluation.allow_mismatch, *free]
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)

@@ -371,7 +371,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
                 what = f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
                 raise self._not_finite(int(row), what)
-        if self._judge is None or not self._judge.has_looked:
+        if self._judge is None:
             self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
         success = self._stats.success.copy()

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class Judge:
     """Decides on the success of an env's rows after every env step, so a chunk is executed one action at a time.
 
-    ``has_looked``: the env's observation is the one after the last step, because a classifier needed it. The simulator's own word is
-    kept as ``EpisodeResult.true_success``.
+    Each step is looked at, planted errors or not: a row that ended earlier in a chunk shows its last observation, even if its worker is
+    lost later. The simulator's own word is kept as ``EpisodeResult.true_success``.
     """
 
     def __init__(self, env: VectorEnv) -> None:
         config = env.config
         self.env, self.rate = env, config.success_false_positives or 0.0
-        self.has_looked, self.classifier = config.success_classifier is not None, None
+        self.classifier = None
         if config.success_classifier is not None:
             from rlinf.envs.success_network import SuccessClassifier
 
@@ -52,15 +52,15 @@ class Judge:
             if len(rows):
                 self._decide(ids[rows], chunk, rows, position)
             over = chunk.terminated[:, position] | (chunk.success[:, position] & env.config.terminate_on_success)
-            active &= ~over & (position + 1 < steps_left)
+            active &= ~over & (position + 1 < steps_left) & ~env._lost[ids]
         return chunk
 
     def _decide(self, ids: np.ndarray, chunk: SimulatorChunk, rows: np.ndarray, position: int) -> None:
         """Replace the success of the ``rows`` of a chunk, which are the rows ``ids`` of the env, at one ``position``."""
         env, told, truly = self.env, chunk.told[rows, position], chunk.success[rows, position]
         env._stats.truly[ids] = np.maximum(env._stats.truly[ids], np.where(told, truly, -1))
+        env._show(ids)
         if self.classifier is not None:
-            env._show(ids)
             chunk.success[rows, position] = self.classifier.sees_success(env._observation.select(ids))
             chunk.told[rows, position] = True
         if self.rate:

@@ -70,10 +70,11 @@ class SuccessClassifier:
     def logits(self, pictures: np.ndarray, sentences: np.ndarray) -> np.ndarray:
         """Return the networks' mean logit, float32 ``[N]``, for pictures ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
         found = []
-        for first in range(0, len(pictures), NUM_ROWS):
-            rows = np.minimum(first + np.arange(NUM_ROWS), len(pictures) - 1)
-            shown, said = torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])
-            found.append(torch.stack([network(shown, said) for network in self.networks]).mean(0).numpy())
+        with torch.autocast("cpu", enabled=False):  # an env may step inside the policy's autocast
+            for first in range(0, len(pictures), NUM_ROWS):
+                rows = np.minimum(first + np.arange(NUM_ROWS), len(pictures) - 1)
+                shown, said = torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])
+                found.append(torch.stack([network(shown, said) for network in self.networks]).mean(0).numpy())
         return np.concatenate(found)[: len(pictures)]
 
     def sees_success(self, observation: Observation) -> np.ndarray:

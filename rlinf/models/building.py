@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
+from rlinf.manifest import Manifest
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
@@ -21,6 +22,7 @@ from rlinf.models.loading import check_attention, check_fit, check_model_type, r
 from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
+from rlinf.run_folder import MANIFEST_FILE
 
 logger = logging.getLogger("rlinf")
 
@@ -156,6 +158,7 @@ def _load(
     check_attention(cfg.attn_implementation)
     config = override_fields(load_model_config(entry, cfg, cfg.model_path), plain_container(overrides or {}))
     check_declared_sizes(cfg, config)
+    check_prompt_suffix(cfg)
     dtype = torch_dtype_from_precision(cfg.precision)
     arguments = {"dtype": dtype, "attn_implementation": cfg.attn_implementation}
     if entry.acts:
@@ -182,6 +185,19 @@ def _load(
         check_base(cfg, allow_mismatch)
         model = apply_lora(model, cfg.lora, cfg.lora_path)
     return model
+
+
+def check_prompt_suffix(cfg: ModelConfig) -> None:
+    """Raise ConfigError if the folder's policy learned to act behind words, by its manifest, and ``cfg`` does not say which to take."""
+    for path in (cfg.model_path, cfg.lora_path):
+        folders = () if path is None else (Path(path).expanduser(), Path(path).expanduser().parent)
+        for folder in folders:
+            if cfg.prompt_suffix is None and (folder / MANIFEST_FILE).is_file():
+                if words := Manifest.load(folder).preprocessing.get("prompt_suffix"):
+                    raise ConfigError(
+                        f"The policy of {path} learned to act behind '{words}', and model.prompt_suffix=null; required: these words, or "
+                        f"others. Set model.prompt_suffix={words}, or model.prompt_suffix='' for none"
+                    )
 
 
 def _load_action_model(

@@ -219,7 +219,8 @@ def check_evaluation(config: RunConfig) -> None:
     if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
         found = f"{given} with evaluation.num_episodes={number}, which cannot decide even if the two differ in every episode"
         refuse(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
-    if stop_when is not None and not ENVS.get(config.env.name).tells_success(config.env):
+    told = config.env.success_classifier is not None or ENVS.get(config.env.name).tells_success(config.env)
+    if stop_when is not None and not told:
         found = f"{given} counts successes, which env={config.env.name} is not known to tell"
         refuse(found, "the whole list", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:

@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
 from rlinf.envs.config import select_tasks
+from rlinf.files import sha256_of
 from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
 from rlinf.models.base_weights import weights_digest
+from rlinf.run_folder import CLASSIFIER_FILE, CLASSIFIER_WEIGHTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +26,11 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
     env_class = ENVS.get(config.env.name)
     tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
     env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
+    if config.env.success_classifier is not None:
+        folder = Path(config.env.success_classifier).expanduser()
+        env["success_classifier.sha256"] = "-".join(
+            sha256_of(folder / name) for name in (CLASSIFIER_FILE, CLASSIFIER_WEIGHTS)
+        )
     return {
         "versions": library_versions(),
         "precision": config.model.precision,

@@ -18,7 +18,7 @@ from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import go_on, waiting
-from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
+from rlinf.distributed.process_group import any_rank, broadcast_object, gather_objects, rank, world_size
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
@@ -120,6 +120,7 @@ class CloningTrainer(ActionTrainer):
             is_good = label_rows(
                 self.dataset, self._features(), self.parts.config.sft, derive_seed(run_seed, "advantages")
             )
+            is_good = broadcast_object(is_good, 0)  # the value model of another CPU rounds differently
             state.labels = np.packbits(is_good).tobytes().hex()
             self.loop.progress.note(f"{is_good.sum()} of {len(is_good)} rows are labelled as good")
         return np.unpackbits(np.frombuffer(bytes.fromhex(state.labels), np.uint8), count=len(self.dataset)).astype(bool)
@@ -130,12 +131,14 @@ class CloningTrainer(ActionTrainer):
         check_labels_are_read(self.worker.model, dataset.rows(np.arange(1))[0])
         sync.push(self.loop.state.policy_version)
         model, mine = sync.rollout_model, np.array_split(np.arange(len(dataset)), world_size())[rank()]
+        size = min(self.parts.config.sft.batch_size, self.worker.micro_batch_size)
         with evaluation_mode(model), self.worker.autocast():
-            for rows in np.array_split(mine, -(-len(mine) // self.parts.config.sft.batch_size)):
+            for rows in np.array_split(mine, -(-len(mine) // size)) if len(mine) else ():
                 observation = replace(dataset.rows(rows)[0], suffixes=[""] * len(rows))
                 found.append(model.propose(model.preprocess(observation)).features.float().cpu())
                 self.loop.progress.update("values", rows[-1] + 1 - mine[0], len(mine))
-        return torch.cat(gather_objects(torch.cat(found)))
+                go_on()
+        return torch.cat([part for of_rank in gather_objects(found) for part in of_rank])
 
     @waiting("rollout")
     def _demonstrations(self) -> tuple[BatchSource, dict[str, float]]:

@@ -232,6 +232,19 @@ def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, mo
     kept = read_loop_state(resolve_checkpoint(tmp_path / "run"))["labels"]
     assert kept is not None and load_policy(tmp_path / "run", device="cpu").model.prompt_suffix == GOOD
 
+    folder = resolve_checkpoint(tmp_path / "run") / "model"
+    with pytest.raises(ConfigError, match="behind 'good'.*model.prompt_suffix=good"):
+        build_policy(run_config(tmp_path / "used", *words, f"model.model_path={folder}", "~model.init_config"))
+    for typed in (GOOD, ""):
+        used = run_config(
+            tmp_path / "used",
+            *words,
+            f"model.model_path={folder}",
+            "~model.init_config",
+            f"model.prompt_suffix='{typed}'",
+        )
+        assert build_policy(used).prompt_suffix == typed
+
     def label_again(*args):
         raise AssertionError("a resumed run has its labels")
 
@@ -240,5 +253,8 @@ def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, mo
     assert read_loop_state(resolve_checkpoint(tmp_path / "run"))["labels"] == kept
     with pytest.raises(AssertionError, match="has its labels"):
         clone(tmp_path / "new", tmp_path / "made", *labelled, "sft.max_steps=1")
+    begun = (*words, "sft.max_steps=1", f"init_from={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match="model.prompt_suffix=good"):
+        clone(tmp_path / "other", tmp_path / "made", *begun)
     with pytest.raises(ManifestMismatchError, match="prompt_suffix"):
-        clone(tmp_path / "other", tmp_path / "made", *words, "sft.max_steps=1", f"init_from={tmp_path / 'run'}")
+        clone(tmp_path / "other", tmp_path / "made", *begun, "model.prompt_suffix=''")

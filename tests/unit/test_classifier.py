@@ -1,11 +1,13 @@
 """The success classifier, from labelled frames to the success of an env, against counts by hand; and planted false positives."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from run_results import run_config
 
 from rlinf.cli import main
 from rlinf.commands import classifier as command
@@ -25,6 +27,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.preflight.conditions import conditions_of
 from rlinf.types import EpisodeSpec, Observation
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
@@ -136,6 +139,8 @@ def test_labels_end_with_the_first_frame_after_a_success():
     assert rows.tolist() == [0, 1, 2, 4, 5, 6, 7, 8] and np.flatnonzero(labels).tolist() == [2]
     rows, labels = label_rows(episodes, success, last_frames=1, most_failures=None, seed=0)
     assert rows[labels].tolist() == [2, 3, 8] and rows[~labels].tolist() == [0, 1, 4, 5, 6, 7]
+    rows, labels = label_rows(episodes, success, last_frames=9, most_failures=None, seed=0)
+    assert rows[labels].tolist() == [0, 1, 2, 3, 7, 8], "all of an episode that is shorter"
     rows, labels = label_rows(episodes, success, last_frames=0, most_failures=1, seed=0)
     assert labels.tolist() == [False, True, False, False]
     assert rows[:2].tolist() == [1, 2]  # the last failure before the success
@@ -218,8 +223,20 @@ def test_the_command_writes_its_numbers_and_sees_what_it_was_taught(trained, cap
         {"front": np.stack([picture(0, 3, 3), picture(0, 2, 3), picture(1, 3, 3)])}, None, [INSTRUCTIONS[0]] * 3
     )
     assert found.sees_success(seen).tolist() == [True, False, False]  # blue is no success of "make it red"
+    with torch.autocast("cpu", torch.bfloat16):  # as an env steps inside a rollout
+        assert found.sees_success(seen).tolist() == [True, False, False]
     with pytest.raises(ConfigError, match="make it green"):
         found.sees_success(replace(seen, instruction=["make it green"] * 3))
+
+
+def test_a_manifest_knows_the_classifier_and_not_only_its_folder(trained, tmp_path):
+    folder = shutil.copytree(trained, tmp_path / "judge")
+    words = (f"env.success_classifier={folder}", "env=tabletop", "model=mlp")
+    before = conditions_of(run_config(tmp_path / "run", *words))["env"]
+    about = json.loads((folder / "classifier.json").read_text())
+    (folder / "classifier.json").write_text(json.dumps(about | {"threshold": 1.0}))
+    after = conditions_of(run_config(tmp_path / "run", *words))["env"]
+    assert {name for name in before if before[name] != after[name]} == {"success_classifier.sha256"}
 
 
 def test_shuffled_labels_give_no_classifier(tmp_path):
@@ -241,6 +258,8 @@ def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monk
     other = write(tmp_path / "other", 6, **settings)
     with pytest.raises(ConfigError, match=words):
         classifier(ClassifierConfig(data=data, test=other, output_dir=str(tmp_path / "out")))
+    with pytest.raises(ConfigError, match="has 40 episodes; required: num_parts=41"):
+        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_parts=41))
 
 
 def test_the_classifier_decides_on_success_reward_and_end(trained):

@@ -30,7 +30,7 @@ Ask = Callable[[str, Mapping[str, str]], str]
 def ask_on_terminal(text: str, answers: Mapping[str, str], read: Callable[[str], str] = input) -> str:
     """Ask until the person types an answer, or a word that begins with it.
 
-    Lines from before the question are no answers: they would start an arm while hands are at the scene.
+    Lines from before the question do not count: they would start an arm while hands are at the scene.
     """
     if read is input and sys.stdin.isatty():
         termios.tcflush(sys.stdin, termios.TCIFLUSH)

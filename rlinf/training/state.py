@@ -51,7 +51,7 @@ class LoopState:
         scores: Of each validation of a recipe, by the name of the checkpoint that follows it; higher is better.
         last_validation: Metrics of the last one.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
-        labels: Bits of ``sft.advantage_share`` of its rows, in hexadecimal; None: there are none.
+        labels: Bits of ``sft.advantage_share`` of its rows, in hexadecimal; None: without labels.
         data: What determines the rows of a recipe's step, which a resumed run must have too.
         rows: State of a recipe's dataset.
         rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.

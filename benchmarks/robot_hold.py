@@ -1,8 +1,8 @@
 """How long after `kill -9` of its policy's server, or of its camera's process, a robot makes its first action that holds.
 
 Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at another moment of a step,
-and the next one after the server was started again. The camera's process sends 30 pictures a second, of which the newest is kept, as
-`read_latest` of lerobot's cameras keeps it. Milliseconds are printed; required: at most 200.
+and the next one after the server was started again. The camera's process sends 30 pictures a second. The newest one is kept, as
+`read_latest` of lerobot's cameras keeps it. Milliseconds are printed; required: at most 200. There is no peer to compare with.
 
     python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
 """
@@ -191,7 +191,7 @@ def main() -> None:
         print(
             json.dumps(
                 {
-                    "killed": name,
+                    "name": f"robot_hold_{name}",
                     "kills": len(times),
                     "median_ms": float(np.median(times)),
                     "most_ms": times[-1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
-from rlinf.manifest import Manifest
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
@@ -22,7 +22,7 @@ from rlinf.models.loading import check_attention, check_fit, check_model_type, r
 from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
-from rlinf.run_folder import MANIFEST_FILE
+from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER
 
 logger = logging.getLogger("rlinf")
 
@@ -189,15 +189,23 @@ def _load(
 
 def check_prompt_suffix(cfg: ModelConfig) -> None:
     """Raise ConfigError if the folder's policy learned to act behind words, by its manifest, and ``cfg`` does not say which to take."""
-    for path in (cfg.model_path, cfg.lora_path):
-        folders = () if path is None else (Path(path).expanduser(), Path(path).expanduser().parent)
-        for folder in folders:
-            if cfg.prompt_suffix is None and (folder / MANIFEST_FILE).is_file():
-                if words := Manifest.load(folder).preprocessing.get("prompt_suffix"):
-                    raise ConfigError(
-                        f"The policy of {path} learned to act behind '{words}', and model.prompt_suffix=null; required: these words, or "
-                        f"others. Set model.prompt_suffix={words}, or model.prompt_suffix='' for none"
-                    )
+    given = [path for path in (cfg.model_path, cfg.lora_path) if path is not None]
+    for path in given if cfg.prompt_suffix is None else ():
+        folder = Path(path).expanduser()
+        in_checkpoint = folder.name in (MODEL_FOLDER, ADAPTER_FOLDER) and not (folder / MANIFEST_FILE).is_file()
+        if words := _learned_words(folder.parent if in_checkpoint else folder):
+            raise ConfigError(
+                f"The policy of {path} learned to act behind '{words}', and model.prompt_suffix=null; required: these words, or "
+                f"others. Set model.prompt_suffix={words}, or model.prompt_suffix='' for none"
+            )
+
+
+def _learned_words(home: Path) -> str | None:
+    """Return the ``prompt_suffix`` of a manifest; None: it has none, or is another project's file of that name."""
+    try:
+        return json.loads((home / MANIFEST_FILE).read_text(encoding="utf-8"))["preprocessing"].get("prompt_suffix")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _load_action_model(

@@ -17,6 +17,8 @@ from rlinf.data.config import BAD, GOOD, SFTConfig
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.models import build_policy
+from rlinf.models.building import check_prompt_suffix
+from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.validation import check_sft
@@ -206,6 +208,17 @@ def test_cloning_with_labels_sets_the_words_by_which_the_policy_acts(tmp_path):
     assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix is None
     for typed in (BAD, ""):
         assert run_config(tmp_path, *words, f"model.prompt_suffix='{typed}'").model.prompt_suffix == typed
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "no JSON", '{"preprocessing": 3}'])
+def test_manifests_of_other_projects_are_no_obstacle(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    check_prompt_suffix(ModelConfig(model_path=str(tmp_path)))
+    (tmp_path / "manifest.json").write_text('{"preprocessing": {"prompt_suffix": "good"}}')
+    check_prompt_suffix(ModelConfig(model_path=str(tmp_path / "any")))  # not a folder of a checkpoint
+    for folder in (tmp_path, tmp_path / "model"):
+        with pytest.raises(ConfigError, match="behind 'good'"):
+            check_prompt_suffix(ModelConfig(model_path=str(folder)))
 
 
 def test_players_are_refused(tmp_path):

@@ -74,6 +74,13 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
 
 
+def check_words(words: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
+    """Raise ConfigError for a word that is not ``key=value``; ``keys`` are those of the command."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(keys)}.")
+
+
 def unknown_key_message(
     dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
 ) -> str:

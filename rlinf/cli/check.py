@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlinf.api import run_config
-from rlinf.commands.hydra_app import given_value, parse
+from rlinf.commands.hydra_app import given_value, parse, split
 from rlinf.config.compose import parse_overrides
 from rlinf.contracts.env import PROPERTIES, check_properties
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
+from rlinf.options import check_words
 
 MAX_STEPS = 64
 """Env steps after which episodes are cut for the check, unless ``env.max_episode_steps`` is given."""
@@ -23,6 +24,7 @@ def check(arguments: Sequence[str]) -> int:
     The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
     1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
     """
+    check_words(split(arguments)[0].overrides, ("env", "env.<key>", "plugins"))
     args = parse(arguments)
     name = given_value(args.overrides, "env")
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]

@@ -28,6 +28,7 @@ from rlinf.errors import RLinfError
 from rlinf.manifest import Manifest, other_project, verify_files
 from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
+from rlinf.options import check_words
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"
@@ -48,6 +49,9 @@ def doctor(arguments: Sequence[str]) -> int:
 
     The exit status is 0 if it can, else 1.
     """
+    from rlinf.commands.hydra_app import split
+
+    check_words(split(arguments)[0].overrides, ("experiment", "checkpoint", "env", "plugins", "and those of docs/configuration.md"))
     import_plugins(arguments)
     findings = [
         check_python(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.cli.table import format_columns, format_table
-from rlinf.commands.hydra_app import parse
+from rlinf.commands.hydra_app import parse, split
 from rlinf.config.compose import parse_overrides
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
@@ -14,7 +14,7 @@ from rlinf.config.search import group_options
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
-from rlinf.options import from_mapping
+from rlinf.options import check_words, from_mapping
 
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
@@ -26,6 +26,7 @@ FALLBACK = (
 
 def models(arguments: Sequence[str]) -> int:
     """Print registered models, envs and algorithms with their origin, config groups and experiments."""
+    check_words(split(arguments)[0].overrides, ("plugins",))
     args = parse(arguments)
     if any(not override.startswith("plugins=") for override in args.overrides):
         raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Run rlinf models")

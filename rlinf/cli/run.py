@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import from_mapping, option, public_fields, unknown_key_message
+from rlinf.options import check_words, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
@@ -241,7 +241,7 @@ def classifier(arguments: Sequence[str]) -> int:
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
     """Return the settings of a command whose keys are the fields of ``kind`` alone."""
-    _check_words(arguments, public_fields(kind))
+    check_words(arguments, public_fields(kind))
     given = parse_overrides(arguments)
     for item in given:
         if item.is_sweep_override():
@@ -291,7 +291,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     own, others = {}, []
     sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
     own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
-    _check_words(arguments, own_keys)
+    check_words(arguments, own_keys)
     for word in arguments:
         key, _, value = word.partition("=")
         if key in own_keys:
@@ -301,9 +301,3 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
         else:
             raise ConfigError(unknown_key_message(key, value, [*own_keys, *other_keys]))
     return own, others
-
-
-def _check_words(words: Sequence[str], keys: Iterable[str]) -> None:
-    for word in words:
-        if "=" not in word:
-            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(keys)}.")

@@ -298,7 +298,8 @@ def env_overrides(config: RunConfig) -> str:
     changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
     changed["cameras"] = list(config.env.cameras)
     words = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
-    return shlex.join([f"env={config.env.name}", *words])
+    plugins = [f"plugins={typed(config.plugins)}"] if config.plugins else []
+    return shlex.join([*plugins, f"env={config.env.name}", *words])
 
 
 def typed(value: Any) -> str:

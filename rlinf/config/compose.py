@@ -183,6 +183,8 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
         hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
     else:
         hint = did_you_mean(name, options)
+        if group in ("model", *REGISTRIES):
+            hint += f" Set plugins=[<file or module>] if one of yours registers this {group}"
     return f"There is no {group or 'config'} '{name}'.{hint}"
 
 

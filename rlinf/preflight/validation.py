@@ -311,7 +311,7 @@ def check_batches(config: RunConfig) -> None:
         refuse(
             f"trainer.minibatch_size={minibatch} for {samples} samples per iteration (rollout.num_envs={rollout.num_envs} x "
             f"rollout.num_chunks={rollout.num_chunks})",
-            f"one of {divisors_text(samples, ranks)}",
+            f"one of {divisors_text(samples, minibatch, ranks)}",
             f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}",
         )
     check_micro_batch(config, minibatch, "trainer.minibatch_size")
@@ -358,7 +358,7 @@ def check_rollout_processes(config: RunConfig) -> None:
     if blocks % count:
         what = "envs" if rollout.group_size == 1 else "groups"
         fix = f"rollout.worker_processes={nearest_divisor(blocks, count, 1)}"
-        refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, 1)}", fix)
+        refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, count, 1)}", fix)
 
 
 def check_staleness(config: RunConfig) -> None:
@@ -413,7 +413,7 @@ def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
     if rows > micro and rows % micro:
         refuse(
             f"model.micro_batch_size={micro} for {rows} rows per rank ({key}={batch} over {ranks} ranks)",
-            f"one of {divisors_text(rows, 1)}",
+            f"one of {divisors_text(rows, micro, 1)}",
             f"model.micro_batch_size={nearest_divisor(rows, micro, 1)}",
         )
 
@@ -513,17 +513,17 @@ def nearest_multiple(number: int, of: int) -> int:
 
 def nearest_divisor(number: int, wanted: int, multiple_of: int) -> int:
     """Return the divisor of ``number`` that is a multiple of ``multiple_of`` and closest to ``wanted``."""
-    return min(_divisors(number, multiple_of), key=lambda divisor: (abs(divisor - wanted), divisor))
+    return _nearest_divisors(number, wanted, multiple_of)[0]
 
 
-def divisors_text(number: int, multiple_of: int) -> str:
-    """List the divisors of ``number`` that are multiples of ``multiple_of``, the six largest if there are many."""
-    return ", ".join(map(str, _divisors(number, multiple_of)[-6:]))
+def divisors_text(number: int, wanted: int, multiple_of: int) -> str:
+    """List the (at most six) divisors of ``number`` that are multiples of ``multiple_of`` and closest to ``wanted``."""
+    return ", ".join(map(str, sorted(_nearest_divisors(number, wanted, multiple_of)[:6])))
 
 
-def _divisors(number: int, multiple_of: int) -> list[int]:
-    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor % multiple_of == 0]
-    return found or [number]
+def _nearest_divisors(number: int, wanted: int, multiple_of: int) -> list[int]:
+    divisors = [divisor for divisor in range(multiple_of, number + 1, multiple_of) if number % divisor == 0]
+    return sorted(divisors or [number], key=lambda divisor: (abs(divisor - wanted), divisor))
 
 
 def check_profile(config: RunConfig) -> None:

@@ -415,8 +415,16 @@ def test_derived_numbers_by_hand():
 @pytest.mark.parametrize(
     ("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)]
 )
-def test_suggested_size_is_the_nearest_divisor(number, wanted, of, best):
+def test_suggested_size_is_the_nearest_divisor_and_is_listed(number, wanted, of, best):
     assert validation.nearest_divisor(number, wanted, of) == best
+    assert str(best) in validation.divisors_text(number, wanted, of).split(", ")
+
+
+def test_an_env_without_cameras_suggests_no_model_of_zero_images():
+    words = ["model=openvla_tiny", "env=gymnasium", "env.id=Pendulum-v1", "env.tasks=null"]
+    with pytest.raises(ConfigError, match=r"env\.cameras has 0: \[\]. Set model=mlp") as caught:
+        validate(build(*words))
+    assert "num_images_in_input=0" not in str(caught.value)
 
 
 def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():

@@ -136,11 +136,25 @@ def test_a_machine_without_gl_is_told_what_to_install(fresh):
     backend, message = graphics.probe_rendering()
     assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
     assert "unset" not in message
+
     with pytest.raises(MissingDependencyError, match="libosmesa6"):
         graphics.choose_backend()
     os.environ["MUJOCO_GL"] = "vulkan"
     message = graphics.probe_rendering()[1]
     assert "MUJOCO_GL=vulkan" in message and "`unset MUJOCO_GL`" in message
+
+
+def test_a_device_that_does_not_exist_is_named_by_its_variable(fresh):
+    """MuJoCo's first exception says so; the ones of the half-made context and the missing library do not."""
+    fresh.setenv("MUJOCO_EGL_DEVICE_ID", "99")
+    os.environ["MUJOCO_GL"] = "egl"
+    os.environ.pop(graphics.PROBED_VARIABLE, None)
+    backend, message = graphics.probe_rendering()
+    assert backend is None and "must be an integer between 0 and" in message
+    assert "MUJOCO_EGL_DEVICE_ID=99" in message and "unset MUJOCO_GL MUJOCO_EGL_DEVICE_ID" in message
+    os.environ.pop("MUJOCO_GL")
+    os.environ.pop("MUJOCO_EGL_DEVICE_ID")
+    assert graphics.probe_rendering()[0] is not None, "what the message says to type works"
 
 
 PICTURES = {

@@ -308,7 +308,7 @@ def test_cameras_are_taken_by_name():
         ({}, {"state": None}, r"gives none\. Set env\.state=proprio"),
         ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Set env\.state=proprio"),
         ({"norm_stats": {"arm": {"action": ACTION}}}, {}, r"'arm' are about actions only.*model\.unnorm_key="),
-        ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' describe 4 numbers.*has 3\. Set env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' have 4 .*state has 3; .*Set env\.state=proprio"),
         ({"max_token_len": 3}, {}, r"max_token_len is 3\. Set model\.override_config\.max_token_len=\d+"),
     ],
 )
@@ -329,7 +329,7 @@ def test_observations_that_do_not_fit_are_refused(changes, observation, message)
         ({"pi05": True, "use_quantile_norm": False}, r"use_quantile_norm=False.*use_quantile_norm=true"),
         ({"norm_stats": {"arm": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "use_quantile_norm": False},
          r"needs mean and std of 'action'.*use_quantile_norm=true"),
-        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"describe 1 numbers.*has 3.*model\.action_token_len=1"),
+        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"have 1 dimension, and model\.action_token_len=3.*Set model\.action_token_len=1"),
         ({"action_dim": 2}, r"model\.action_token_len is 3.*2 numbers.*model\.action_token_len=2"),
         ({"action_horizon": 1}, r"model\.action_chunks_len is 2.*predicts 1.*model\.action_chunks_len=1"),
     ],
@@ -391,7 +391,7 @@ def rewrite_config(folder, **changes):
     [
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
         ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Set model\.action_token_len=5"),
-        ({"action_token_len": 2}, {}, r"'action' describe 3 numbers.*has 2\. Set model\.action_token_len=3"),
+        ({"action_token_len": 2}, {}, r"'action' have 3 .*model\.action_token_len=2;.*Set model\.action_token_len=3"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
         ({}, {"norm_stats": {}}, r"no statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
     ],

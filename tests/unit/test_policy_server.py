@@ -442,10 +442,13 @@ def test_vla_evals_client_sends_pictures_and_gets_actions(shared):
     assert [action["actions"].tolist() for action in found] == [[2, 3], [4, 5]]
 
 
-def test_the_command_that_evaluates_a_server_can_be_typed():
-    """Its words, as a shell and Hydra read them, give the env of the policy."""
+def test_the_command_that_evaluates_a_server_can_be_typed(tmp_path):
+    """Its words, as a shell and Hydra read them, give the env of the policy, and the plug-ins that register it."""
+    plugin = tmp_path / "an_env, or two.py"
+    plugin.write_text("")
     given = ["env=gymnasium", "env.id=CartPole-v1", "env.kwargs={sutton_barto_reward: true, why: 'a, b'}",
-             "env.instruction='keep it up'"]  # fmt: skip
+             "env.instruction='keep it up'", f"plugins=['{plugin}']"]  # fmt: skip
     config = build_config(compose_config(["model=mlp", *given]))
     again = build_config(compose_config(["model=mlp", *shlex.split(env_overrides(config))]))
     assert again.env == config.env and again.env.kwargs["why"] == "a, b"
+    assert again.plugins == config.plugins == [str(plugin)]

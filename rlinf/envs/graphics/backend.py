@@ -116,8 +116,10 @@ def probe_rendering() -> tuple[str | None, str]:
         if failure is None:
             return backend, f"MuJoCo renders with {backend}."
         failures.append(f"{backend}: {failure}")
-    own = " Or run `unset MUJOCO_GL` to try all backends." if os.environ.get("MUJOCO_GL") else ""
-    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}{own}"
+    set_here = [name for name in ("MUJOCO_GL", EGL_DEVICE) if os.environ.get(name)]
+    values = " ".join(f"{name}={os.environ[name]}" for name in set_here)
+    hint = f"{values} is set; run `unset {' '.join(set_here)}` to try all backends and devices. " if values else ""
+    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {hint}{INSTALL_HINT}"
 
 
 @functools.cache
@@ -240,4 +242,7 @@ def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str 
     if "rendering works" in result.stdout:
         return None
     lines = [line for line in result.stderr.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"exit status {result.returncode}"
+    start = next((number for number, line in enumerate(lines) if line.startswith("Traceback")), -1)
+    # The first exception: those below it are of objects that it left half made.
+    reasons = [line for line in lines[start + 1 :] if start >= 0 and not line.startswith(" ")] or lines[-1:]
+    return reasons[0].strip() if reasons else f"exit status {result.returncode}"

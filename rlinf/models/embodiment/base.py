@@ -120,7 +120,9 @@ class ActionModel(Module, metaclass=ABCMeta):
             raise field_error(found, f"num_images_in_input={given or 1}")
         if wanted and given != wanted:
             known = list(env.cameras or env.default_cameras)
-            fix = f"model.init_config.num_images_in_input={given or len(known)} for random weights, or {wanted} env.cameras"
+            fix = f"model.init_config.num_images_in_input={len(known)} for random weights, or {wanted} env.cameras"
+            if not known:
+                fix = "model=mlp, which reads no images, or env.cameras to cameras that the environment can render"
             if len(known) >= wanted:
                 fix = f"env.cameras={override_text(known[:wanted])}"
             raise ConfigError(

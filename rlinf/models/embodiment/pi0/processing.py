@@ -16,6 +16,7 @@ from rlinf.models.embodiment.modules.image_resize import resize_bilinear
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.loading import field_error
+from rlinf.number_formats import format_count
 
 EPSILON = 1e-6
 _NUM_STATE_BINS = 256
@@ -45,10 +46,12 @@ class StatisticsNormalizer:
         spread = second - first if use_quantiles else second
         described = max(np.flatnonzero(spread).max(initial=-1) + 1, min(len(spread), dim))
         if described != dim:
-            fix = f"model.action_token_len={described}" if name == "action" else "env.state=proprio"
+            given, fix = f"the environment's state has {dim}", "env.state=proprio"
+            if name == "action":
+                given, fix = f"model.action_token_len={dim}", f"model.action_token_len={described}"
             raise ConfigError(
-                f"The statistics of '{name}' describe {described} numbers, and the environment has {dim}. Set {fix}, or "
-                "model.unnorm_key=<another data set>"
+                f"The statistics of '{name}' have {format_count(described, 'dimension')}, and {given}; required: equal. "
+                f"Set {fix}, or model.unnorm_key=<another data set>"
             )
         first, second = first[:dim], second[:dim]
         mask = np.array(stats.get("mask") or [True] * dim, dtype=bool)[:dim]

@@ -75,7 +75,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def check_words(words: typing.Iterable[str], keys: typing.Iterable[str]) -> None:
-    """Raise ConfigError for a word that is not ``key=value``; ``keys`` are those of the command."""
+    """Raise ConfigError for a word that is not ``key=value``; ``keys`` are the keys of the command."""
     for word in words:
         if "=" not in word:
             raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(keys)}.")

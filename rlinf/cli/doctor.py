@@ -51,7 +51,10 @@ def doctor(arguments: Sequence[str]) -> int:
     """
     from rlinf.commands.hydra_app import split
 
-    check_words(split(arguments)[0].overrides, ("experiment", "checkpoint", "env", "plugins", "and those of docs/configuration.md"))
+    check_words(
+        split(arguments)[0].overrides,
+        ("experiment", "checkpoint", "env", "plugins", "and every key in docs/configuration.md"),
+    )
     import_plugins(arguments)
     findings = [
         check_python(),

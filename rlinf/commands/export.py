@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,19 +15,24 @@ import numpy as np
 import torch
 import yaml
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints.checkpoint import verify_checkpoint
 from rlinf.checkpoints.folders import has_policy, policy_folder, resolve_checkpoint
 from rlinf.checkpoints.model_files import is_adapter, write_policy
 from rlinf.checkpoints.saved_config import TOKEN_KEYS, flat, read_saved_config
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
+from rlinf.config.saved_code import code_overrides, code_values, env_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
+from rlinf.envs.external import ExternalConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files
+from rlinf.models import MODELS
 from rlinf.models.config import LoraConfig
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
+from rlinf.registry import BUILTIN
 from rlinf.run_folder import CONFIG_FILE
 from rlinf.types import Observation
 
@@ -74,9 +80,11 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_policy(partial, model, model.state_dict())
-        write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+        exported = _with_code_of_model(config, partial, model)
+        write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(exported), sort_keys=False))
         replace(manifest, files=hash_files(partial)).save(partial)
-        _compare(model, load_policy(partial, read_config(partial, overrides)).eval(), observation, output)
+        code = shlex.split(code_overrides(to_mapping(replace(exported, plugins=config.plugins))))
+        _compare(model, load_policy(partial, read_config(partial, code)).eval(), observation, output)
         if output.exists():
             output.rmdir()
         os.rename(partial, output)
@@ -87,6 +95,33 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output
+
+
+def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfig:
+    """Return the configuration of an export, which runs where the code of its env and its algorithm is not installed.
+
+    The plug-in file that registers the model is copied into ``folder``. An env whose code comes from elsewhere becomes
+    ``external``, with a note of what it was.
+    """
+    code_of_model = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
+    at_hand = (BUILTIN, code_of_model)
+    env, algorithm = config.env, config.algorithm
+    if ENVS.entries()[env.name].origin not in at_hand or any(code_values({"env": to_mapping(env)})):
+        state_dim = ENVS.get(env.name).state_width(env)
+        if state_dim is None:
+            state_dim = getattr(model.config, "state_dim", None)
+        env = ExternalConfig(
+            cameras=env.cameras, image_size=env.image_size, max_episode_steps=ENVS.get(env.name).longest_horizon(env),
+            state_dim=state_dim or 0, trained_on=env_overrides(config),
+        )  # fmt: skip
+    if ALGORITHMS.entries()[algorithm.name].origin not in at_hand:
+        algorithm = RunConfig().algorithm
+    plugins = [plugin for plugin in config.plugins if plugin == code_of_model]
+    for plugin in plugins:
+        if plugin.endswith(".py"):
+            shutil.copy(plugin, folder)
+            plugins = [Path(plugin).name]
+    return replace(config, env=env, algorithm=algorithm, plugins=plugins)
 
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:

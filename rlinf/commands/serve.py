@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
-import re
-import shlex
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from rlinf.commands.open_checkpoint import Opened, open_here
+from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import NUM_ROWS, act_for_rows
 from rlinf.models.precision import autocast, evaluation_mode
-from rlinf.options import option, override_text, to_mapping
+from rlinf.options import option, override_text
 from rlinf.policy import Policy
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
@@ -290,24 +288,3 @@ def _announce(bound: socket.socket, opened: Opened, config: RunConfig, settings:
     if config.evaluation.allow_mismatch:  # what differs here must be allowed there too
         words += f" 'evaluation.allow_mismatch={override_text(config.evaluation.allow_mismatch)}'"
     print(f"evaluate it: rlinf evaluate model=remote model.url=ws://{shown}:{port} {words}", flush=True)
-
-
-def env_overrides(config: RunConfig) -> str:
-    """Return the overrides that give another command the env of a policy."""
-    defaults = to_mapping(type(config.env)())
-    changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
-    changed["cameras"] = list(config.env.cameras)
-    words = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
-    plugins = [f"plugins={typed(config.plugins)}"] if config.plugins else []
-    return shlex.join([*plugins, f"env={config.env.name}", *words])
-
-
-def typed(value: Any) -> str:
-    """Return a value as Hydra reads it from the command line, mappings and texts with spaces or commas included."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}: {typed(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(typed, value))}]"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./:@-]+", value):
-        return json.dumps(value, ensure_ascii=False)
-    return override_text(value)

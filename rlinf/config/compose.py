@@ -279,6 +279,9 @@ def compose_on_saved(
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
     # A mapping is merged into the saved one; its other keys stay.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
+    if isinstance(plugins := saved.get("plugins"), list):  # an export brings the plug-in file of its model
+        paths = [(Path(folder) / str(name), name) for name in plugins]
+        saved = {**saved, "plugins": [str(path) if path.is_file() else name for path, name in paths]}
     check_code(saved, typed, folder)
     code = [item for item in parsed if item.key_or_group == "plugins"]
     fresh = compose_config([item.input_line for item in (*groups, *code)], config_dir)

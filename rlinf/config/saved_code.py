@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError
-from rlinf.options import override_text
+from rlinf.options import override_text, to_mapping
 
 SECTIONS = ("env", "model")
 """Sections whose values may be names that are imported: ``env.id`` of gymnasium, fields of an env or model of others."""
@@ -73,6 +75,27 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, "")
     else:
         yield path, value
+
+
+def env_overrides(config: Any) -> str:
+    """Return the overrides that give a different command the env of a ``RunConfig``, quoted for a shell."""
+    defaults = to_mapping(type(config.env)())
+    changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
+    changed["cameras"] = list(config.env.cameras)
+    words = [f"env.{name}={typed(value)}" for name, value in changed.items() if name != "name"]
+    plugins = [f"plugins={typed(config.plugins)}"] if config.plugins else []
+    return shlex.join([*plugins, f"env={config.env.name}", *words])
+
+
+def typed(value: Any) -> str:
+    """Return a value as Hydra reads it from the command line, mappings and texts with spaces or commas included."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}: {typed(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(typed, value))}]"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./:@-]+", value):
+        return json.dumps(value, ensure_ascii=False)
+    return override_text(value)
 
 
 def _overrides(values: Iterable[tuple[str, Any]]) -> str:

@@ -23,6 +23,7 @@ ENVS: Registry[type[VectorEnv]] = Registry(
         "pusht": "rlinf.envs.pusht.env:PushTVectorEnv",
         "so101": "rlinf.envs.so101.env:SO101VectorEnv",
         "gymnasium": "rlinf.envs.gymnasium.env:GymnasiumVectorEnv",
+        "external": "rlinf.envs.external:ExternalEnv",
     },
     configs={"tabletop": "rlinf.envs.tabletop.config:TabletopConfig"},
 )

@@ -8,6 +8,7 @@ checks model, env and data; ``folders`` and ``saved`` check the disk.
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from functools import cached_property
 from typing import Any
 
@@ -513,17 +514,18 @@ def nearest_multiple(number: int, of: int) -> int:
 
 def nearest_divisor(number: int, wanted: int, multiple_of: int) -> int:
     """Return the divisor of ``number`` that is a multiple of ``multiple_of`` and closest to ``wanted``."""
-    return _nearest_divisors(number, wanted, multiple_of)[0]
+    return min(_divisors(number, multiple_of), key=lambda divisor: (abs(divisor - wanted), divisor))
 
 
 def divisors_text(number: int, wanted: int, multiple_of: int) -> str:
-    """List the (at most six) divisors of ``number`` that are multiples of ``multiple_of`` and closest to ``wanted``."""
-    return ", ".join(map(str, sorted(_nearest_divisors(number, wanted, multiple_of)[:6])))
+    """List the divisors of ``number`` that are multiples of ``multiple_of``, the six around ``wanted`` if there are many."""
+    divisors = _divisors(number, multiple_of)
+    start = min(max(0, bisect(divisors, wanted) - 3), max(0, len(divisors) - 6))
+    return ", ".join(map(str, divisors[start : start + 6]))
 
 
-def _nearest_divisors(number: int, wanted: int, multiple_of: int) -> list[int]:
-    divisors = [divisor for divisor in range(multiple_of, number + 1, multiple_of) if number % divisor == 0]
-    return sorted(divisors or [number], key=lambda divisor: (abs(divisor - wanted), divisor))
+def _divisors(number: int, multiple_of: int) -> list[int]:
+    return [divisor for divisor in range(multiple_of, number + 1, multiple_of) if number % divisor == 0] or [number]
 
 
 def check_profile(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,16 @@ import pytest
 import rlinf
 from rlinf.api import _quoted, run_config
 from rlinf.cli import main
+from rlinf.commands.export import export
 from rlinf.config.compose import compose_config, parse_overrides
 from rlinf.config.schema import build_config
+from rlinf.envs import ENVS
 from rlinf.envs.gymnasium.env import GymnasiumConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest, hash_files
-from rlinf.models import build_policy
+from rlinf.models import MODELS, build_policy
 from rlinf.types import Observation
 
 TINY = [
@@ -236,6 +239,42 @@ def test_an_env_of_ones_own_needs_no_yaml_and_a_folder_of_ones_own_groups_names_
     assert env.config.name == "my_dot" and env.reset()[0].images == {}
     run = rlinf.train(words, plugins=[plugin], config_dir=tmp_path / "my_configs")
     assert rlinf.load_policy(run, plugins=[plugin]).config.env.tasks == ["reach"]
+
+    # An export acts without the code of its env, and says which env it needs for episodes.
+    folder = export(run, tmp_path / "given_away", overrides=[f"plugins=[{plugin}]"])
+    saved = rlinf.load_policy(run, plugins=[plugin])
+    ENVS._entries.pop("my_dot")  # as on a machine that has never heard of it
+    with pytest.raises(CheckpointError, match="names Python code"):
+        rlinf.load_policy(run)
+    policy, state = rlinf.load_policy(folder), np.linspace(0, 1, saved.model.config.state_dim, dtype=np.float32)
+    assert (policy.config.env.name, policy.config.plugins) == ("external", [])
+    assert (
+        policy.act({"state": state, "instruction": "go"}).tolist()
+        == saved.act({"state": state, "instruction": "go"}).tolist()
+    )
+    with pytest.raises(ConfigError, match="exported without the code of its env") as caught:
+        rlinf.evaluate(policy, episodes=2)
+    words = shlex.split(str(caught.value).rpartition("Set ")[2])
+    assert words[0] == f"plugins=[{plugin}]" and words[1:] == ["env=my_dot", "env.tasks=[reach]", "env.cameras=[]"]
+    sys.modules.pop("my_dot")  # the plug-in registers the env again
+    assert rlinf.evaluate(folder, episodes=2, overrides=words).episodes == 2
+
+
+def test_an_export_brings_the_plug_in_file_of_its_model(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    plugin = shutil.copy(Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py", tmp_path / "their_mlp.py")
+    words = [*TINY, "model.model_type=mlp_by_rows", "output_dir=outputs/their_mlp"]
+    run = rlinf.train(words, plugins=[str(plugin)])
+    folder = export(run, tmp_path / "given_away", overrides=[f"plugins=[{plugin}]"])
+    os.unlink(plugin)
+    MODELS._entries.pop("mlp_by_rows")
+    sys.modules.pop("their_mlp")
+    with pytest.raises(CheckpointError, match="names Python code") as caught:
+        rlinf.load_policy(folder)
+    (word,) = shlex.split(str(caught.value).rpartition("Set ")[2])
+    assert word == f"plugins=[{folder / 'their_mlp.py'}]"
+    policy = rlinf.load_policy(folder, plugins=[str(folder / "their_mlp.py")])
+    assert policy.config.model.model_type == "mlp_by_rows" and policy.config.env.name == "tabletop"
 
 
 def test_episodes_go_on_from_reset_to_reset_as_in_gymnasium():

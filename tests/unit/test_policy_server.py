@@ -18,8 +18,8 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from rlinf.commands.serve import env_overrides
 from rlinf.config.compose import compose_config
+from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import build_config
 from rlinf.serving import MessageError
 from rlinf.serving.codec import decode, encode, encode_named

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -109,8 +110,9 @@ EXIT_PIPE = 141
 
 def usage() -> str:
     """Return the help text of the command."""
-    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: rlinf <command> [key=value ...]\n\ncommands:\n{commands}\n\n{EXAMPLES}"
+    indented = {"width": _width(), "subsequent_indent": " " * 15}
+    commands = "\n".join(textwrap.fill(f"  {name:<12} {text}", **indented) for name, (_, text) in COMMANDS.items())
+    return f"usage: rlinf <command> [key=value ...]\n\ncommands:\n{commands}\n\n{wrapped(EXAMPLES)}"
 
 
 def help_of(command: str) -> str:
@@ -118,14 +120,25 @@ def help_of(command: str) -> str:
     module, _, function = COMMANDS[command][0].partition(":")
     source = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
     found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
-    text = f"usage: rlinf {command} {USAGES[command]}\n\n{ast.get_docstring(found)}"
+    text = f"usage: rlinf {command} {USAGES[command]}\n\n{wrapped(ast.get_docstring(found))}"
     if command not in ("train", "sft"):
         return text
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}
-    indented = {"width": 130, "subsequent_indent": " " * 13, "break_on_hyphens": False}
+    indented = {"width": _width(), "subsequent_indent": " " * 13, "break_on_hyphens": False}
     lines = [textwrap.fill(f"  {name:<10} {options}", **indented) for name, options in groups.items()]
     head = "choices, as name=choice (`rlinf models` shows choices of other packages, too):"
     return "\n".join([f"{text}\n\n{head}", *lines])
+
+
+def wrapped(text: str) -> str:
+    """Return a docstring whose paragraphs fit the terminal; those with indented lines, such as examples, stay as they are."""
+    paragraphs = text.split("\n\n")
+    options = {"width": _width(), "break_on_hyphens": False, "break_long_words": False}
+    return "\n\n".join(text if "\n " in text else textwrap.fill(text, **options) for text in paragraphs)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import check_fit, read_json, without_load_report
+from rlinf.models.loading import check_fit, check_hub, read_json, without_load_report
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
@@ -191,6 +191,7 @@ class HFModel(nn.Module):
 
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the configuration of a folder or hub id; raise CheckpointError or, for an unknown model type, ConfigError."""
+    check_hub(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,11 @@ from typing import Any
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import MODELS
 from rlinf.run_folder import STATISTICS_FILE
+
+logger = logging.getLogger("rlinf")
+
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+HUB_TIMEOUT_S = 10.0
 
 
 def field_error(problem: str, override: str) -> ConfigError:
@@ -53,15 +61,48 @@ def dataset_statistics(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def check_hub(path: str | Path) -> None:
+    """Ask the hub once before a hub id is read: the libraries retry for minutes where nobody answers, and hide the reason.
+
+    Files in the cache are then used without the hub. Raise CheckpointError if this model's are not there.
+    """
+    if Path(path).exists() or not HUB_ID.fullmatch(str(path)):
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or (reason := _unreachable(constants.ENDPOINT)) is None:
+        return
+    if not isinstance(try_to_load_from_cache(str(path), "config.json"), str):
+        hint = "Check the connection, or name a folder"
+        raise CheckpointError(
+            f"'{path}' is no folder and not in the cache, and the hub does not answer: {reason}. {hint}"
+        )
+    logger.warning(f"the hub does not answer ({reason}), so the cached files of '{path}' are used")
+    constants.HF_HUB_OFFLINE = True
+
+
+@functools.cache
+def _unreachable(endpoint: str) -> str | None:
+    """Return why no HTTP answer comes from ``endpoint``, or None if one does; proxies of the environment are used."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:  # an answer, whatever it says
+        return None
+    except OSError as error:
+        return f"{endpoint}: {getattr(error, 'reason', error)}"
+    return None
+
+
 def checkpoint_folder(path: str | Path) -> Path:
     """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded."""
     folder = Path(path)
     if folder.is_dir():
         return folder
     reason = "the folder does not exist"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+    if "/" in str(path) and HUB_ID.fullmatch(str(path)):
         from huggingface_hub import snapshot_download
 
+        check_hub(path)
         try:
             return Path(snapshot_download(str(path)))
         except (OSError, ValueError) as error:

@@ -29,6 +29,18 @@ def test_help_lists_every_command_and_no_or_a_misspelt_command_is_an_error(capsy
     assert "Did you mean 'train'" in capsys.readouterr().err
 
 
+def test_paragraphs_of_help_fit_the_terminal(monkeypatch):
+    """Examples, which are to be copied, keep their lines."""
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in cli.COMMANDS:
+        text = cli.help_of(command)
+        prose = [part for part in text.split("\n\n")[1:] if "\n " not in part]
+        assert prose and max(len(line) for part in prose for line in part.splitlines()) <= 60, command
+        monkeypatch.setenv("COLUMNS", "110")
+        assert cli.help_of(command).split() == text.split(), "no word is lost"
+        monkeypatch.setenv("COLUMNS", "60")
+
+
 @pytest.mark.parametrize(
     ("command", "path"),
     # The folders of a sweep have an equals sign: ``trainer.learning_rate=1e-4``.

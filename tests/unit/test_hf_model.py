@@ -4,11 +4,16 @@ import json
 import logging
 import re
 import shutil
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
 from rlinf.config.compose import compose_config
@@ -27,6 +32,7 @@ from rlinf.models import (
 from rlinf.models.config import LoraConfig, ModelConfig
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
+from rlinf.models.loading import check_hub
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.validation import validate
 from rlinf.rollout.weight_push import WeightPush
@@ -538,3 +544,24 @@ def test_the_support_matrix_of_the_documentation_is_what_is_tested():
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (text|image-text) \|", page, flags=re.MULTILINE)
     kinds = dict.fromkeys(LANGUAGE, "text") | dict.fromkeys(VISION_LANGUAGE, "image-text")
     assert rows == [(family, model_class_of(tiny_config(family)).__name__, kind) for family, kind in kinds.items()]
+
+
+def test_a_hub_that_does_not_answer_is_named_once_and_the_cache_is_used_without_it(monkeypatch):
+    """A closed port stands for a machine without a network; a server that answers 404 is reachable."""
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the libraries retry"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr(hub_constants, "ENDPOINT", closed)
+    with pytest.raises(CheckpointError, match=f"'some/model' is no folder and not in the cache.*{closed}"):
+        load_config("some/model")
+    assert not hub_constants.HF_HUB_OFFLINE
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo_id, name: "/cache/config.json")
+    check_hub("some/model")
+    assert hub_constants.HF_HUB_OFFLINE, "with a copy in the cache, nobody asks again"
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setattr(hub_constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        check_hub("some/model")
+    assert not hub_constants.HF_HUB_OFFLINE

@@ -52,7 +52,7 @@ from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import rate_confidence_sequence
-from rlinf.evaluation.stopping import DECIDED, stop_rule
+from rlinf.evaluation.stopping import stop_rule
 from rlinf.files import write_text
 from rlinf.manifest import Manifest
 from rlinf.models.base_weights import weights_digest
@@ -66,7 +66,6 @@ from rlinf.preflight.placement import Placement
 from rlinf.report.compare_folders import (
     COMPARISON_NAMES,
     check_conditions,
-    check_one_list,
     compare_folders,
     evaluation_folder,
 )
@@ -515,8 +514,6 @@ def _check_comparable(
     rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
     planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
     compare(before, planned, allowed)
-    if config.evaluation.stop_when == DECIDED:
-        check_one_list(Path(config.output_dir), to_mapping(config), baseline, planned)
     if before.stopping is not None and before.episodes < len(specs):
         raise ConfigError(
             f"evaluation.compare={baseline} ended after {before.episodes} of {before.stopping['num_planned']} episodes "

@@ -234,22 +234,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _in_present_terms(saved: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Return a saved configuration with the keys and values of today, and print one line of the changes."""
-    cluster, trainer = dict(saved.get("cluster") or {}), dict(saved.get("trainer") or {})
-    changed = []
-    if "timeout_s" in cluster:
-        del cluster["timeout_s"]
-        changed.append("cluster.timeout_s is dropped (now cluster.deadlines)")
-    if trainer.get("sharding") == "none":
-        trainer["sharding"] = "replicate"
-        changed.append("trainer.sharding=none is read as replicate")
-    if not changed:
-        return saved
-    print(f"{folder} was saved by an earlier version: {'; '.join(changed)}", file=sys.stderr, flush=True)
-    return {**saved, "cluster": cluster, "trainer": trainer}
-
-
 def compose_on_saved(
     saved: dict[str, Any],
     overrides: Iterable[str],
@@ -285,7 +269,7 @@ def compose_on_saved(
     check_code(saved, typed, folder)
     code = [item for item in parsed if item.key_or_group == "plugins"]
     fresh = compose_config([item.input_line for item in (*groups, *code)], config_dir)
-    config = OmegaConf.create(literal(_in_present_terms(saved, folder)))
+    config = OmegaConf.create(literal(saved))
     config.resume = config.init_from = config.checkpoint = config.dataset = None
     for key in ("evaluation.compare", "model.url", "model.api_key_env"):
         OmegaConf.update(config, key, None, force_add=True)

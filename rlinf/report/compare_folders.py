@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rlinf.checkpoints.saved_config import read_saved_config
-from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.stopping import DECIDED
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
 from rlinf.manifest import compare as compare_manifests
 from rlinf.report.episode_player import copy_baseline
 from rlinf.report.run_data import closing_tags
 from rlinf.report.run_page import write_report
-from rlinf.run_folder import COMPARISON_FILE, CONFIG_FILE, EVALUATIONS_FOLDER, MANIFEST_FILE, RESULT_FILE
+from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, MANIFEST_FILE, RESULT_FILE
 from rlinf.tracking.tracker import read_metrics
 
 logger = logging.getLogger("rlinf")
@@ -85,76 +81,6 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
             return place
     hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
-
-
-def check_one_list(output: Path, settings: Mapping[str, Any], baseline: Path, planned: EvaluationResult) -> None:
-    """Refuse another list for two policies that a folder next to ``output`` has compared by the sequential test.
-
-    Its threshold spends the whole 5 % on one list. A second list is a second chance to find a difference between equal policies.
-    Another list has other episodes of the same suite, or as many episodes and other draws of the actions. Folders that cannot be read
-    are left out with a warning. Raise ConfigError if there is one with another list.
-
-    Args:
-        output: Folder of the evaluation that is to run; the earlier ones are looked for next to it.
-        settings: Its configuration, as ``config.yaml`` holds it.
-        planned: One row for each episode of its list; their success is not read.
-    """
-    for path in sorted(output.parent.glob(f"*/{CONFIG_FILE}")):
-        folder = path.parent
-        if folder.resolve() == output.resolve() or not (folder / RESULT_FILE).is_file():
-            continue
-        try:
-            if holds_answers(folder / RESULT_FILE):
-                continue
-            earlier, saved = EvaluationResult.from_json(folder / RESULT_FILE), read_saved_config(folder)
-            if earlier.stopping is None or earlier.stopping["stop_when"] != DECIDED:
-                continue
-            compared = Path(saved["evaluation"]["compare"])
-            same_policies = _policy_of(saved) == _policy_of(settings) and _same_baseline(compared, baseline)
-        except (CheckpointError, AttributeError, KeyError, TypeError) as error:
-            if rank() == 0:
-                logger.warning(
-                    "%s is not read, so it is not known whether it compared these policies: %s", folder, error
-                )
-            continue
-        if same_policies and _is_another_list(earlier, planned):
-            count = earlier.stopping["num_planned"]
-            raise ConfigError(
-                f"{folder} has compared this policy with the one of {baseline} on a list of {count} episodes, and this list of "
-                f"{planned.episodes} is another: two lists tell equally good policies apart in more than 5 %; required: one, planned "
-                f"from the start. Set evaluation.num_episodes={count} and tasks, split and seed as there, or move that folder away and "
-                "tell of both"
-            )
-
-
-def _policy_of(settings: Mapping[str, Any]) -> list[str | None]:
-    """Return the settings that name the policy."""
-    model = settings["model"]
-    places = [settings.get("checkpoint"), model.get("model_path"), model.get("lora_path")]
-    return [model.get("url"), *(None if place is None else str(Path(place).resolve()) for place in places)]
-
-
-def _same_baseline(compared: Path, baseline: Path) -> bool:
-    """Return whether two baselines are one folder, or evaluations of one policy that their ``config.yaml`` names."""
-    try:
-        compared = evaluation_folder(compared)
-    except CheckpointError:
-        return False  # it was deleted
-    if compared.resolve() == baseline.resolve():
-        return True
-    if not all((folder / CONFIG_FILE).is_file() for folder in (compared, baseline)):
-        return False  # the closing evaluation of a run has none
-    policy = _policy_of(read_saved_config(baseline))
-    return any(policy) and _policy_of(read_saved_config(compared)) == policy
-
-
-def _is_another_list(earlier: EvaluationResult, planned: EvaluationResult) -> bool:
-    """Return whether two lists of one suite differ. ``earlier`` may hold the beginning of its list only."""
-    before, now = ({row.spec for row in result.results} for result in (earlier, planned))
-    if {spec.suite for spec in before}.isdisjoint(spec.suite for spec in now):
-        return False  # it asks something else
-    draws = [None if one.greedy else (one.temperature, one.seed) for one in (earlier, planned)]
-    return earlier.stopping["num_planned"] != planned.episodes or not before <= now or draws[0] != draws[1]
 
 
 def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:

@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import logging
 import math
 import re
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-import yaml
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
@@ -17,7 +15,7 @@ from rlinf.evaluation.compare import Pairs, compare, mcnemar_exact
 from rlinf.evaluation.intervals import paired_difference_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest
-from rlinf.report.compare_folders import check_one_list, compare_folders
+from rlinf.report.compare_folders import compare_folders
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 TASKS = ("reach", "push")
@@ -243,42 +241,3 @@ def test_command_prints_the_table(tmp_path, capsys):
     for words in (["--compare", str(a)], ["--compare", str(a), str(b), "seed=3"]):
         assert main(["evaluate", *words]) == 2
         assert "required: two folders of evaluations" in capsys.readouterr().err
-
-
-def settings_of(checkpoint, baseline=None) -> dict:
-    return {"checkpoint": str(checkpoint), "model": {}, "evaluation": {"compare": baseline and str(baseline)}}
-
-
-def moved(result: EvaluationResult, **changes) -> EvaluationResult:
-    return replace(result, results=[replace(row, spec=replace(row.spec, **changes)) for row in result.results])
-
-
-def test_a_second_list_for_two_policies_is_refused_whatever_its_length_and_the_folder_of_the_baseline(tmp_path, caplog):
-    def evaluated(name: str, result: EvaluationResult, checkpoint: str, baseline=None):
-        folder = written(tmp_path / name, result, None)
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings_of(checkpoint, baseline)))
-        return folder
-
-    first = evaluated("baseline", result_of(A), "/clone")
-    longer = evaluated("longer", result_of(A + A), "/clone")
-    other = evaluated("other", result_of(A + A), "/another_clone")
-    ended = replace(result_of(B[:6]), stopping={"stop_when": "decided", "num_planned": 8})
-    evaluated("earlier", ended, "/trained", first)
-    mine, again = settings_of("/trained"), tmp_path / "again"
-    for baseline, planned in (
-        (longer, result_of(A + A)),
-        (first, moved(result_of(A), seed=2)),
-        (first, moved(result_of(A), init_state_id=7)),
-        (first, replace(result_of(A), greedy=False)),
-    ):
-        with pytest.raises(ConfigError, match=r"earlier has compared this policy .* list of 8 .*num_episodes=8"):
-            check_one_list(again, mine, baseline, planned)
-    check_one_list(again, mine, first, result_of(A))  # the same list
-    check_one_list(again, mine, other, result_of(A + A))  # another baseline
-    check_one_list(again, settings_of("/trained_again"), longer, result_of(A + A))
-    check_one_list(again, mine, first, moved(result_of(A), suite="libero_goal"))  # another question
-    assert not caplog.records
-    (tmp_path / "earlier" / "result.json").write_text("{")
-    with caplog.at_level(logging.WARNING, "rlinf"):
-        check_one_list(again, mine, longer, result_of(A + A))
-    assert "earlier is not read, so it is not known whether" in caplog.text

@@ -70,7 +70,7 @@ from rlinf.report.compare_folders import (
     evaluation_folder,
 )
 from rlinf.report.run_page import write_report
-from rlinf.robot.arm import Arm, connected_robot, connected_teleoperator
+from rlinf.robot.arm import Arm, connected_robot, connected_teleoperator, disconnect
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.page import OnPage, Page
@@ -217,14 +217,14 @@ def robot_of(
     acting: EpisodicRobot = row
     if settings.arm is not None:
         arm = connected_robot(settings.arm)
-        stack.callback(arm.disconnect)
+        stack.callback(disconnect, arm)
         acting = Arm(arm, env, 0.5 / settings.fps)
     person: Teleoperator | None = None
     if settings.teleoperator == "scripted":
         person = ScriptedPerson(row, settings)
     elif settings.teleoperator != "none":
         person = connected_teleoperator(settings.teleoperator)
-        stack.callback(person.disconnect)
+        stack.callback(disconnect, person)
     if settings.success != "env":
         acting = told = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
         if settings.success == "page":

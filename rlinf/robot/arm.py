@@ -7,7 +7,6 @@ import inspect
 import logging
 import pkgutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.robot.robot import Robot, cameras_of
+from rlinf.robot.robot import Robot, answer_of, cameras_of
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
@@ -55,16 +54,16 @@ class Arm:
 
     def position(self) -> dict[str, float]:
         """Return where its joints are, which are also its actions."""
-        seen = self._observe()
-        return {name: float(seen[name]) for name in self.action_features}
+        seen = answer_of(self.robot.get_observation)
+        return {name: seen[name] for name in self.action_features if name in seen}
 
     def get_observation(self) -> dict[str, Any]:
         """Return the robot's; raise TimeoutError for a picture that is not new: lerobot's cameras return the last one for 0.5 s."""
-        seen, now = self._observe(), time.monotonic()
+        seen, now = answer_of(self.robot.get_observation), time.monotonic()
         for name in cameras_of(self.robot):
             picture, since = self._pictures.get(name, (None, now))
-            if seen[name] is not picture:
-                self._pictures[name] = (seen[name], now)
+            if seen.get(name) is not picture:
+                self._pictures[name] = (seen.get(name), now)
             elif now - since > self.repeat_s:
                 raise TimeoutError(f"the camera {name} has no new picture")
         return seen
@@ -73,14 +72,7 @@ class Arm:
         self._num_sent += 1  # also if it does not reach the robot, or the episode of a dead bus would not end
         if self._num_sent == self.env.horizon_of(self.env.config, self.task):
             self.result = EpisodeResult(self.spec, self.task, False, 0.0, self._num_sent)
-        return self.robot.send_action(action)
-
-    def _observe(self) -> dict[str, Any]:
-        """Return the robot's observation; raise ConnectionError where lerobot raises others, as for an unplugged camera."""
-        try:
-            return self.robot.get_observation()
-        except (RuntimeError, OSError) as error:
-            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        return answer_of(self.robot.send_action, action)
 
 
 def connected_robot(path: str) -> Any:
@@ -136,8 +128,7 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         device.connect(**({"calibrate": False} if can_calibrate else {}))
         getattr(device, try_out)()
     except Exception as error:  # buses, cameras and simulators, too
-        with suppress(Exception):
-            device.disconnect()
+        disconnect(device)
         raise ConfigError(
             f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
             "(lerobot-calibrate)"
@@ -149,6 +140,14 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
             key, path,
         )  # fmt: skip
     return device
+
+
+def disconnect(device: Any) -> None:
+    """Disconnect a device; warn where its driver cannot, as without its cable."""
+    try:
+        answer_of(device.disconnect)
+    except OSError as error:
+        logger.warning("%s is not disconnected (%s)", type(device).__name__, error)
 
 
 def _import_all(package: str) -> list[str]:

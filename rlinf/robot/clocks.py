@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
 
 from rlinf.types import Observation
+
+
+LAST_WAIT_S = 1.0
+"""Longest wait for an answer when the command ends."""
 
 
 class Answer(NamedTuple):
@@ -31,7 +37,9 @@ class Timekeeper(ABC):
 
     def __init__(self, act: Callable[[Observation], np.ndarray], latency_s: float) -> None:
         self._act, self.latency_s = act, latency_s
-        self._thread = ThreadPoolExecutor(1, "policy")
+        self._questions: SimpleQueue[tuple[Future, Observation] | None] = SimpleQueue()
+        # Python waits for all other threads when it ends, and a policy elsewhere may be gone for minutes.
+        Thread(target=self._answer_all, name="policy", daemon=True).start()
         self._open: tuple[Future, int, float] | None = None
         self.begin()
 
@@ -44,7 +52,8 @@ class Timekeeper(ABC):
 
     def ask(self, row: Observation, seen_at: int) -> None:
         """Ask for the chunk of a row; the place ``seen_at`` was due when it was seen."""
-        self._open = self._thread.submit(self._timed, row), seen_at, self.now()
+        self._open = Future(), seen_at, self.now()
+        self._questions.put((self._open[0], row))
 
     @property
     def is_asked(self) -> bool:
@@ -70,8 +79,19 @@ class Timekeeper(ABC):
         self._open = None
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread; wait for an answer that comes soon, because code of torch must not run while Python ends."""
+        self._questions.put(None)
+        if self._open is not None and not self._open[0].cancel():
+            wait([self._open[0]], LAST_WAIT_S)
+
+    def _answer_all(self) -> None:
+        while (question := self._questions.get()) is not None:
+            future, row = question
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._timed(row))
+                except BaseException as error:  # whoever asked gets it
+                    future.set_exception(error)
 
     @abstractmethod
     def now(self) -> float:

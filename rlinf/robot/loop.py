@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from rlinf.evaluation.evaluator import RowPolicy, Video
 from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.recorder import EpisodeRecorder
-from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, check_fits, row_of
+from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, check_fits, numbers_of, row_of
 from rlinf.robot.schedule import ChunkSchedule, lead_steps
 from rlinf.robot.teleoperator import TakeOver, Teleoperator
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
+
+logger = logging.getLogger("rlinf")
 
 GRACE = 0.5
 """Share of its time for which a step without an action waits for an answer."""
@@ -40,7 +43,7 @@ class Timing:
         missed: Steps that were left out, because their time was over when they could begin.
         held: Steps without an action for their time.
         stale: Actions that were dropped, because others had been executed in their places when their chunk came.
-        lost: Observations that did not come, and actions that did not reach the robot.
+        lost: Observations that did not come, and actions that did not reach the robot or were answered without numbers.
         limited: Actions that ``max_change`` has changed.
         failures: Calls of the policy that failed.
         corrected: Actions of a person who has taken over.
@@ -79,6 +82,14 @@ class Timing:
             if key in values
         )
         return f"robot: {values['steps']} steps, {values['calls']} calls of the policy; {shares}\n{spread}"
+
+
+class Sent(NamedTuple):
+    """What the robot has executed of an action, ``[D]``; a hold if the action did not arrive; an estimate if the answer has no numbers."""
+
+    executed: np.ndarray
+    arrived: bool = True
+    is_known: bool = True
 
 
 class RobotEpisodes:
@@ -132,6 +143,7 @@ class RobotEpisodes:
         self.time = kind(self._act, settings.latency_s)
         self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._failures = 0
+        self._warned: set[str] = set()
         self._is_warm = False
         self.thinking: Sequence[RobotEpisodes] = [self]
 
@@ -188,11 +200,9 @@ class RobotEpisodes:
                 timing.missed += missed
                 step += missed
                 due += 0 if self.displaces.any() else missed
-                try:
-                    row = row_of(robot, robot.get_observation(), self.cameras, instruction)
-                    seen_at, seen_step = due, step
-                except LOST:
-                    timing.lost += 1
+                if (seen := self._see(instruction)) is not None:
+                    row, seen_at, seen_step = seen, due, step
+                timing.lost += seen is None
                 action, is_fresh = None, row is not None and (step - seen_step) * period < settings.frame_age_s
                 self.take_over.look(last)
                 if not self.take_over.policy_acts:
@@ -201,12 +211,14 @@ class RobotEpisodes:
                 elif is_fresh:
                     self._ask(schedule, row, seen_at, seen_step, due)
                     action = schedule.action(due)
-                last = self._send(action if self.take_over.policy_acts else self.take_over.action, last)
-                self._note(row if is_fresh else None, last)
-                if action is not None:
+                sent = self._send(action if self.take_over.policy_acts else self.take_over.action, last)
+                last = sent.executed
+                self._note(row if is_fresh and sent.is_known else None, sent)
+                is_done = action is not None and sent.arrived
+                if is_done:
                     schedule.execute(action, last)
                 step += 1
-                due += action is not None or not self.displaces.any()
+                due += is_done or not self.displaces.any()  # a lost displacement is still to be made, as after a hold
         except EpisodeVoidError:
             raise
         except BaseException:
@@ -220,8 +232,7 @@ class RobotEpisodes:
         lost: BaseException | None = None
         for _ in range(self.settings.max_failures):
             try:
-                at = self.robot.position()
-                return np.array([at[name] for name in self.robot.action_features], np.float32)
+                return numbers_of(self.robot.position(), self.robot.action_features)
             except LOST as error:
                 lost = error
                 self.timing.lost += 1
@@ -233,8 +244,23 @@ class RobotEpisodes:
         if self.recorder is not None:
             self.recorder.begin()
 
-    def _note(self, row: Observation | None, sent: np.ndarray) -> None:
-        """Count and record an action that was sent, and show it to the person who watches."""
+    def _see(self, instruction: str) -> Observation | None:
+        """Return what the robot sees now; None: nothing came."""
+        try:
+            return row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
+        except LOST as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: BaseException) -> None:
+        """Say why an observation or an action is lost, once for each reason."""
+        reason = f"{type(error).__name__}: {error}"
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("The robot does not answer (%s); it holds if this goes on", reason)
+
+    def _note(self, row: Observation | None, sent: Sent) -> None:
+        """Count and record what was executed, and show it to the person who watches."""
         who, timing = self.take_over, self.timing
         is_persons = who.action is not None
         timing.corrected += is_persons
@@ -242,8 +268,8 @@ class RobotEpisodes:
         timing.gone += not is_persons and not who.policy_acts
         self._is_helped |= is_persons
         if self.recorder is not None:
-            self.recorder.add(row, sent, who.is_correction)
-        who.tell(sent)
+            self.recorder.add(row, sent.executed, who.is_correction and sent.arrived)
+        who.tell(sent.executed)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
         """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.
@@ -252,9 +278,7 @@ class RobotEpisodes:
         """
         for each in self.thinking:
             each._stream = each.policy.stream(spec)
-        try:
-            row = row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
-        except LOST:
+        if (row := self._see(instruction)) is None:
             return
         for each in self.thinking:
             answer = each._think(row, spec)
@@ -302,22 +326,30 @@ class RobotEpisodes:
         self.timing.latencies_s.append(answer.latency_s)
         self.timing.stale += schedule.offer(answer.chunk, answer.seen_at, due)
 
-    def _send(self, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
-        """Send an action, or hold without one; return the action that was sent, or ``last`` if none reached the robot."""
-        if action is None:
+    def _send(self, action: np.ndarray | None, last: np.ndarray) -> Sent:
+        """Send an action, or hold without one; ``last [D]`` was executed before."""
+        hold = np.where(self.displaces, np.float32(0), last)
+        if action is None or not np.isfinite(action).all():
             self.timing.held += 1
-            action = np.where(self.displaces, 0, last)
+            action = hold
         elif self.settings.max_change is not None:
             bounded = np.clip(action, last - self.settings.max_change, last + self.settings.max_change)
             self.timing.limited += int(not np.array_equal(bounded, action))
             action = bounded
         names = list(self.robot.action_features)
         try:
-            sent = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
-        except LOST:
+            answer = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
+        except LOST as error:
             self.timing.lost += 1
-            return last
-        return np.array([sent[name] for name in names], np.float32)
+            self._warn(error)
+            return Sent(hold, arrived=False)
+        try:
+            return Sent(numbers_of(answer, names))
+        except LOST as error:
+            self.timing.lost += 1
+            self._warn(error)
+            # To make a displacement twice would be worse than not at all; positions go on from where they were last known.
+            return Sent(np.where(self.displaces, action, last), is_known=False)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from PIL import Image
 
 from rlinf.errors import RLinfError
 from rlinf.files import write_bytes
-from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, cameras_of
+from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, cameras_of, image_of
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 OVERLAY = "overlay.png"
@@ -75,7 +75,7 @@ class PersonTells:
     def get_observation(self) -> dict[str, Any]:
         values = self.robot.get_observation()
         camera = next(iter(cameras_of(self.robot)), None)
-        self.seen = None if camera is None else np.asarray(values[camera], np.uint8)
+        self.seen = None if camera is None else image_of(self.robot, values, camera)
         return values
 
     def look(self) -> None:

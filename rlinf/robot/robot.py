@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, RLinfError
 from rlinf.robot.config import RobotConfig
 from rlinf.seeding import derive_seed
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 
-LOST = (TimeoutError, ConnectionError)
-"""Errors of ``get_observation`` that cost one observation, not the episode; lerobot's cameras and buses raise these."""
+LOST = OSError
+"""Errors of a device that cost one reading or action, not the episode: lerobot's cameras and buses raise TimeoutError and
+ConnectionError, a serial port whose cable is pulled other kinds of OSError."""
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class EpisodeVoidError(Exception):
@@ -104,12 +106,60 @@ def cameras_of(robot: Robot) -> list[str]:
     return [name for name, kind in robot.observation_features.items() if isinstance(kind, tuple)]
 
 
-def row_of(robot: Robot, values: dict[str, Any], cameras: Sequence[str], instruction: str) -> Observation:
-    """Return an observation of a robot as one row; numbers are in the order of its features."""
+def answer_of(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a device answers; raise ConnectionError where its driver raises something else, as for a pulled cable."""
+    try:
+        return call(*arguments)
+    except (LOST, RLinfError):
+        raise
+    except Exception as error:  # drivers raise what they like: RuntimeError, termios.error, cv2.error
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
+    """Return the numbers ``names`` of what a robot or a teleoperator says, float32 ``[D]``.
+
+    Raise ConnectionError for NaN and infinity, which cost one reading, and ConfigError for text and the like.
+    """
+    numbers = []
+    for name in names:
+        value = _value(values, name)
+        try:
+            number = float("text" if isinstance(value, (str, bytes)) else value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{name} is {value!r}; required: a number. Correct the driver of the device") from None
+        if not abs(number) <= LARGEST:  # which NaN is not either
+            raise ConnectionError(f"{name} is {number}; required: a finite number")
+        numbers.append(number)
+    return np.array(numbers, np.float32)
+
+
+def image_of(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
+    """Return the image of a camera, uint8 ``[H, W, 3]``; raise ConfigError unless type and size are as its feature declares them."""
+    image, shape = np.asarray(_value(values, name)), robot.observation_features[name]
+    fits = image.ndim == 3 and all(size in (None, given) for size, given in zip(shape, image.shape, strict=True))
+    if image.dtype != np.uint8 or not fits:
+        raise ConfigError(
+            f"The camera {name} gives {image.dtype} {list(image.shape)}; required: uint8 {list(shape)}, 0 to 255, as the robot "
+            "declares it. Correct the camera's settings or its driver"
+        )
+    return image
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    if not isinstance(values, Mapping) or name not in values:
+        raise ConfigError(
+            f"The device declares {name} and does not give it (but {', '.join(map(str, values or ())) or 'nothing'}). Correct its driver"
+        )
+    return values[name]
+
+
+def row_of(robot: Robot, values: Mapping[str, Any], cameras: Sequence[str], instruction: str) -> Observation:
+    """Return an observation of a robot as one row, whose numbers are in the order of its features; raise as the functions above."""
     shown = cameras_of(robot)
-    numbers = [values[name] for name in robot.observation_features if name not in shown]
-    images = {name: np.asarray(values[name], np.uint8)[None] for name in cameras}
-    return Observation(images, np.array([numbers], np.float32) if numbers else None, [instruction])
+    state = numbers_of(values, [name for name in robot.observation_features if name not in shown])
+    images = {name: image_of(robot, values, name)[None] for name in cameras}
+    return Observation(images, state[None] if len(state) else None, [instruction])
 
 
 class EnvRobot:

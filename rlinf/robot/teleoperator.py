@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.errors import ConfigError
 from rlinf.robot.config import RobotConfig
-from rlinf.robot.robot import LOST, EnvRobot, Robot
+from rlinf.robot.robot import LOST, EnvRobot, Robot, answer_of, numbers_of
 
 logger = logging.getLogger("rlinf")
 
@@ -82,22 +82,20 @@ class TakeOver:
         if self.teleoperator is None:
             return
         try:
-            events = self.teleoperator.get_teleop_events()
+            events = answer_of(self.teleoperator.get_teleop_events)
             wants = {getattr(name, "value", name): value for name, value in events.items()}.get(
                 "is_intervention", False
             )
-            given = self.teleoperator.get_action() if wants else None
+            if np.ndim(wants) or wants not in (0, 1):
+                raise ConnectionError(f"is_intervention is {wants!r}; required: true or false")
+            wanted = numbers_of(answer_of(self.teleoperator.get_action), self._names) if wants else None
         except LOST as error:
             self._lose(error)
             return
-        wanted = np.array([] if given is None else [given[name] for name in self._names], np.float32)
-        if not np.isfinite(wanted).all():
-            self._lose(NonFiniteError(f"its action is {given}"))
-            return
         if self._is_gone:
             logger.warning("The teleoperator is back")
-        self._is_gone, self.policy_acts = False, given is None
-        if given is None:
+        self._is_gone, self.policy_acts = False, wanted is None
+        if wanted is None:
             self.action, self.is_correction = None, False
             return
         self.action = wanted if self.is_correction else self._near(wanted, last)
@@ -108,7 +106,7 @@ class TakeOver:
         if self.teleoperator is None or not self.policy_acts:
             return
         try:
-            self.teleoperator.send_feedback(dict(zip(self._names, sent.tolist(), strict=True)))
+            answer_of(self.teleoperator.send_feedback, dict(zip(self._names, sent.tolist(), strict=True)))
         except LOST as error:
             self._lose(error)
 

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import threading
+import time
 from contextlib import closing, nullcontext
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from rlinf.commands.robot import robot
 from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RLinfError
+from rlinf.robot.clocks import RealTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.robot import EnvRobot, EpisodeVoidError, check_fits
@@ -228,6 +231,119 @@ def test_a_bus_that_fails_now_and_then_is_survived():
         played(clock)
 
 
+class Slide(Clock):
+    """A joint that is moved by its action, a displacement or a position; some actions are lost, some answers have no numbers."""
+
+    def __init__(self, displaces, lost=(), untold=(), **more):
+        super().__init__(**more)
+        self.displaces, self.lost_actions, self.untold, self.where, self.calls = displaces, lost, untold, [self.at], 0
+
+    def send_action(self, action):
+        self.calls += 1
+        if self.calls in self.lost_actions:
+            self.where.append(self.where[-1])
+            raise OSError(5, "Input/output error")  # a serial port without its cable
+        self.where.append(action["joint"] + (self.where[-1] if self.displaces else 0.0))
+        super().send_action(action)
+        return {"joint": float("nan")} if self.calls in self.untold else action
+
+
+class Rows:
+    """Keeps what is recorded."""
+
+    def begin(self):
+        self.labels = []
+
+    def add(self, seen, action, is_correction):
+        self.labels.append(None if seen is None else action.item())
+
+    def end(self, result):
+        pass
+
+
+def recorded(robot, plan, **settings):
+    """Return the labels of an episode in which the policy's chunk is always the rest of ``plan``."""
+    policy, rows = Foretell(), Rows()
+    policy.act = lambda row, streams: np.array(plan, np.float32)[None, :, None]
+    with RobotEpisodes(policy, robot, ENV, RobotConfig(real_time=False, **settings), recorder=rows) as episodes:
+        episodes.play([SPEC], lambda result: None)
+    return rows.labels, episodes.timing
+
+
+def test_a_lost_displacement_was_not_executed_and_is_still_to_be_made(caplog):
+    """The third action does not arrive: the arm stays, which is its label, and is then moved back, not twice."""
+    arm = Slide(True, lost=(3,), num_steps=4)
+    labels, timing = recorded(arm, [1.0, 1.0, -1.0, 0.5], displacements=[0])
+    assert arm.where == [0, 1, 2, 2, 1, 1.5] and labels == [1, 1, 0, -1, 0.5] and timing.lost == 1
+    assert labels == np.diff(arm.where).tolist() and "Input/output error" in caplog.text
+
+
+def test_a_lost_position_leaves_the_arm_where_it_was():
+    arm = Slide(False, lost=(3,), num_steps=4, at=5.0)
+    labels, _ = recorded(arm, [6.0, 7.0, 8.0, 9.0, 10.0], displacements=[])
+    assert arm.where == [5, 6, 7, 7, 9, 10] and labels == [6, 7, 7, 9, 10], "the time of position 8 is over"
+
+
+@pytest.mark.parametrize(("displacements", "sent"), [([0], [1, 2, 3, 4, 5, 6]), ([], [1, 2, 2.5, 3, 3.5, 4])])
+def test_an_answer_without_numbers_is_not_sent_again_and_not_recorded(displacements, sent):
+    """What was executed of action 3 is not known. A displacement counts as made; positions are limited from 2, the last that is known."""
+    arm = Slide(bool(displacements), untold=(3,), num_steps=6)
+    limit = {"displacements": displacements} | ({} if displacements else {"max_change": 1.0})
+    labels, timing = recorded(
+        arm, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] if displacements else [1.0, 2.0, 2.5, 3.0, 3.5, 4.0], **limit
+    )
+    assert arm.sent == sent and timing.lost == 1
+    assert labels == [*sent[:2], None, *sent[3:]]
+
+
+@pytest.mark.parametrize("displacements", [[], [0]])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e300])
+def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(displacements, wrong):
+    """It comes from the position, three observations and every third answer; the robot acts on what is finite."""
+    arm = Slide(bool(displacements), untold=range(2, 40, 3), num_steps=12, at=5.0)
+    as_it_was, tries = arm.get_observation, []
+    arm.get_observation = lambda: as_it_was() if len(arm.sent) not in (4, 5, 6) else {"now": wrong}
+    arm.position = lambda: tries.append(0) or {"joint": wrong if len(tries) < 3 else 5.0}
+    rows, policy = Rows(), Foretell()
+    settings = RobotConfig(real_time=False, displacements=displacements, max_change=2.0)
+    with RobotEpisodes(policy, arm, ENV, settings, recorder=rows) as episodes:
+        episodes.play([SPEC], lambda result: None)
+    assert np.isfinite(arm.sent).all() and np.isfinite([label for label in rows.labels if label is not None]).all()
+    assert np.isfinite(policy.seen).all() and episodes.timing.lost == 2 + 3 + 4
+    arm.position = lambda: {"joint": wrong}
+    with pytest.raises(RLinfError, match="where it is.*joint is"):
+        played(arm)
+
+
+@pytest.mark.parametrize("value", [None, "1.5", [1.0, 2.0]])
+def test_what_is_no_number_ends_the_command_and_the_robot_holds(value):
+    clock = Clock()
+    as_it_was = clock.get_observation
+    clock.get_observation = lambda: as_it_was() if len(clock.sent) < 3 else {"now": value}
+    with pytest.raises(ConfigError, match="now is .*required: a number"):
+        played(clock)
+    assert clock.sent == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    (np.full((4, 6, 3), 0.5), "float64"), (np.zeros((6, 4, 3), np.uint8), r"\[6, 4, 3\]"), (np.zeros((4, 6), np.uint8), r"\[4, 6\]"),
+    (np.zeros((4, 6, 4), np.uint8), r"\[4, 6, 4\]"), (np.zeros((4, 6, 3), np.int64), "int64"), (None, "top"),
+])  # fmt: skip
+def test_an_image_of_another_kind_ends_the_command_and_the_robot_holds(wrong, named):
+    """Floats of 0 to 1 would be black. The fourth observation after the first chunk's is wrong, or lacks its image."""
+    clock, policy = Clock(), Foretell()
+    clock.observation_features = {"now": float, "top": (4, 6, 3)}
+    as_it_was, right = clock.get_observation, np.full((4, 6, 3), 9, np.uint8)
+    clock.get_observation = lambda: (
+        as_it_was() | ({"top": right} if len(clock.sent) < 3 else {} if wrong is None else {"top": wrong})
+    )
+    spec = EnvSpec("clock", ["top"], ["top"], 4, 1)
+    with RobotEpisodes(policy, clock, spec, RobotConfig(real_time=False)) as episodes:
+        with pytest.raises(ConfigError, match=named):
+            episodes.play([SPEC], lambda result: None)
+    assert clock.sent == [1, 2, 3, 0] and policy.calls == 2
+
+
 def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
     class Drawn(Foretell):
         def stream(self, spec):
@@ -280,6 +396,20 @@ def test_time_that_passes_gives_the_same_actions():
     sent, timing = played(Clock(num_steps=6), real_time=True, fps=20)
     assert len(timing.lateness_s) == 6 and min(timing.lateness_s) >= 0
     assert sent == [1, 2, 3, 4, 5, 6], "however late they are"
+
+
+def test_a_policy_that_never_answers_does_not_keep_the_command():
+    """As a server that is gone: Python would wait for each thread that is not a daemon."""
+    asked, gone = threading.Event(), threading.Event()
+    clock = RealTime(lambda row: asked.set() or gone.wait(60), 0.0)
+    clock.ask(None, 0)
+    assert asked.wait(10)
+    start = time.monotonic()
+    clock.close()
+    assert time.monotonic() - start < 4
+    threads = [thread for thread in threading.enumerate() if thread.name == "policy"]
+    gone.set()
+    assert threads and all(thread.daemon for thread in threads)
 
 
 def test_a_robot_that_does_not_fit_is_refused():

@@ -1,6 +1,7 @@
 """A robot of lerobot in place of a row of the env."""
 
 import sys
+import termios
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ from run_results import run_config
 
 from rlinf.commands.robot import _check_arm, robot
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.robot.arm import Arm, connected_robot
+from rlinf.robot.arm import Arm, connected_robot, disconnect
 from rlinf.robot.config import RobotConfig
 from rlinf.types import EpisodeSpec, Observation
 
@@ -99,11 +100,34 @@ def test_actions_in_other_units_are_refused(control, units, message):
         _check_arm(config, RobotConfig(arm="arm.yaml", success="person", displacements=[], max_change=2.0))
 
 
-def test_an_unplugged_camera_is_a_lost_observation():
+def test_an_arm_of_an_env_with_other_actions_is_refused_by_name(tmp_path):
+    """The tabletop's actions are displacements, and no setting of it says so. What the message says to type is accepted."""
+    words = {"success": "person", "displacements": [], "max_change": 2.0}
+    with pytest.raises(ConfigError, match="env.name=tabletop.*positions of joints") as error:
+        robot(run_config(tmp_path, "env=tabletop"), RobotConfig(arm="arm.yaml", **words))
+    typed = str(error.value).partition(" Set ")[2].split()
+    _check_arm(run_config(tmp_path, *typed), RobotConfig(arm="arm.yaml", **words))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("the thread of the camera has ended"), termios.error(5, "Input/output error"), OSError(5, "cable")],
+)
+def test_an_unplugged_camera_or_bus_is_a_lost_reading(error, caplog):
+    """A serial port without its cable raises termios.error, which is no OSError."""
+
+    def gone(*action):
+        raise error
+
     joints = Joints()
-    joints.get_observation = lambda: (_ for _ in ()).throw(RuntimeError("the thread of the camera has ended"))
-    with pytest.raises(ConnectionError, match="thread of the camera"):
-        Arm(joints, Table()).get_observation()
+    joints.get_observation = joints.send_action = joints.disconnect = gone
+    arm = Arm(joints, Table())
+    arm.begin(SPEC)
+    for call in (arm.get_observation, arm.position, lambda: arm.send_action({})):
+        with pytest.raises(OSError, match=str(error.args[-1])):
+            call()
+    disconnect(joints)
+    assert str(error.args[-1]) in caplog.text
 
 
 def test_a_robot_that_cannot_be_had_is_refused(tmp_path, monkeypatch):

@@ -114,6 +114,38 @@ def test_a_teleoperator_without_numbers_is_gone():
     assert np.isfinite(sent).all() and timing.gone == 2
 
 
+@pytest.mark.parametrize("wants", ["false", float("nan"), None, 0.5])
+def test_only_true_means_that_the_person_acts(wants):
+    person = Person()
+    person.get_teleop_events = lambda: {"is_intervention": wants}
+    sent, timing = played(person)
+    assert set(sent) == {0} and timing.gone == 20 and timing.corrected == 0
+
+
+def test_a_leader_arm_whose_driver_fails_is_gone():
+    person = Person(steps=(3, 4))
+    person.get_action = lambda: (_ for _ in ()).throw(RuntimeError("the port is closed"))
+    sent, timing = played(person)
+    assert sent[:5] == [1, 2, 3, 0, 0] and timing.gone == 2
+
+
+def test_a_correction_that_does_not_arrive_is_none():
+    """The person wants 100 at steps 3 and 4; the first one is lost, so the arm held, and that is not what the person did."""
+    rows, clock, calls = [], Clock(num_steps=6), []
+    as_it_was = clock.send_action
+
+    def send_action(action):
+        calls.append(0)
+        if len(calls) == 4:
+            raise ConnectionError("no answer")
+        return as_it_was(action)
+
+    clock.send_action = send_action
+    recorder = SimpleNamespace(begin=rows.clear, end=lambda result: None, add=lambda *row: rows.append(row))
+    played(Person(steps=(3, 4)), clock, recorder=recorder)
+    assert [(action.item(), own) for _, action, own in rows[2:5]] == [(3, False), (0, False), (100, True)]
+
+
 def test_what_a_person_does_without_a_picture_is_not_recorded():
     """From step 5 on nothing is seen. 0.15 s are three steps, so 5 and 6 are recorded with the row of step 4, and 7 to 9 are not."""
     rows = []

@@ -168,6 +168,8 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
     if script is None:
         if method.type == "grpo":
             make_rewards(method.reward_function)
+        if validation.reward_function:
+            make_rewards(validation.reward_function, setting="validation.reward_function")
         check_place(method.dataset.name, SECTION)
         if validation.enable and validation.dataset.name:
             check_place(validation.dataset.name, "validation.dataset")

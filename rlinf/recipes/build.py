@@ -315,6 +315,8 @@ class _Maker:
         rows = self._in_order(dataset, packer.prompt)
         own = copy(completer)
         own.batch_size = self.config.validation.batch_size or completer.batch_size
+        if self.config.validation.reward_function:
+            own.rewards = make_rewards(self.config.validation.reward_function)
         return Answers(own, [rows[number] for number in range(len(rows))])
 
     def _completer(self, rewards: Rewards) -> Completer:

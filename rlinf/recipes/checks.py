@@ -211,3 +211,6 @@ def _check_validation(config: RecipeConfig) -> None:
             f"validation.max_response_length={longest}, but rollout.max_response_length={trained} bounds all answers; required: equal "
             f"ones. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
         )
+    if config.validation.reward_function and config.train.train_policy.type == "dpo":
+        key, found = "validation.reward_function", override_text(config.validation.reward_function)
+        raise ConfigError(f"{key}={found} in DPO, whose validation scores pairs; required: null. Set {key}=null")

@@ -64,6 +64,8 @@ def launch_worker(
     config, method = _launch.config, _launch.config.train.train_policy
     if method.type == "grpo":
         make_rewards(reward_fns or method.reward_function)  # names are checked before data and model are read
+    if config.validation.reward_function:
+        make_rewards(config.validation.reward_function, setting="validation.reward_function")
     if val_dataset is None and config.validation.enable and config.validation.dataset.name:
         val_dataset = rows_of(config.validation.dataset, "validation.dataset")
     _launch.folder = run(

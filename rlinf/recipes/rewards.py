@@ -94,19 +94,22 @@ class Rewards:
 
 
 def make_rewards(
-    rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float], overlong: OverlongRewardConfig | None = None
+    rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float],
+    overlong: OverlongRewardConfig | None = None,
+    setting: str = SETTING,
 ) -> Rewards:
     """Return rewards and their weights. Raise ConfigError if a name is unknown, a weight is not a finite number, or the list is empty.
 
     Args:
         rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
         overlong: If enabled, ``overlong`` is added with this buffer and weight.
+        setting: Key of ``rewards``, for errors.
     """
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
     weights = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards, 1.0)
     if not weights:
-        raise ConfigError(f"{SETTING} is empty; required: a reward. Set {SETTING}=gsm8k")
+        raise ConfigError(f"{setting} is empty; required: a reward. Set {setting}=gsm8k")
     if overlong is not None and overlong.enable_overlong_penalty:
         weights.setdefault("overlong", overlong.penalty_factor)
     made = Rewards({}, {}, {} if overlong is None else {"overlong_buffer": overlong.buffer_length})
@@ -114,7 +117,7 @@ def make_rewards(
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(
-                f"The weight of the reward '{name}' is {weight!r}; required: a number. Set {SETTING}.{name}=1.0"
+                f"The weight of the reward '{name}' is {weight!r}; required: a number. Set {setting}.{name}=1.0"
             )
         if name in made.functions:
             raise ConfigError(f"Two rewards are called '{name}'; required: different names, which the logs need.")

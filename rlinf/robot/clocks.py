@@ -14,7 +14,6 @@ import numpy as np
 
 from rlinf.types import Observation
 
-
 LAST_WAIT_S = 1.0
 """Longest wait for an answer when the command ends."""
 
@@ -90,7 +89,7 @@ class Timekeeper(ABC):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(self._timed(row))
-                except BaseException as error:  # whoever asked gets it
+                except BaseException as error:  # noqa: BLE001 whatever a policy raises goes to who asked
                     future.set_exception(error)
 
     @abstractmethod

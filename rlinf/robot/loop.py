@@ -260,7 +260,7 @@ class RobotEpisodes:
             logger.warning("The robot does not answer (%s); it holds if this goes on", reason)
 
     def _note(self, row: Observation | None, sent: Sent) -> None:
-        """Count and record what was executed, and show it to the person who watches."""
+        """Count and record an action as it was executed, and show it to the person who watches."""
         who, timing = self.take_over, self.timing
         is_persons = who.action is not None
         timing.corrected += is_persons

@@ -13,6 +13,8 @@ from rlinf.recipes.build import RecipeData, describe_data, make_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.packers import PromptPacker, RawTextPacker
+from rlinf.recipes.rewards import REWARDS
+from rlinf.registry import Entry
 
 ROLLOUT = {"backend": "torch", "n_generation": 2, "max_response_length": 5}
 POSITIONS = 64
@@ -141,3 +143,24 @@ def test_prepared_rows_are_kept_in_memory_on_request(made, is_kept, count):
     rows = made("sft", ["abc"], packer, method={"enable_dataset_cache": is_kept}).rows
     assert rows[0].input_ids == sample({"text": "abc"}).input_ids
     assert len(packed) == count, "the first is of the check"
+
+
+@pytest.mark.parametrize(
+    ("given", "score"), [(None, lambda text: 7.0), ("mark", lambda text: float(ord(text[-1]) % 3)), ({"mark": 2.0}, lambda text: 2.0 * (ord(text[-1]) % 3))],
+    ids=["null", "name", "weights"],
+)  # fmt: skip
+def test_answers_of_a_validation_have_its_own_rewards(made, monkeypatch, given, score):
+    """The rewards of training stay as they are."""
+    for name, reward in {
+        "seven": lambda *_, **row: 7.0,
+        "mark": lambda answer, *_, **row: float(ord(answer[-1]) % 3),
+    }.items():
+        monkeypatch.setitem(REWARDS._entries, name, Entry(name, reward, "test"))
+    trainer = made(
+        "grpo", [chr(97 + number) * 5 for number in range(12)], PromptPacker(), rollout=ROLLOUT | {"batch_size": 4},
+        validation={"enable": True, "reward_function": given}, method={"dataset": {"test_size": 4}, "reward_function": "seven"},
+    )  # fmt: skip
+    found = trainer.validate(0)
+    texts = [sample["completion"] for sample in found.samples]
+    assert found.score == pytest.approx(sum(map(score, texts)) / len(texts)) and len(texts) == 4
+    assert list(trainer.completer.rewards.functions) == ["seven"]

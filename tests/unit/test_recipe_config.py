@@ -289,6 +289,15 @@ def test_a_recipe_that_does_not_exist_is_refused_with_a_suggestion():
         load_recipe("mistral-7b-fsdp-sft")
 
 
+def test_a_validation_of_pairs_has_no_rewards(recipe):
+    words = ["train.train_policy.type=dpo", "rollout.n_generation=1"]
+    recipe(*words, "validation.reward_function=null")
+    with pytest.raises(
+        ConfigError, match="validation.reward_function=gsm8k in DPO.*Set validation.reward_function=null"
+    ):
+        recipe(*words, "validation.reward_function=gsm8k")
+
+
 def test_answers_of_the_validation_have_the_length_of_all_others(recipe):
     recipe("validation.max_response_length=64")
     recipe("validation.enable=true", "validation.max_response_length=64", "rollout.max_response_length=64")

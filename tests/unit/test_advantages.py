@@ -116,6 +116,30 @@ def test_an_episode_is_valued_by_a_network_that_has_not_seen_it():
     assert torch.equal(drawn, torch.rand(1)), "the process's random numbers are not used"
 
 
+def test_four_episodes_are_valued_by_three_others_each():
+    """Nothing tells the episodes apart, so a value is the mean return of the other three: -0.25, or (-1 - 2 * 0.25) / 3 = -0.5."""
+    last_rows, returns = np.repeat(np.arange(1, 8, 2), 2), np.full(8, -0.25, np.float32)
+    returns[:2] = -1
+    values = cross_fitted_values(torch.zeros(8, 2), returns, last_rows, 0)
+    assert values.tolist() == pytest.approx([-0.25] * 2 + [-0.5] * 6, abs=0.03), (
+        "with the own episode all would be -0.44"
+    )
+
+
+def test_each_instruction_has_its_share_of_good_rows(monkeypatch):
+    """All advantages of one instruction are above those of the other, whose own best half is good all the same."""
+    dataset = walks()
+    dataset.task_ids = (dataset.episode_ids >= 6).astype(int)
+    monkeypatch.setattr(
+        module, "cross_fitted_values", lambda features, returns, *rest: np.where(dataset.task_ids == 0, -9.0, 9.0)
+    )
+    is_good = labels(dataset, advantage_share=0.5)
+    counts = [
+        (int(is_good[own].sum()), round(0.5 * own.sum())) for own in (dataset.task_ids == 0, dataset.task_ids == 1)
+    ]
+    assert all(good == wanted > 0 for good, wanted in counts)
+
+
 def test_no_success_and_few_episodes_and_no_good_row_are_refused(monkeypatch):
     monkeypatch.setattr(module, "cross_fitted_values", lambda features, returns, *rest: returns)
     with pytest.raises(ConfigError, match="has 3 episodes, 3 of them with success"):

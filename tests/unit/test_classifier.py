@@ -22,7 +22,7 @@ from rlinf.commands.classifier import (
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.success_network import SuccessClassifier
+from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
 from rlinf.errors import ConfigError
 from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.evaluation.evaluator import evaluate_policy
@@ -173,6 +173,49 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
     assert logits.tolist() == wanted and set(wanted) == {1, 4, 16}
     whole = SuccessClassifier(networks, {}).logits(frames.pictures[:3], zeros[:3])
     assert whole.tolist() == pytest.approx([(1 + 4 + 16) / 3] * 3)
+
+
+def test_each_row_is_judged_by_its_own_instruction():
+    """One picture under three instructions, in an order of their own; the weights are random."""
+    torch.manual_seed(0)
+    about = {"instructions": ["red", "blue", "green"], "camera": "front"}
+    classifier, rows = SuccessClassifier([SuccessNetwork(3)], about), [2, 0, 1, 1, 0, 2]
+    pictures = np.repeat(np.random.default_rng(0).integers(0, 256, (1, SIDE, SIDE, 3), dtype=np.uint8), 6, axis=0)
+    alone = [classifier.logits(pictures[:1], np.array([number])).item() for number in range(3)]
+    assert classifier.logits(pictures, np.array(rows)).tolist() == pytest.approx([alone[row] for row in rows])
+    about["threshold"] = sum(sorted(alone)[:2]) / 2
+    found = classifier.sees_success(
+        Observation({"front": pictures}, None, [about["instructions"][row] for row in rows])
+    )
+    assert found.tolist() == [alone[row] > min(alone) for row in rows] and 0 < found.sum() < 6
+
+
+def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
+    """But for the successes that are shown under another one, the last quarter. Frames hold the number of their instruction."""
+    about = {"camera": None}
+    stored = command.read_frames(ClassifierConfig(data=data), "data", about)
+    assert stored.sentences.tolist() == (stored.episodes % 2).tolist() and about["instructions"] == INSTRUCTIONS
+    seen = []
+
+    class Told(SuccessNetwork):
+        def forward(self, pictures, sentences):
+            seen.append((pictures[:, 0, 0, 0].long(), sentences))
+            return super().forward(pictures, sentences)
+
+    monkeypatch.setattr(command, "SuccessNetwork", Told)
+    monkeypatch.setattr(command, "changed", lambda pictures, mirror, generator: torch.from_numpy(pictures))
+    sentences = np.arange(30) % 3
+    pictures = np.zeros((30, 8, 8, 3), np.uint8) + sentences[:, None, None, None].astype(np.uint8)
+    command.train(
+        LabelledFrames(pictures, sentences, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
+    )
+    for shown, told in seen:
+        own = len(told) * 3 // 4
+        assert (
+            torch.equal(shown[:own], told[:own])
+            and not (shown[own:] == told[own:]).any()
+            and len(set(told.tolist())) == 3
+        )
 
 
 def test_two_datasets_are_joined_as_different_episodes():

@@ -189,6 +189,12 @@ def test_a_failed_call_costs_a_hold_and_no_episode():
     assert (timing.failures, timing.held) == (2, 2)
 
 
+def test_failures_of_the_policy_count_only_in_a_row():
+    """Six calls fail, never three in a row (``max_failures``)."""
+    sent, timing = played(policy=Foretell(chunk_len=1, fails=(4, 5, 8, 9, 12, 13)), displacements=[])
+    assert timing.failures == timing.held == 6 and sent[-1] == 20
+
+
 def test_a_policy_that_is_gone_ends_the_command_and_the_robot_holds():
     clock = Clock()
     with pytest.raises(RLinfError, match=r"3 calls in a row.*ConnectionError: the server is gone"):

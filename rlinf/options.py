@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,6 +215,17 @@ def bounds_text(metadata: Mapping[str, Any]) -> str:
     """Return the accepted numbers in words: ``at least 0 and below 1``; empty without bounds."""
     words = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
     return " and ".join(f"{word} {metadata[key]}" for key, word in words if metadata.get(key) is not None)
+
+
+def keys_help(kind: type, width: int) -> str:
+    """Return each key of a configuration dataclass with its default, choices, bounds and meaning."""
+    lines = []
+    for name, default in to_mapping(kind()).items():
+        field = public_fields(kind)[name]
+        limits = " | ".join(map(override_text, field.metadata["choices"] or ())) or bounds_text(field.metadata)
+        lines.append(f"  {name}={override_text(default)}{limits and f'  ({limits})'}")
+        lines.append(textwrap.fill(field.metadata["help"], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines)
 
 
 def _within(number: float, metadata: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from rlinf.config.names import group_folders, options_of
 from rlinf.distributed.start import clear_launch_context, launch_context
 from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.imports import import_string
+from rlinf.options import keys_help
 
 COMMANDS = {
     "train": ("rlinf.cli.run:train", "behaviour cloning (if configured), then reinforcement learning"),
@@ -79,6 +80,16 @@ USAGES = {
 }
 """What follows the command."""
 
+OWN_KEYS = {
+    "robot": "rlinf.robot.config:RobotConfig",
+    "serve": "rlinf.commands.serve_config:ServeConfig",
+    "play": "rlinf.cli.play:PlayConfig",
+    "convert": "rlinf.data.hdf5:ConvertConfig",
+    "classifier": "rlinf.commands.classifier:ClassifierConfig",
+    "export": "rlinf.cli.run:ExportConfig",
+}
+"""Dataclass of the keys that a command alone has."""
+
 EXAMPLES = """examples:
   rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
   rlinf train experiment=quickstart seed=3 trainer.max_steps=20
@@ -121,6 +132,9 @@ def help_of(command: str) -> str:
     source = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
     found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
     text = f"usage: rlinf {command} {USAGES[command]}\n\n{wrapped(ast.get_docstring(found))}"
+    if command in OWN_KEYS:
+        explained = keys_help(import_string(OWN_KEYS[command]), _width())
+        return f"{text}\n\nkeys of its own, with their defaults:\n{explained}"
     if command not in ("train", "sft"):
         return text
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import typing
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 
 import yaml
 
-from rlinf.cli import COMMANDS
+from rlinf.cli import COMMANDS, OWN_KEYS
 from rlinf.config.names import GROUP, group_folders, options_of
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.files import write_text
+from rlinf.imports import import_string
 from rlinf.options import override_text, public_fields
 
 INSTALL, COMPLETE = "--install-completion", "--complete"
@@ -69,7 +69,8 @@ def complete(words: list[str]) -> int:
     if len(before) < 2:
         found = [*COMMANDS, "--help", "--version", INSTALL]
     elif before[1] in COMMANDS and before[1] not in OTHER_KEYS:
-        found = overrides(before[2:], current)
+        kind = import_string(OWN_KEYS[before[1]]) if before[1] in OWN_KEYS else None
+        found = overrides(before[2:], current) + ([] if kind is None else keys_of(kind, current))
     else:
         found = []
     print("\n".join(word for word in found if word.startswith(current)))
@@ -79,24 +80,37 @@ def complete(words: list[str]) -> int:
 def overrides(given: list[str], current: str) -> list[str]:
     """Return the words that may follow ``given``: groups and sections, the keys of a section, the values of a group or key."""
     key, equals, _ = current.partition("=")
-    section, dot, name = key.rpartition(".")
+    section, dot, _ = key.rpartition(".")
     groups = group_folders()
     if equals and key in groups:
         return [f"{key}={option}" for option in options_of(groups[key])]
     try:
         owner = reduce(getattr, section.split(".") if dot else [], _config_of(given, groups))
-        fields, hints = public_fields(type(owner)), typing.get_type_hints(type(owner))
+        fields = public_fields(type(owner))
     except (AttributeError, TypeError):  # an unknown section
         return []
     if equals:
-        field = fields.get(name)
-        choices = (field.metadata["choices"] or (hints[name] is bool and (True, False)) or ()) if field else ()
-        return [f"{key}={override_text(value)}" for value in choices]
+        return values_of(type(owner), key)
     own = [f"{section}{dot}{each}" for each in fields]
     words = [
         f"{path}." if dataclasses.is_dataclass(getattr(owner, path.rpartition(".")[2])) else f"{path}=" for path in own
     ]
     return words if dot else [f"{group}=" for group in groups] + words
+
+
+def keys_of(kind: type, current: str) -> list[str]:
+    """Return what ``current`` can become among the keys of a command, or the values of one."""
+    return (
+        values_of(kind, current.partition("=")[0]) if "=" in current else [f"{name}=" for name in public_fields(kind)]
+    )
+
+
+def values_of(kind: type, key: str) -> list[str]:
+    """Return ``key=value`` for each choice of the field that the dotted ``key`` ends with; booleans have two."""
+    name = key.rpartition(".")[2]
+    field = public_fields(kind).get(name)
+    choices = (field.metadata["choices"] or (field.type in (bool, "bool") and (True, False)) or ()) if field else ()
+    return [f"{key}={override_text(value)}" for value in choices]
 
 
 def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:

@@ -182,9 +182,8 @@ def serve(arguments: Sequence[str]) -> int:
 
     It ends with SIGTERM or Ctrl-C.
 
-    `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process. Keys of the server are host, port,
-    api_key_env, keys, cameras, execute, max_batch, batch_wait_ms, max_message_mib, max_prompt_bytes, max_clients, infer_timeout_s (docs/serving.md);
-    others change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
+    `rlinf evaluate model=remote model.url=ws://127.0.0.1:8000` evaluates it from another process (docs/serving.md). Keys that are not the
+    server's change the checkpoint's configuration: cluster.device=cuda, model.precision=bf16.
     """
     require_packages("`rlinf serve`")
     arguments = with_checkpoint(arguments)
@@ -217,8 +216,7 @@ def collect(arguments: Sequence[str]) -> int:
 
 def convert(arguments: Sequence[str]) -> int:
     """Write demonstrations in HDF5, of robomimic or of LIBERO, as a LeRobotDataset.
-
-    Keys: source, dataset, task, cameras, state_keys, mask, rotate_images, seen_after_action, fps, video (docs/datasets.md).
+    See docs/datasets.md.
     """
     from rlinf.commands.convert import ConvertConfig, convert
 
@@ -229,9 +227,7 @@ def convert(arguments: Sequence[str]) -> int:
 def classifier(arguments: Sequence[str]) -> int:
     """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
 
-    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward. Keys: data, more, output_dir, test,
-    camera, last_frames, failures_per_episode, other_instructions, mirror, num_parts, false_positives, num_steps, seed
-    (docs/classifier.md).
+    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/classifier.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 

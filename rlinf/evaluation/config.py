@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from rlinf.options import option
 
+NUM_ROWS = 16
+"""Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
+
 TRAINING_SPLIT = (
     "evaluation.split=train: these are episodes of training, so the success rate says nothing of held-out episodes"
 )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rlinf.errors import ConfigError, RefusedInputError
+from rlinf.evaluation.config import NUM_ROWS
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
 from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from rlinf.types import Acts, ChunkStep
 
 T = TypeVar("T")
-
-NUM_ROWS = 16
-"""Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
 
 MAX_SLUG_LEN = 100
 """Letters of a task's name in the name of a video; file names have at most 255."""

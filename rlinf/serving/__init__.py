@@ -7,6 +7,9 @@ from importlib.util import find_spec
 
 from rlinf.errors import MissingDependencyError
 
+KEYS = ("rlinf", "libero", "aloha", "droid")
+"""Names of the layouts of an observation: ours, and ``rlinf.serving.layouts.ROBOTS``."""
+
 
 class MessageError(ValueError):
     """A message that breaks the protocol; its text goes to who sent it."""

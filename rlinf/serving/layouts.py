@@ -10,7 +10,7 @@ import numpy as np
 
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, option, override_text
-from rlinf.serving import MessageError
+from rlinf.serving import KEYS, MessageError
 from rlinf.serving.codec import too_long
 from rlinf.types import Observation
 
@@ -118,8 +118,6 @@ ROBOTS = {
     },
 }
 """Keys of openpi's robots, as ``model.keys`` may name them."""
-
-KEYS = ("rlinf", *ROBOTS)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.cli import COMMANDS, EXIT_USER_ERROR, main
+from rlinf.cli import COMMANDS, EXIT_USER_ERROR, OWN_KEYS, main
+from rlinf.imports import import_string
+from rlinf.options import override_text, public_fields, to_mapping
+from rlinf.serving.layouts import ROBOTS
 
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "zsh", "fish")
@@ -42,6 +45,11 @@ def offered(line, capsys):
         ("rlinf train no_such_section.k", []),
         ("rlinf train env=no_such_env env.ta", ["env.tasks="]),
         ("rlinf why outputs/", []),
+        ("rlinf robot max_", ["max_change=", "max_failures="]),
+        ("rlinf robot success=", ["env", "person", "page"]),
+        ("rlinf robot real_time=", ["true", "false"]),
+        ("rlinf robot evaluation.gre", ["evaluation.greedy="]),
+        ("rlinf serve keys=", ["rlinf", *ROBOTS]),
     ],
 )
 def test_the_next_words(line, words, capsys):
@@ -117,6 +125,20 @@ def test_tab_completes_an_experiment_in_a_shell(shell, tmp_path, monkeypatch, ca
     # At the start of the line "echo" is put in front, so that the shell prints the whole line that Tab has made.
     output = typed(shell, tmp_path, f"{before}\t\x01echo \r", after)
     assert after in output, output
+
+
+@pytest.mark.parametrize("command", OWN_KEYS)
+def test_the_help_of_a_command_explains_its_own_keys(command, capsys):
+    """Each key with its default, choices or bounds, and what it means, in order and within 80 columns."""
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.partition("keys of its own")[2].splitlines()
+    words, kind = " ".join(lines).split(), import_string(OWN_KEYS[command])
+    for name, field in public_fields(kind).items():
+        shown = next(line for line in lines if line.startswith(f"  {name}="))
+        assert shown.split()[0] == f"{name}={override_text(to_mapping(kind())[name])}"
+        assert all(str(each) in shown for each in field.metadata["choices"] or ())
+        meaning, after = field.metadata["help"].split(), words.index(shown.split()[0]) + len(shown.split())
+        assert words[after : after + len(meaning)] == meaning and max(map(len, lines)) <= 80
 
 
 def test_help_of_train_is_one_screen_and_the_help_of_hydra_is_still_there(capsys):

@@ -29,7 +29,8 @@ for words in sys.argv[2:]:
 @pytest.mark.parametrize(
     ("commands", "loaded"),
     [
-        ({"--help": 0, "train --help": 0, "launch --help": 0, "diagnose --help": 0, "--complete|rlinf train experiment=": 0}, []),
+        ({"--help": 0, "train --help": 0, "launch --help": 0, "diagnose --help": 0, "robot --help": 0, "serve --help": 0,
+          "--complete|rlinf train experiment=": 0, "--complete|rlinf serve ke": 0}, []),
         ({"models": 0, "train experiment=quickstrat": 2, "train experiment=quickstart trainer.max_step=3": 2,
           "train experiment=tabletop_ppo_mlp --cfg job": 0, "evaluate checkpoint=no_such_folder": 2, "audit checkpoint=no_such_folder": 2,
           "serve checkpoint=no_such_folder": 2, "export checkpoint=no_such_folder output=no_such_output": 2}, ["hydra"]),

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 from rlinf.errors import MissingDependencyError
 
+MANIFESTS = "RLinf-Manifests"
+"""Header of a client that wants the policy's manifests with the metadata: 30 KB that others do not read."""
 KEYS = ("rlinf", "libero", "aloha", "droid")
 """Names of the layouts of an observation: ours, and ``rlinf.serving.layouts.ROBOTS``."""
 

@@ -16,7 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, W
 from websockets.sync.client import ClientConnection, connect
 
 from rlinf.errors import ConfigError, PolicyServerError, RefusedRequestError
-from rlinf.serving import MessageError
+from rlinf.serving import MANIFESTS, MessageError
 from rlinf.serving.codec import decode, encode
 
 logger = logging.getLogger("rlinf")
@@ -53,7 +53,7 @@ class PolicyClient:
 
     def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, api_key: str | None = None) -> None:
         self.url, self.timeout_s, self.connect_timeout_s = url, timeout_s, connect_timeout_s
-        self._headers = {} if api_key is None else {"Authorization": f"Api-Key {api_key}"}
+        self._headers = {MANIFESTS: "true"} | ({} if api_key is None else {"Authorization": f"Api-Key {api_key}"})
         self._connection: ClientConnection | None = None
         self.metadata: dict[str, Any] | None = None
         self.digest = ""

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from rlinf.errors import RLinfError
-from rlinf.serving import MessageError, vla_eval
+from rlinf.serving import MANIFESTS, MessageError, vla_eval
 from rlinf.serving.batcher import Batcher, BusyError
 from rlinf.serving.codec import decode, encode
 
@@ -171,7 +171,9 @@ class PolicyServer:
 
     async def _speak_openpi(self, connection: ServerConnection) -> None:
         """Send the metadata, then one reply for each request; an error is a text, after which the connection ends."""
-        await connection.send(encode(dict(self.metadata)))
+        left_out = () if MANIFESTS in connection.request.headers else ("manifest", "present")
+        told = {name: value for name, value in self.metadata.get("rlinf", {}).items() if name not in left_out}
+        await connection.send(encode({**self.metadata, "rlinf": told}))
         previous_s = None
         async for message in self._messages(connection):
             start = time.monotonic()

@@ -148,6 +148,22 @@ def test_replies_do_not_depend_on_who_else_asks_and_are_those_of_an_evaluation(s
     assert len(np.unique(np.stack(alone), axis=0)) > 8, "a control: observations differ"
 
 
+def test_the_raw_format_of_the_page_gets_the_same_actions_and_no_manifests(served):
+    """The page's lines, with another address. Its first message is small; a client of ours asks for the manifests."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```python\n") if block.startswith("import msgpack")).partition("```")[0]
+    names = {"picture": np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)}
+    exec(code.replace("ws://127.0.0.1:8000", served[0]), names)
+    client = PolicyClient(served[0], 20, 20)
+    reply = client.ask({"images": {"front": names["picture"]}, "prompt": "reach the red block"})
+    client.close()
+    assert np.array_equal(names["actions"], reply["actions"]) and names["actions"].any()
+    own = client.metadata["rlinf"]
+    assert {name: own[name] for name in names["about"]} == names["about"] and names["about"]["cameras"] == ["front"]
+    assert own.keys() - names["about"].keys() == {"manifest", "present"}
+    assert len(encode(names["about"])) < 1000 < 10_000 < len(encode(own))
+
+
 def test_the_result_of_a_remote_evaluation_is_that_of_the_local_one(served, local, tmp_path):
     evaluate(remote(served[0], tmp_path / "remote"))
     assert result_of(tmp_path / "remote") == result_of(local)

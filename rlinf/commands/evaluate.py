@@ -182,7 +182,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
                 wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
-                acting, person = robot_of(config, env, robot, wanted, stack)
+                acting, person = robot_of(config, env, robot, len(opened.specs), wanted, stack)
                 episodes = stack.enter_context(on_robot(config, env, acting, person, opened, robot))
                 opened.conditions["robot"] = robot.conditions()
             # Rank 0 alone has the fingerprint of the simulator.
@@ -207,7 +207,7 @@ def write_timing(output: Path, settings: RobotConfig, episodes: RobotEpisodes) -
 
 
 def robot_of(
-    config: RunConfig, env: VectorEnv, settings: RobotConfig, wanted: Path | None, stack: ExitStack
+    config: RunConfig, env: VectorEnv, settings: RobotConfig, num_episodes: int, wanted: Path | None, stack: ExitStack
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
     """Return a row of the env as a robot, or the robot of ``arm``, perhaps with a person who tells success, and who may take over.
 
@@ -226,7 +226,9 @@ def robot_of(
         person = connected_teleoperator(settings.teleoperator)
         stack.callback(disconnect, person)
     if settings.success != "env":
-        acting = told = PersonTells(acting, Path(config.output_dir) / run_folder.STARTS_FOLDER, wanted)
+        output = Path(config.output_dir)
+        acting = told = PersonTells(acting, output / run_folder.STARTS_FOLDER, wanted)
+        told.number, told.num_episodes = num_kept(output), num_episodes
         if settings.success == "page":
             page = Page(told, settings.page_host, settings.page_port)
             stack.callback(page.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from rlinf.commands.blind import blind
@@ -21,6 +22,7 @@ from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
 from rlinf.preflight.refuse import refuse
 from rlinf.robot.config import RobotConfig
+from rlinf.robot.page import listening
 from rlinf.robot.recorder import recorded_env
 
 logger = logging.getLogger("rlinf")
@@ -50,6 +52,8 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
         )
     _check_arm(config, settings)
     _check_take_over(config, settings)
+    if settings.success == "page":  # before a policy loads for minutes
+        listening(settings.page_host, settings.page_port, BaseHTTPRequestHandler).server_close()
     single = replace(asked, num_envs=1, num_videos_per_task=0, probe=False)
     config = replace(config, evaluation=single)
     with sigterm_is_ctrl_c():

@@ -8,7 +8,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,15 +47,9 @@ class Page:
         self.person, self.looked_s = person, 0.0
         self._answers: queue.Queue[str] = queue.Queue()
         self._lock = threading.Lock()
-        self._asked: dict[str, Any] = {"number": 0, "text": "the robot acts", "answers": {}}
+        self._asked = self._acting(0)
         self.path = f"/{secrets.token_urlsafe(16)}/"
-        try:
-            self._server = ThreadingHTTPServer((host, port), partial(_Handler, self))
-        except OSError as error:
-            raise ConfigError(
-                f"page_host={host} page_port={port}: the page cannot listen there ({error}); required: an address of this machine and a "
-                "free port. Set page_port=0 for any"
-            ) from error
+        self._server = listening(host, port, partial(_Handler, self))
         person.ask, person.overlays = self.ask, False
         self.url = f"http://{host}:{self._server.server_address[1]}{self.path}"
         threading.Thread(target=self._server.serve_forever, name="page", daemon=True).start()
@@ -75,8 +69,12 @@ class Page:
                 answer = self._answers.get(timeout=LOOK_EVERY_S)
             except queue.Empty:
                 continue
-            self._asked = {"number": number, "text": "the robot acts", "answers": {}}
+            self._asked = self._acting(number)
             return answer
+
+    def _acting(self, number: int) -> dict[str, Any]:
+        """Return the state of the page after question ``number``."""
+        return {"number": number, "text": f"{self.person.heading}\nthe robot acts".strip(), "answers": {}}
 
     def answer(self, given: Mapping[str, Any]) -> bool:
         """Take an answer to the question that is open, or who acts; return whether it was one, once."""
@@ -108,6 +106,17 @@ class Page:
         if name == "wanted" and start is not None:
             return "image/png", start.read_bytes()
         return None
+
+
+def listening(host: str, port: int, handler: Callable[..., BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """Return a server that listens there; raise ConfigError if it cannot."""
+    try:
+        return ThreadingHTTPServer((host, port), handler)
+    except OSError as error:
+        raise ConfigError(
+            f"page_host={host} page_port={port}: the page cannot listen there ({error}); required: an address of this machine and a "
+            "free port. Set page_port=0 for any"
+        ) from error
 
 
 class OnPage:

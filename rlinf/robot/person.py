@@ -53,6 +53,8 @@ class PersonTells:
         ask: Asks the person.
 
     Attributes:
+        number, num_episodes: Of the episode, from 1, and in the whole list; None: not known.
+        heading: These, and the instruction.
         seen: Newest picture of the first camera, uint8 ``[H, W, 3]``; None: none came.
         start: File of the picture with which the episode should begin; None: not known.
         ask: Asks the person.
@@ -67,7 +69,7 @@ class PersonTells:
         self.takes_over: bool | None = None
         self.overlays = True
         self._told: bool | None = None
-        self._number = 0
+        self.number, self.num_episodes, self.heading = 0, None, ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.robot, name)
@@ -87,12 +89,14 @@ class PersonTells:
 
     def begin(self, spec: EpisodeSpec) -> str:
         """Put the scene back; wait until the person says that it is there."""
-        self._told, self._number = None, self._number + 1
+        self._told, self.number = None, self.number + 1
         self.takes_over = None if self.takes_over is None else False
         instruction, name = self.robot.begin(spec), f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.png"
         self.start = self.wanted / name if self.wanted is not None and (self.wanted / name).is_file() else None
         draws = self.overlays and self.start is not None
-        text, answers = f"\nepisode {self._number}: {instruction}\n", READY | (AGAIN if draws else {})
+        of = "" if self.num_episodes is None else f" of {self.num_episodes}"
+        self.heading = f"episode {self.number}{of}: {instruction}"
+        text, answers = f"\n{self.heading}\n", READY | (AGAIN if draws else {})
         while True:
             shown = self._overlay() if draws else ""
             if self._ask(f"{text}{shown}put the scene back", answers) not in AGAIN:
@@ -114,9 +118,9 @@ class PersonTells:
         return replace(found, success=self._told, success_told=True, true_success=None)
 
     def _success(self) -> bool:
-        answer = self._ask(f"episode {self._number}: did it succeed?", SUCCESS)
+        answer = self._ask(f"{self.heading}\ndid it succeed?", SUCCESS)
         if answer == "r":
-            self._number -= 1
+            self.number -= 1
             raise EpisodeVoidError("the person repeats it")
         return answer == "y"
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import shutil
+import subprocess
 import threading
 import time
 from contextlib import closing
@@ -11,13 +13,18 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from PIL import Image
+from run_results import run_config
 
+from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import ConfigError
+from rlinf.robot import page as module
+from rlinf.robot.config import RobotConfig
 from rlinf.robot.page import GONE_S, OnPage, Page
 from rlinf.robot.person import PersonTells
 from rlinf.robot.teleoperator import TakeOver
 from rlinf.types import EpisodeResult, EpisodeSpec
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SPEC = EpisodeSpec("table", 1, 2, 3)
 
 
@@ -70,6 +77,7 @@ def test_an_episode_on_the_page(tmp_path):
     Image.new("RGB", (6, 4), (200, 200, 200)).save(tmp_path / "wanted" / "1_2_3.png")
     robot, told = Camera(40), []
     person = PersonTells(robot, tmp_path / "starts", tmp_path / "wanted")
+    person.number, person.num_episodes = 2, 30
 
     def loop():
         person.begin(SPEC)
@@ -87,6 +95,7 @@ def test_an_episode_on_the_page(tmp_path):
             assert time.monotonic() < until
         assert [post(page.url, number=first["number"], answer=answer) for answer in ("y", "", "")] == [404, 200, 404]
         second = state_with(page.url, "succeed")
+        assert "3 of 30: pick it up" in second["text"], "two were played by an earlier process"
         assert post(page.url, number=first["number"], answer="y") == 404, "that question is over"
         assert post(page.url, number=second["number"], answer="y") == 200
         acting.join(10)
@@ -98,10 +107,53 @@ def test_an_episode_on_the_page(tmp_path):
             with pytest.raises(HTTPError, match="404"):
                 get(url)
         assert post(page.url.replace(page.path, "/guess/"), number=second["number"], answer="y") == 404
+        taken = int(page.url.split(":")[2].split("/")[0])
         with pytest.raises(ConfigError, match="Set page_port=0"):
-            Page(person, "127.0.0.1", int(page.url.split(":")[2].split("/")[0]))
+            Page(person, "127.0.0.1", taken)
+        with pytest.raises(ConfigError, match="Set page_port=0"):  # before a policy is loaded, here none
+            robot_command(run_config(tmp_path, "checkpoint=nothing"), RobotConfig(success="page", page_port=taken))
     with pytest.raises(OSError):
         get(page.url)
+
+
+CLICKS = """<script>
+const clicks = ["ready", "failure", "undo", "success"]
+setInterval(() => { for (const each of document.querySelectorAll("#buttons button"))
+  if (clicks.length && each.textContent.startsWith(clicks[0])) { clicks.shift(); each.click(); return } }, 100)
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+def test_a_judgement_is_taken_back_on_the_page(tmp_path, monkeypatch):
+    """A browser clicks failure, undo and success; one answer arrives. Without the undo, failure would arrive after a second."""
+    page_file = tmp_path / "page.html"
+    page_file.write_text(module.HTML.read_text().replace("undoSeconds = 5", "undoSeconds = 1") + CLICKS)
+    monkeypatch.setattr(module, "HTML", page_file)
+    robot, told = Camera(40), []
+    person = PersonTells(robot, tmp_path / "starts", None)
+
+    def loop():
+        person.begin(SPEC)
+        robot.result = EpisodeResult(SPEC, "pick", False, 0.0, 5)
+        told.append(person.result.success)
+
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--remote-debugging-port=0",
+    ]
+    with closing(Page(person, "127.0.0.1", 0)) as page:
+        acting = threading.Thread(target=loop)
+        acting.start()
+        browser = subprocess.Popen([CHROMIUM, *words, page.url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            acting.join(30)
+        finally:
+            browser.kill()
+            browser.wait()
+    assert told == [True]
 
 
 class Leader:

@@ -1,13 +1,19 @@
 """A person who puts the scene of a robot back, and tells success."""
 
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
+from run_results import run_config
 
+from rlinf.commands.robot import robot as robot_command
 from rlinf.errors import RLinfError
+from rlinf.robot.config import RobotConfig
 from rlinf.robot.person import OVERLAY, READY, SUCCESS, PersonTells, ask_on_terminal
 from rlinf.robot.robot import EpisodeVoidError, check_fits
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec
+from tests.unit.test_robot import WORDS
 
 SPEC = EpisodeSpec("table", 1, 2, 3)
 
@@ -79,6 +85,20 @@ def test_an_episode_is_repeated_and_keeps_its_number(tmp_path):
     robot.end()
     assert tells.result.success and robot.num_begun == 2
     assert all("episode 1:" in person.shown[index] for index in (0, 2))
+
+
+def test_the_command_counts_the_episodes_of_its_list(tmp_path, monkeypatch, capsys):
+    """Three episodes, one of which an earlier process has played: 2 of 3, then 3 of 3."""
+    words = (*WORDS, "evaluation.num_episodes=3", "env.max_episode_steps=4")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ny\n"))
+    with pytest.raises(RLinfError, match="Nobody answers"):
+        robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
+    assert capsys.readouterr().out.count("1 of 3: reach") == 2, "when it begins and when it is judged"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nn\n\ny\n"))
+    found = robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
+    said = capsys.readouterr().out
+    assert [said.count(f"{number} of 3: reach") for number in (1, 2, 3)] == [0, 2, 2]
+    assert [result.success for result in found.results] == [True, False, True]
 
 
 def test_nobody_answers(tmp_path):

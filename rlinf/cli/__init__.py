@@ -133,8 +133,9 @@ def help_of(command: str) -> str:
     found = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
     text = f"usage: rlinf {command} {USAGES[command]}\n\n{wrapped(ast.get_docstring(found))}"
     if command in OWN_KEYS:
-        explained = keys_help(import_string(OWN_KEYS[command]), _width())
-        return f"{text}\n\nkeys of its own, with their defaults:\n{explained}"
+        return (
+            f"{text}\n\nkeys of its own, with their defaults:\n{keys_help(import_string(OWN_KEYS[command]), _width())}"
+        )
     if command not in ("train", "sft"):
         return text
     groups = {name: ", ".join(options_of(folder)) for name, folder in group_folders().items()}

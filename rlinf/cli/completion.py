@@ -69,8 +69,10 @@ def complete(words: list[str]) -> int:
     if len(before) < 2:
         found = [*COMMANDS, "--help", "--version", INSTALL]
     elif before[1] in COMMANDS and before[1] not in OTHER_KEYS:
-        kind = import_string(OWN_KEYS[before[1]]) if before[1] in OWN_KEYS else None
-        found = overrides(before[2:], current) + ([] if kind is None else keys_of(kind, current))
+        found = overrides(before[2:], current)
+        if before[1] in OWN_KEYS:
+            kind, (key, equals, _) = import_string(OWN_KEYS[before[1]]), current.partition("=")
+            found += values_of(kind, key) if equals else [f"{name}=" for name in public_fields(kind)]
     else:
         found = []
     print("\n".join(word for word in found if word.startswith(current)))
@@ -98,17 +100,9 @@ def overrides(given: list[str], current: str) -> list[str]:
     return words if dot else [f"{group}=" for group in groups] + words
 
 
-def keys_of(kind: type, current: str) -> list[str]:
-    """Return what ``current`` can become among the keys of a command, or the values of one."""
-    return (
-        values_of(kind, current.partition("=")[0]) if "=" in current else [f"{name}=" for name in public_fields(kind)]
-    )
-
-
 def values_of(kind: type, key: str) -> list[str]:
     """Return ``key=value`` for each choice of the field that the dotted ``key`` ends with; booleans have two."""
-    name = key.rpartition(".")[2]
-    field = public_fields(kind).get(name)
+    field = public_fields(kind).get(key.rpartition(".")[2])
     choices = (field.metadata["choices"] or (field.type in (bool, "bool") and (True, False)) or ()) if field else ()
     return [f"{key}={override_text(value)}" for value in choices]
 

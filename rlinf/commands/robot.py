@@ -86,13 +86,10 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
         required = "the largest change of a position from one action to the next, or the arm may jump"
         refuse(f"max_change=null with arm={settings.arm}", required, "max_change=2.0, in the env's units")
     for key, value in (("control", "joints"), ("units", "lerobot")):
-        found = getattr(config.env, key, None)
-        if found is None:
-            required = "an env whose actions are positions of joints in lerobot's units, with control=joints and units=lerobot among its settings"
-            fix = "env=so101 env.control=joints env.units=lerobot"
-            refuse(f"env.name={config.env.name}, which has no env.{key}, with arm={settings.arm}", required, fix)
-        if found != value:
-            refuse(f"env.{key}={found} with arm={settings.arm}", f"env.{key}={value}, as the arm", f"env.{key}={value}")
+        if (found := getattr(config.env, key, None)) != value:
+            named = f"env.{key}={found}" if found else f"env.name={config.env.name}, which has no env.{key},"
+            fix = f"env.{key}={value}" if found else "env=so101 env.control=joints env.units=lerobot"
+            refuse(f"{named} with arm={settings.arm}", f"env.{key}={value}, positions of joints as the arm's", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:

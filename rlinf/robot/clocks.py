@@ -14,9 +14,6 @@ import numpy as np
 
 from rlinf.types import Observation
 
-LAST_WAIT_S = 1.0
-"""Longest wait for an answer when the command ends."""
-
 
 class Answer(NamedTuple):
     """A chunk ``[C, D]``, or the error in its place; the place that was due at its observation, and the seconds that it took."""
@@ -78,14 +75,13 @@ class Timekeeper(ABC):
         self._open = None
 
     def close(self) -> None:
-        """End the thread; wait for an answer that comes soon, because code of torch must not run while Python ends."""
+        """End the thread; wait a second for its answer, because code of torch must not run while Python ends."""
         self._questions.put(None)
         if self._open is not None and not self._open[0].cancel():
-            wait([self._open[0]], LAST_WAIT_S)
+            wait([self._open[0]], 1.0)
 
     def _answer_all(self) -> None:
-        while (question := self._questions.get()) is not None:
-            future, row = question
+        for future, row in iter(self._questions.get, None):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(self._timed(row))

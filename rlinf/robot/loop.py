@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -84,14 +85,6 @@ class Timing:
         return f"robot: {values['steps']} steps, {values['calls']} calls of the policy; {shares}\n{spread}"
 
 
-class Sent(NamedTuple):
-    """What the robot has executed of an action, ``[D]``; a hold if the action did not arrive; an estimate if the answer has no numbers."""
-
-    executed: np.ndarray
-    arrived: bool = True
-    is_known: bool = True
-
-
 class RobotEpisodes:
     """Plays the episodes of an evaluation on a robot (an ``Episodes``), one after the other.
 
@@ -143,7 +136,7 @@ class RobotEpisodes:
         self.time = kind(self._act, settings.latency_s)
         self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._failures = 0
-        self._warned: set[str] = set()
+        self._warn = cache(partial(logger.warning, "The robot does not answer (%s); it holds if this goes on"))
         self._is_warm = False
         self.thinking: Sequence[RobotEpisodes] = [self]
 
@@ -211,11 +204,10 @@ class RobotEpisodes:
                 elif is_fresh:
                     self._ask(schedule, row, seen_at, seen_step, due)
                     action = schedule.action(due)
-                sent = self._send(action if self.take_over.policy_acts else self.take_over.action, last)
-                last = sent.executed
-                self._note(row if is_fresh and sent.is_known else None, sent)
-                is_done = action is not None and sent.arrived
-                if is_done:
+                wanted = action if self.take_over.policy_acts else self.take_over.action
+                last, arrived, is_known = self._send(wanted, last)
+                self._note(row if is_fresh and is_known else None, last, arrived)
+                if is_done := action is not None and arrived:
                     schedule.execute(action, last)
                 step += 1
                 due += is_done or not self.displaces.any()  # a lost displacement is still to be made, as after a hold
@@ -249,17 +241,10 @@ class RobotEpisodes:
         try:
             return row_of(self.robot, self.robot.get_observation(), self.cameras, instruction)
         except LOST as error:
-            self._warn(error)
+            self._warn(repr(error))  # once for each error
             return None
 
-    def _warn(self, error: BaseException) -> None:
-        """Say why an observation or an action is lost, once for each reason."""
-        reason = f"{type(error).__name__}: {error}"
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("The robot does not answer (%s); it holds if this goes on", reason)
-
-    def _note(self, row: Observation | None, sent: Sent) -> None:
+    def _note(self, row: Observation | None, sent: np.ndarray, arrived: bool) -> None:
         """Count and record an action as it was executed, and show it to the person who watches."""
         who, timing = self.take_over, self.timing
         is_persons = who.action is not None
@@ -268,8 +253,8 @@ class RobotEpisodes:
         timing.gone += not is_persons and not who.policy_acts
         self._is_helped |= is_persons
         if self.recorder is not None:
-            self.recorder.add(row, sent.executed, who.is_correction and sent.arrived)
-        who.tell(sent.executed)
+            self.recorder.add(row, sent, who.is_correction and arrived)
+        who.tell(sent)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
         """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.
@@ -326,8 +311,11 @@ class RobotEpisodes:
         self.timing.latencies_s.append(answer.latency_s)
         self.timing.stale += schedule.offer(answer.chunk, answer.seen_at, due)
 
-    def _send(self, action: np.ndarray | None, last: np.ndarray) -> Sent:
-        """Send an action, or hold without one; ``last [D]`` was executed before."""
+    def _send(self, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
+        """Send an action, or hold without one; ``last [D]`` was executed before.
+
+        Return what was executed, ``[D]``, whether the action arrived (else a hold was executed), and whether the robot has said so.
+        """
         hold = np.where(self.displaces, np.float32(0), last)
         if action is None or not np.isfinite(action).all():
             self.timing.held += 1
@@ -341,15 +329,15 @@ class RobotEpisodes:
             answer = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
         except LOST as error:
             self.timing.lost += 1
-            self._warn(error)
-            return Sent(hold, arrived=False)
+            self._warn(repr(error))
+            return hold, False, True
         try:
-            return Sent(numbers_of(answer, names))
+            return numbers_of(answer, names), True, True
         except LOST as error:
             self.timing.lost += 1
-            self._warn(error)
+            self._warn(repr(error))
             # To make a displacement twice would be worse than not at all; positions go on from where they were last known.
-            return Sent(np.where(self.displaces, action, last), is_known=False)
+            return np.where(self.displaces, action, last), True, False
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 LOST = OSError
 """Errors of a device that cost one reading or action, not the episode: lerobot's cameras and buses raise TimeoutError and
 ConnectionError, a serial port whose cable is pulled other kinds of OSError."""
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class EpisodeVoidError(Exception):
@@ -123,35 +122,25 @@ def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
     """
     numbers = []
     for name in names:
-        value = _value(values, name)
+        value = (values or {}).get(name)
         try:
-            number = float("text" if isinstance(value, (str, bytes)) else value)
+            numbers.append(float("text" if isinstance(value, (str, bytes)) else value))
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}; required: a number. Correct the driver of the device") from None
-        if not abs(number) <= LARGEST:  # which NaN is not either
-            raise ConnectionError(f"{name} is {number}; required: a finite number")
-        numbers.append(number)
+        if not abs(numbers[-1]) < 1e38:  # beyond it float32 is infinite; NaN is not below it either
+            raise ConnectionError(f"{name} is {value}; required: a finite number")
     return np.array(numbers, np.float32)
 
 
 def image_of(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
     """Return the image of a camera, uint8 ``[H, W, 3]``; raise ConfigError unless type and size are as its feature declares them."""
-    image, shape = np.asarray(_value(values, name)), robot.observation_features[name]
+    image, shape = np.asarray((values or {}).get(name)), robot.observation_features[name]
     fits = image.ndim == 3 and all(size in (None, given) for size, given in zip(shape, image.shape, strict=True))
     if image.dtype != np.uint8 or not fits:
         raise ConfigError(
-            f"The camera {name} gives {image.dtype} {list(image.shape)}; required: uint8 {list(shape)}, 0 to 255, as the robot "
-            "declares it. Correct the camera's settings or its driver"
+            f"The camera {name} gives {image.dtype} {list(image.shape)}; required: uint8 {list(shape)}. Correct its settings or driver"
         )
     return image
-
-
-def _value(values: Mapping[str, Any], name: str) -> Any:
-    if not isinstance(values, Mapping) or name not in values:
-        raise ConfigError(
-            f"The device declares {name} and does not give it (but {', '.join(map(str, values or ())) or 'nothing'}). Correct its driver"
-        )
-    return values[name]
 
 
 def row_of(robot: Robot, values: Mapping[str, Any], cameras: Sequence[str], instruction: str) -> Observation:

@@ -316,28 +316,25 @@ class RobotEpisodes:
 
         Return what was executed, ``[D]``, whether the action arrived (else a hold was executed), and whether the robot has said so.
         """
-        hold = np.where(self.displaces, np.float32(0), last)
+        hold, limit, answer = np.where(self.displaces, np.float32(0), last), self.settings.max_change, None
+        if action is not None and limit is not None:
+            bounded = np.clip(action, last - limit, last + limit)
+            self.timing.limited += int(not np.array_equal(bounded, action))
+            action = bounded
         if action is None or not np.isfinite(action).all():
             self.timing.held += 1
             action = hold
-        elif self.settings.max_change is not None:
-            bounded = np.clip(action, last - self.settings.max_change, last + self.settings.max_change)
-            self.timing.limited += int(not np.array_equal(bounded, action))
-            action = bounded
         names = list(self.robot.action_features)
         try:
             answer = self.robot.send_action(dict(zip(names, action.tolist(), strict=True)))
-        except LOST as error:
-            self.timing.lost += 1
-            self._warn(repr(error))
-            return hold, False, True
-        try:
             return numbers_of(answer, names), True, True
         except LOST as error:
             self.timing.lost += 1
             self._warn(repr(error))
-            # To make a displacement twice would be worse than not at all; positions go on from where they were last known.
-            return np.where(self.displaces, action, last), True, False
+        if answer is None:
+            return hold, False, True
+        # To make a displacement twice would be worse than not at all; positions go on from where they were last known.
+        return np.where(self.displaces, action, last), True, False
 
 
 @contextmanager

@@ -319,6 +319,7 @@ def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(displacements
     arm.position = lambda: {"joint": wrong}
     with pytest.raises(RLinfError, match="where it is.*joint is"):
         played(arm)
+    assert set(played(Clock(), max_change=float("nan"))[0]) == {0}, "a limit that is not finite, from Python"
 
 
 @pytest.mark.parametrize("value", [None, "1.5", [1.0, 2.0]])

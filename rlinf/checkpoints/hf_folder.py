@@ -119,7 +119,11 @@ class HFFolder:
             floats = ((name, t.to(self.dtype) if t.is_floating_point() else t) for name, t in tensors)
             write_chunks(output, floats, self.chunk_bytes)
             _copy_source_files(self.source, output)
-            self._name_end_tokens(checkpoint, output / "generation_config.json")
+            ends = read_state(checkpoint)["loop_state"].get("data", {}).get("end_tokens")
+            path = output / "generation_config.json"
+            values = json.loads(path.read_text()) if path.is_file() else self.model.generation_config.to_diff_dict()
+            if ends is not None and values.get("eos_token_id") != ends:
+                write_text(path, json.dumps(values | {"eos_token_id": ends}, indent=2))
             _adapt_config(output / "config.json", self.dtype, type(self.model).__name__, packed=self.has_adapters)
             manifest = replace(manifest, lora={"state": "merged" if self.has_adapters else "none"})
         shutil.copyfile(checkpoint / CONFIG_FILE, output / CONFIG_FILE)
@@ -136,13 +140,6 @@ class HFFolder:
                 f"The adapters of {checkpoint} belong to other base weights (digest {saved}) than {self.source} ({present}). "
                 "Name the model that they were trained on"
             )
-
-    def _name_end_tokens(self, checkpoint: Path, path: Path) -> None:
-        """Let ``generation_config.json`` name the tokens at which answers of the run end."""
-        ends = read_state(checkpoint)["loop_state"].get("data", {}).get("end_tokens")
-        values = json.loads(path.read_text()) if path.is_file() else self.model.generation_config.to_diff_dict()
-        if ends is not None and values.get("eos_token_id") != ends:
-            write_text(path, json.dumps(values | {"eos_token_id": ends}, indent=2))
 
     def _merged(self, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in the source's files, each with its adapter added."""

@@ -163,9 +163,7 @@ def _load(
     arguments = {"dtype": dtype, "attn_implementation": cfg.attn_implementation}
     if entry.acts:
         model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments, deferred))
-        from rlinf.models.hf_model import accept_saving  # imports transformers
-
-        accept_saving(model).feature_kind, model.prompt_suffix = cfg.features, cfg.prompt_suffix or ""
+        model.feature_kind, model.prompt_suffix = cfg.features, cfg.prompt_suffix or ""
     elif cfg.model_path is None:
         model = entry.model.from_config(config, **arguments)
     else:

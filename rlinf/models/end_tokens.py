@@ -1,8 +1,9 @@
-"""The tokens that end an answer: one list, in ``model.generation_config``, for training, generation, engines and exports."""
+"""The tokens that end an answer, all of them in ``model.generation_config``: the model's, its tokenizer's and its chat template's."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,8 +12,10 @@ from rlinf.distributed.process_group import rank
 
 logger = logging.getLogger("rlinf")
 
-MARK = "\ufdd0"
-"""Stands for an answer: a character that Unicode reserves for use inside a program."""
+FOLLOWED = re.compile(
+    r"(bos|eos|pad)_token_id|do_sample|max_\w+|use_cache|cache_\w+|output_\w+|transformers_version|_\w+"
+)
+"""Settings of a ``generation_config.json`` that a command replaces, or that change no token."""
 
 
 def end_tokens(model: Any, tokenizer: Any = None, given: int | list[int] | None = None) -> list[int]:
@@ -25,37 +28,37 @@ def end_tokens(model: Any, tokenizer: Any = None, given: int | list[int] | None 
 
 def settle_end_tokens(model: Any, processor: Any) -> None:
     """Add the end tokens of a tokenizer (or of a processor's) and of its chat template to the model's, and say so; None adds none."""
-    tokenizer = getattr(processor, "tokenizer", processor)
-    own, last, earlier = end_tokens(model), *template_ends(processor)
+    tokenizer, own = getattr(processor, "tokenizer", processor), end_tokens(model)
+    last, earlier = (template_end(processor, num_turns) for num_turns in (1, 2))
     # A model that knows the template leaves out what ends a part of its answers only.
     named = dict.fromkeys([getattr(tokenizer, "eos_token_id", None), last, None if last in own else earlier])
     vocab_size = model.config.get_text_config().vocab_size
-    added = [token for token in named if token is not None and token not in own and token < vocab_size]
-    if added:
+    if added := [token for token in named if token is not None and token not in own and token < vocab_size]:
         model.generation_config.eos_token_id = own + added
     if added and own and rank() == 0:
         texts = (" and ".join(repr(tokenizer.decode([token])) for token in tokens) for tokens in (own, added))
-        logger.warning(
-            "The model ends answers with %s, its tokenizer or chat template with %s: each ends one here", *texts
-        )
+        logger.warning("The model ends answers with %s, its tokenizer or template with %s: each ends one here", *texts)
+    other = {key: value for key, value in model.generation_config.to_diff_dict().items() if not FOLLOWED.fullmatch(key)}
+    if other and rank() == 0:
+        logger.warning("generation_config.json sets %s, which is not followed here", other)
 
 
-def template_ends(processor: Any) -> tuple[int | None, int | None]:
-    """Return the token that a chat template puts behind the last answer of a conversation, and behind an earlier one; None: none."""
-    tokenizer, ends = getattr(processor, "tokenizer", processor), []
-    texts = [
-        [{"type": "text", "text": text}] if hasattr(processor, "image_processor") else text for text in ("a", MARK)
-    ]
-    turns = [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
-    for messages in (turns, turns * 2) if getattr(processor, "chat_template", None) else ():
-        try:
-            text = processor.apply_chat_template(messages, tokenize=False)
-        except (TemplateError, ValueError, TypeError, KeyError):  # which the packer reports, with the row
-            text = ""
-        ids = tokenizer(text.partition(MARK)[2], add_special_tokens=False)["input_ids"]
-        first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
-        ends.append(first if first in marked_tokens(tokenizer) else None)
-    return (ends[0], ends[1]) if ends else (None, None)
+def template_end(processor: Any, num_turns: int) -> int | None:
+    """Return the token that a chat template puts behind the first of so many answers; None: none."""
+    if not getattr(processor, "chat_template", None):
+        return None
+    tokenizer, mark = getattr(processor, "tokenizer", processor), "\ufdd0"  # a character that no text has
+    texts = {"user": "a", "assistant": mark}
+    if hasattr(processor, "image_processor"):
+        texts = {role: [{"type": "text", "text": text}] for role, text in texts.items()}
+    turns = [{"role": role, "content": content} for role, content in texts.items()] * num_turns
+    try:
+        rest = processor.apply_chat_template(turns, tokenize=False).partition(mark)[2]
+    except (TemplateError, ValueError, TypeError, KeyError):  # which the packer reports, with the row
+        return None
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
+    return first if first in marked_tokens(tokenizer) else None
 
 
 def marked_tokens(tokenizer: Any) -> set[int]:

@@ -55,9 +55,9 @@ def dataset_statistics(folder: Path) -> dict[str, Any]:
 
 def no_lora(path: str | Path) -> None:
     """Raise CheckpointError for a folder that holds adapters, and no model."""
-    folder = Path(path).expanduser()
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "<another model>"
+    adapter = Path(path).expanduser() / "adapter_config.json"
+    if adapter.is_file() and not adapter.with_name("config.json").is_file():
+        base = read_json(adapter).get("base_model_name_or_path") or "<another model>"
         raise CheckpointError(
             f"'{path}' holds adapters only, of {base}. Export them merged: rlinf export checkpoint=<run folder> output=<folder> "
             f"merge_lora=true. For a policy, set model.lora_path={path} model.is_lora=true model.model_path={base}"

@@ -277,8 +277,6 @@ FOLLOWED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
 """Settings of PEFT that training, merging and engines follow, and those that only say where an adapter comes from."""
-DRAWS = (True, False, "gaussian", "orthogonal")
-"""Values of ``init_lora_weights`` that draw the adapter and leave the weights below it as they are."""
 
 
 def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
@@ -288,18 +286,20 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
         needed = f"adapter_config.json and {ADAPTER_FILE}"
         raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
     values, neutral = read_json(path), PeftLoraConfig().to_dict() | {"peft_type": "LORA"}
-    followed = FOLLOWED | ({"init_lora_weights"} if values.get("init_lora_weights") in DRAWS else set())
-    for name in sorted(values.keys() - followed):
+    if values.get("init_lora_weights") in (
+        "gaussian",
+        "orthogonal",
+        False,
+    ):  # others change the weights below the adapter
+        del values["init_lora_weights"]
+    for name in sorted(values.keys() - FOLLOWED):
         value, needed = values[name], neutral.get(name)
         if value != needed and (value or needed):
             raise CheckpointError(
                 f"The adapter in '{folder}' has {name}={value}, which is not followed here; required: {needed}. Merge it by PEFT "
                 "(merge_and_unload), and set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
             )
-    try:
-        saved = PeftLoraConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"PEFT cannot read '{path}': {error}. Set model.lora_path=<another folder>") from error
+    saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
         if getattr(saved, key) != getattr(lora, override):
             raise CheckpointError(

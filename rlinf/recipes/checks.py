@@ -175,12 +175,11 @@ def _check_rollout(config: RecipeConfig) -> None:
         )
     key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
     longest = min(rollout.max_response_length, config.policy.model_max_length)
-    counts = method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function
-    if counts and buffer is not None and buffer > longest:
-        raise ConfigError(
-            f"{key} is {buffer}, and answers have at most {longest} tokens, so that every one would be punished; required: at most "
-            f"as many. Set {key}=null for a quarter of them"
-        )
+    if method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function:
+        if (buffer or 0) > longest:
+            raise ConfigError(
+                f"{key} is {buffer}, and answers have at most {longest} tokens; required: no more. Set {key}=null"
+            )
     other = rollout.sampling_config.temperature
     if other not in (None, method.temperature):
         raise ConfigError(

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
-from rlinf.models.end_tokens import end_tokens, settle_end_tokens, template_ends
+from rlinf.models.end_tokens import end_tokens, settle_end_tokens, template_end
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import chat_tokenizer
@@ -43,7 +43,10 @@ def settled(eos, tokenizer, **options):
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_a_template_ends_its_answers_as_by_hand(family, last, earlier, kind):
     tokenizer = chat_tokenizer(family, kind)
-    ends = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in template_ends(tokenizer)]
+    ends = [
+        None if token is None else tokenizer.convert_ids_to_tokens(token)
+        for token in (template_end(tokenizer, n) for n in (1, 2))
+    ]
     assert ends == [last, earlier]
 
 
@@ -62,7 +65,10 @@ def test_a_template_ends_its_answers_as_by_hand(family, last, earlier, kind):
 def test_ends_of_other_shapes(template, ends):
     tokenizer = chat_tokenizer("qwen")
     tokenizer.chat_template = template
-    found = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in template_ends(tokenizer)]
+    found = [
+        None if token is None else tokenizer.convert_ids_to_tokens(token)
+        for token in (template_end(tokenizer, n) for n in (1, 2))
+    ]
     assert found == ends
 
 
@@ -74,6 +80,14 @@ def test_a_base_model_ends_with_its_own_token_and_the_templates(caplog):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert settled([end, tokenizer.eos_token_id], tokenizer) == ["<|im_end|>", "</s>"] and not caplog.text
     assert settled(tokenizer.eos_token_id, tokenizer, vocab_size=end) == ["</s>"], "without an embedding"
+
+
+def test_settings_that_would_change_answers_are_named(caplog):
+    made = model(2)
+    made.generation_config.update(temperature=0.7, do_sample=True, max_new_tokens=9, stop_strings=["x"], pad_token_id=0)
+    settle_end_tokens(made, None)
+    assert "temperature" in caplog.text and "stop_strings" in caplog.text
+    assert not any(name in caplog.text for name in ("do_sample", "max_new_tokens", "pad_token_id", "eos_token_id"))
 
 
 def test_a_model_that_knows_its_template_keeps_out_what_ends_a_part_of_an_answer():
@@ -98,6 +112,6 @@ def test_the_tokenizer_and_the_configuration_count_too():
 def test_an_added_token_that_is_not_special_ends_an_answer_and_pieces_of_text_do_not():
     plain = chat_tokenizer("plain")
     plain.chat_template = CHATML
-    assert template_ends(plain) == (None, None)
+    assert template_end(plain, 1) is None
     plain.add_tokens([AddedToken("<|im_end|>", special=False, rstrip=True)])
-    assert plain.convert_ids_to_tokens(list(template_ends(plain))) == ["<|im_end|>"] * 2
+    assert plain.convert_ids_to_tokens(template_end(plain, 1)) == "<|im_end|>"

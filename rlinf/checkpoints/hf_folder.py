@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from rlinf.checkpoints.folders import read_state
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import naming, replace_folder, write_text
@@ -118,6 +119,11 @@ class HFFolder:
             floats = ((name, t.to(self.dtype) if t.is_floating_point() else t) for name, t in tensors)
             write_chunks(output, floats, self.chunk_bytes)
             _copy_source_files(self.source, output)
+            ends = read_state(checkpoint)["loop_state"].get("data", {}).get("end_tokens")
+            path = output / "generation_config.json"
+            values = json.loads(path.read_text()) if path.is_file() else self.model.generation_config.to_diff_dict()
+            if ends is not None and values.get("eos_token_id") != ends:
+                write_text(path, json.dumps(values | {"eos_token_id": ends}, indent=2))
             _adapt_config(output / "config.json", self.dtype, type(self.model).__name__, packed=self.has_adapters)
             manifest = replace(manifest, lora={"state": "merged" if self.has_adapters else "none"})
         shutil.copyfile(checkpoint / CONFIG_FILE, output / CONFIG_FILE)

@@ -21,11 +21,12 @@ from rlinf.distributed.start import launch_context, started_here
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import Answer, AnswerResult
 from rlinf.files import follow_latest, sha256_of, write_text
-from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_generation import HuggingFaceGeneration
 from rlinf.manifest import Manifest, git_revision, library_versions
 from rlinf.models.base_weights import weights_digest
+from rlinf.models.end_tokens import end_tokens
 from rlinf.models.hf_model import load_config
+from rlinf.models.loading import no_lora
 from rlinf.models.positions import num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import load_processor
@@ -42,7 +43,7 @@ from rlinf.tracking.progress import Progress
 
 logger = logging.getLogger("rlinf")
 
-ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+MODEL_CONFIG = "config.json"
 
 
 def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
@@ -77,10 +78,10 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
         packer = QuestionPacker(Path(config.questions).expanduser().parent, declared or 2**31)
         packer.prepare(processor)
         _check(questions, packer, config.questions)
-        generator = _load(config, model, packer.tokenizer)
+        generator = _load(config, model, processor)
     completer = Completer(
         LocalGenerator(generator), packer.tokenizer, make_rewards(reward), batch_size=config.batch_size,
-        max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer, None),
+        max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer),
     )  # fmt: skip
     start = time.monotonic()
     with waiting("evaluate"):
@@ -138,10 +139,7 @@ def find_model(path: str) -> str:
         raise CheckpointError(f"There is no folder {folder}; required: the folder of a model or of a run.")
     if (folder / MODEL_CONFIG).is_file():
         return str(folder)
-    if (folder / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{folder} holds adapters only. Export them merged: rlinf export checkpoint=<run folder> output=<folder> merge_lora=true"
-        )
+    no_lora(folder)
     if folder.parent.name == run_folder.CHECKPOINTS_FOLDER:
         twin = folder.parents[1] / run_folder.SAFETENSORS_FOLDER / folder.name
         if (twin / MODEL_CONFIG).is_file():
@@ -196,11 +194,11 @@ def _check(questions: list[Question], packer: QuestionPacker, file: str) -> None
         is_first = is_first and not question.media
 
 
-def _load(config: QuestionsConfig, model: str, tokenizer: Any) -> HuggingFaceGeneration:
+def _load(config: QuestionsConfig, model: str, processor: Any) -> HuggingFaceGeneration:
     dtype = config.dtype or str(load_config(model).dtype or "float32").removeprefix("torch.")
     return HuggingFaceGeneration(
         model, max_new_tokens=config.max_tokens, temperature=config.temperature or 1.0, seed=config.seed, torch_dtype=dtype,
-        tokenizer=tokenizer, device_map="auto" if config.device == "auto" else None,
+        tokenizer=processor, device_map="auto" if config.device == "auto" else None,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from rlinf.distributed.deferred import is_deferred
 from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.dropout import switch_off_dropout
+from rlinf.models.end_tokens import settle_end_tokens
 from rlinf.models.hf_model import HFModel
 from rlinf.models.loading import check_attention, without_load_report
 from rlinf.models.precision import torch_dtype_of
@@ -34,11 +35,17 @@ class CausalLMConfig:
     load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
     load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
+    tokenizer: Any = option(None, "Tokenizer or processor, for padding and end tokens that the model does not name.")
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = False) -> Any:
     """Load a model in evaluation mode and switch off all dropout; ``deferred``: leave its weights in files, if they can be."""
+    model = _load(model_name, config, deferred)
+    settle_end_tokens(model, config.tokenizer)
+    return switch_off_dropout(model).eval()
+
+
+def _load(model_name: str, config: CausalLMConfig, deferred: bool) -> Any:
     check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -55,20 +62,12 @@ def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = 
     model = HFModel.from_pretrained(model_name, deferred=deferred, **arguments).model
     check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
     if is_deferred(model):
-        return switch_off_dropout(model).eval()
+        return model
     if with_ranks:
         model.to(device_map[""])
     elif device_map == "auto" and num_accelerators:
         model.to(torch.accelerator.current_accelerator())
-    return switch_off_dropout(model).eval()
-
-
-def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
-    """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none."""
-    sources = (model.generation_config, model.config.get_text_config(), tokenizer)
-    candidates = (given, *(getattr(source, "eos_token_id", None) for source in sources))
-    found = next((value for value in candidates if value is not None), [])
-    return [found] if isinstance(found, int) else list(found)
+    return model
 
 
 def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
@@ -76,7 +75,7 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
 
     Ids without an embedding, which some published models name (-1), are skipped.
     """
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size, tokenizer = model.config.get_text_config().vocab_size, getattr(tokenizer, "tokenizer", tokenizer)
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 
@@ -95,7 +94,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
         raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
     # Tensors on the meta device are offloaded to disk.
     check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
-    return switch_off_dropout(model).eval()
+    return HFModel(model).model
 
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:

@@ -18,7 +18,15 @@ from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
-from rlinf.models.loading import check_attention, check_fit, check_hub, check_model_type, read_json, without_load_report
+from rlinf.models.loading import (
+    check_attention,
+    check_fit,
+    check_hub,
+    check_model_type,
+    no_lora,
+    read_json,
+    without_load_report,
+)
 from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
@@ -339,6 +347,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
 
     loader = AutoConfig if entry.config is None else entry.config
     if Path(path).is_dir() and not _has_config(entry, path):
+        no_lora(path)
         files = config_file_names(entry)
         raise CheckpointError(
             f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Set model.model_path=<checkpoint folder>"

@@ -15,13 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.generation import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import check_fit, check_hub, read_json, without_load_report
+from rlinf.models.loading import check_fit, check_hub, no_lora, read_json, without_load_report
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
@@ -44,7 +45,7 @@ class HFModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = accept_saving(model)
 
     @classmethod
     def from_pretrained(
@@ -189,9 +190,23 @@ class HFModel(nn.Module):
         return self
 
 
+class _AsRead(GenerationConfig):
+    def validate(self, *args: Any, **kwargs: Any) -> None:
+        """Accept what was read: transformers reads, but does not write, a temperature without ``do_sample``, and the like."""
+
+
+def accept_saving(model: Any) -> Any:
+    """Let transformers save a model, also one inside another, with the ``generation_config.json`` that it was read with; return it."""
+    for module in model.modules():
+        if isinstance(getattr(module, "generation_config", None), GenerationConfig):
+            module.generation_config.__class__ = _AsRead
+    return model
+
+
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the configuration of a folder or hub id; raise CheckpointError or, for an unknown model type, ConfigError."""
     check_hub(path)
+    no_lora(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:

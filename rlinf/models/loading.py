@@ -93,6 +93,17 @@ def _unreachable(endpoint: str) -> str | None:
     return None
 
 
+def no_lora(path: str | Path) -> None:
+    """Raise CheckpointError for a folder that holds adapters, and no model."""
+    adapter = Path(path).expanduser() / "adapter_config.json"
+    if adapter.is_file() and not adapter.with_name("config.json").is_file():
+        base = read_json(adapter).get("base_model_name_or_path") or "<another model>"
+        raise CheckpointError(
+            f"'{path}' holds adapters only, of {base}. Export them merged: rlinf export checkpoint=<run folder> output=<folder> "
+            f"merge_lora=true. For a policy, set model.lora_path={path} model.is_lora=true model.model_path={base}"
+        )
+
+
 def checkpoint_folder(path: str | Path) -> Path:
     """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded."""
     folder = Path(path)

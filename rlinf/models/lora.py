@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlinf.distributed.deferred import is_deferred
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, closest, did_you_mean
 from rlinf.models.base_weights import base_tensors
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.folder_policy import write_safetensors
+from rlinf.models.loading import read_json
 from rlinf.optim.finite import check_loaded
 from rlinf.run_folder import ADAPTER_FILE, FULL_FILE
 
+logger = logging.getLogger("rlinf")
+
 _PEFT_PREFIX = "base_model.model."
+TARGETS = "lora.target_modules"
 
 
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
@@ -44,24 +51,23 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     """
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
-    targets = lora.target_modules or model.lora_target_modules
     in_full = rf"({'|'.join(model.trained_in_full)})(\..*)?" if model.trained_in_full else None
     excluded = [each for each in (in_full, getattr(model, "lora_exclude_modules", None)) if each]
-    config = PeftLoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules="|".join(excluded) or None,
-    )
-    if lora_path is not None:
-        _check_same_settings(Path(lora_path), config)
+    saved = None if lora_path is None else _saved_settings(Path(lora_path), lora)
+    config = saved or PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha)
+    config.lora_dropout, config.exclude_modules = lora.dropout, config.exclude_modules or "|".join(excluded) or None
+    if lora.target_modules:
+        _check_targets(model, lora.target_modules, config.exclude_modules)
+    if lora.target_modules or lora_path is None:
+        targets = lora.target_modules or model.lora_target_modules
+        config.target_modules = targets if isinstance(targets, str) else set(targets)
     try:
         with _adapters_in_memory() if is_deferred(model) else nullcontext():
             inject_adapter_in_model(config, model)
     except ValueError as error:
-        found = f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}"
-        raise ConfigError(f"{found}: {error}") from error
+        found = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
+        raise ConfigError(found, **{TARGETS: None}) from error
+    _check_untied(model)
     _match_formats_on_meta(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
@@ -240,17 +246,69 @@ def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
         )
 
 
-def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
-    if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
+def _check_targets(model: nn.Module, targets: Sequence[str], excluded: str | Collection[str] | None) -> None:
+    """Raise ConfigError for a target that ends no layer's name; ``excluded``: a pattern of layers that are never adapted."""
+    weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
+    layers = [name for name, weight in weights if getattr(weight, "ndim", 0) > 1]
+    if isinstance(excluded, str):
+        layers = [name for name in layers if not re.fullmatch(excluded, name)]
+    names = {name.rpartition(".")[2] for name in layers}
+    wrong = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
+    if wrong:
+        meant = [closest(target, names) if target in wrong else target for target in targets]
+        found = f"{TARGETS} has '{wrong[0]}', which matches no layer of {type(model).__name__}"
+        raise ConfigError(f"{found}.{did_you_mean(wrong[0], names)}", **{TARGETS: None if None in meant else meant})
+
+
+def _check_untied(model: nn.Module) -> None:
+    """Raise ConfigError for an adapted weight that another layer has too: merged into it, the adapter would change both."""
+    holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and holders[id(getattr(layer.get_base_layer(), "weight", None))] > 1:
+            weights = f"The adapted weights '{name.rpartition('.')[2]}.weight'"
+            raise ConfigError(
+                f"{weights} have no tensor of their own: another layer has the same.", target_modules=None
+            )
+
+
+FOLLOWED = {
+    "r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "use_rslora", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern",
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+}  # fmt: skip
+"""Settings of PEFT that training, merging and engines follow, and those that only say where an adapter comes from."""
+
+
+def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
+    """Return the settings of an adapter folder; raise CheckpointError for one that is not followed, or contradicts ``lora``."""
+    path = folder / "adapter_config.json"
+    if not path.is_file() or not (folder / ADAPTER_FILE).is_file():
         needed = f"adapter_config.json and {ADAPTER_FILE}"
         raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
+    values, neutral = read_json(path), PeftLoraConfig().to_dict() | {"peft_type": "LORA"}
+    if values.get("init_lora_weights") in (
+        "gaussian",
+        "orthogonal",
+        False,
+    ):  # others change the weights below the adapter
+        del values["init_lora_weights"]
+    for name in sorted(values.keys() - FOLLOWED):
+        value, needed = values[name], neutral.get(name)
+        if value != needed and (value or needed):
+            raise CheckpointError(
+                f"The adapter in '{folder}' has {name}={value}, which is not followed here; required: {needed}. Merge it by PEFT "
+                "(merge_and_unload), and set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
+            )
     saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
-        if getattr(saved, key) != getattr(config, key):
+        if getattr(saved, key) != getattr(lora, override):
             raise CheckpointError(
                 f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
-                f"{getattr(config, key)}. Set model.lora.{override}={getattr(saved, key)}"
+                f"{getattr(lora, override)}. Set model.lora.{override}={getattr(saved, key)}"
             )
+    if saved.lora_dropout != lora.dropout:
+        logger.warning("%s: model.lora.dropout counts, and not lora_dropout=%s", folder, saved.lora_dropout)
+    return saved
 
 
 def _load_adapter(model: Any, folder: Path) -> None:
@@ -262,7 +320,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
         missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
         raise CheckpointError(
             f"The adapter in '{folder}' does not fit the model: missing {missing[:3]} ({len(missing)}), unexpected "
-            f"{unexpected[:3]} ({len(unexpected)}). Set model.lora.target_modules=<the adapter's>"
+            f"{unexpected[:3]} ({len(unexpected)}). Set model.lora.target_modules=null"
         )
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE

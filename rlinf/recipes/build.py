@@ -11,14 +11,16 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from rlinf.checkpoints.checkpoint import on_rank_zero
 from rlinf.checkpoints.checkpoint_manager import Upload
 from rlinf.checkpoints.upload import HubUpload, S3Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
+from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
+from rlinf.models.end_tokens import end_tokens
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
 from rlinf.recipes.completions import Answers, Completer, Generator
@@ -26,7 +28,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
-from rlinf.recipes.packers import Packer, PromptPacker
+from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
 from rlinf.recipes.plan import make_plan, share_of_engine, why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
 from rlinf.recipes.rewards import Rewards, make_rewards
@@ -114,7 +116,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
         "temperature": method.temperature if is_grpo else 1.0,
         "max_new_tokens": rollout.max_response_length,
         "max_model_len": longest,
-        "tokenizer": getattr(processor, "tokenizer", processor),
+        "tokenizer": processor,
     }  # fmt: skip
 
 
@@ -151,6 +153,13 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
     }
 
 
+def describe_model(policy: HuggingFacePolicy) -> dict[str, Any]:
+    """Return which model a run began with, and what ends its answers (a collective call)."""
+    name = policy.model_name
+    digest = on_rank_zero(lambda: weights_digest(name), f"read {name}")
+    return {"policy.model_name_or_path": digest, "end_tokens": policy.model.generation_config.eos_token_id}
+
+
 def make_uploads(config: RecipeConfig) -> list[Upload]:
     """Return what takes a run's folders elsewhere, with credentials that work; made on one rank. Raise ConfigError if they do not work."""
     ckpt = config.train.ckpt
@@ -179,6 +188,8 @@ def make_trainer(
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
+        if isinstance(packer, ChatPacker):
+            packer.end_tokens = end_tokens(policy.model, processor)
     trainer = getattr(_Maker(config, policy, processor, data, stack), config.train.train_policy.type)()
     trainer.config = config
     return trainer
@@ -329,7 +340,7 @@ class _Maker:
             rewards,
             batch_size=rollout.batch_size * rollout.n_generation,
             max_new_tokens=rollout.max_response_length,
-            end_tokens=end_tokens(self.policy.model, tokenizer, None),
+            end_tokens=end_tokens(self.policy.model, tokenizer),
         )
 
     def _generator(self, tokenizer: Any) -> Generator:
@@ -355,6 +366,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
         "model_name": policy.model_name,
         "max_new_tokens": rollout.max_response_length,
         "temperature": policy.temperature,
+        "eos_token_id": end_tokens(policy.model, policy.config.tokenizer),
         "seed": config.train.seed or 0,
         "vllm_cfg": {
             "tensor_parallel_size": rollout.parallelism.tp_size,

@@ -173,6 +173,13 @@ def _check_rollout(config: RecipeConfig) -> None:
             "train.train_policy.temperature is 0, so all answers of a group would be equal; required: above 0. Set "
             "train.train_policy.temperature=1.0"
         )
+    key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
+    longest = min(rollout.max_response_length, config.policy.model_max_length)
+    if method.overlong_reward.enable_overlong_penalty or "overlong" in method.reward_function:
+        if (buffer or 0) > longest:
+            raise ConfigError(
+                f"{key} is {buffer}, and answers have at most {longest} tokens; required: no more. Set {key}=null"
+            )
     other = rollout.sampling_config.temperature
     if other not in (None, method.temperature):
         raise ConfigError(

@@ -48,7 +48,9 @@ class OverlongRewardConfig:
     """A penalty for answers near the length limit."""
 
     enable_overlong_penalty: bool = option(False, "Subtract the penalty from the reward.")
-    buffer_length: int = option(4096, "Tokens before the limit over which the penalty rises.", minimum=1)
+    buffer_length: int | None = option(
+        None, "Tokens before the limit over which the penalty rises; null: a quarter of the limit.", minimum=1
+    )
     penalty_factor: float = option(1.0, "Penalty at the limit.", minimum=0)
 
 

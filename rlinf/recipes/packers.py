@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from PIL import Image, UnidentifiedImageError
 
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.end_tokens import marked_tokens
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.messages import (
     IMAGE_MARK,
@@ -135,6 +136,9 @@ class ChatPacker:
     column ``tools``: a list of JSON schemas, or its JSON text.
     """
 
+    end_tokens: Sequence[int] | None = None
+    """At which generation stops, as the run sets it; None: not known."""
+
     def setup(self, config: Any, processor: Any) -> None:
         """See ``Packer``. Raise ConfigError if the tokenizer has no chat template, or gives no offsets."""
         self.config, self.processor = config, processor
@@ -148,8 +152,7 @@ class ChatPacker:
             raise ConfigError(
                 f"The {type(self.tokenizer).__name__} gives no offsets of its tokens; required: a fast tokenizer."
             )
-        added = self.tokenizer.added_tokens_decoder.items()
-        self._special = {*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self._special = marked_tokens(self.tokenizer)
         self._header = self._generation_prompt()
         self._has_warned = False
 
@@ -440,13 +443,13 @@ class ChatPacker:
                 last < len(ids) and ids[last] not in special and not text[offsets[last][0] : offsets[last][1]].strip()
             ):
                 last += 1
-            if last < len(ids) and ids[last] in special:
-                token = last + 1
-            elif not self._has_warned:
+            has_end = last < len(ids) and ids[last] in special
+            token = last + 1 if has_end else token
+            if not self._has_warned and not (has_end and ids[last] in (self.end_tokens or ids)):
                 self._has_warned = True
-                logger.warning(
-                    "The chat template puts no end token after an answer, so the model does not learn where to stop"
-                )
+                other = f"ends an answer with {text[slice(*offsets[last])]!r}, at which none stops" if has_end else None
+                none = "puts no end token after an answer, so the model does not learn where to stop"
+                logger.warning("The chat template %s", other or none)
             found.append((first, token))
         return found
 
@@ -484,11 +487,18 @@ class PromptPacker(ChatPacker):
             raise BadRowError(
                 f"its prompt is a text, which is taken as it is, without {unread}; required: a list of messages."
             )
-        ids = self.tokenizer(text)["input_ids"]
+        ids = text_tokens(self.tokenizer, text)
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
         self._check_length(len(ids))
         return Prompt(ids, {}, self.reference(row), row)
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a prompt that is a text, behind those that the tokenizer puts first, unless it begins with them already."""
+    plain, whole = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer(text)["input_ids"]
+    num_first = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+    return plain if plain[:num_first] == whole[:num_first] else whole[: num_first + len(plain)]
 
 
 def _moved(place: int, changes: Sequence[Mapping[str, Any]]) -> int:

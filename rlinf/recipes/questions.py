@@ -14,7 +14,7 @@ from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, text_parts
-from rlinf.recipes.packers import ChatPacker
+from rlinf.recipes.packers import ChatPacker, text_tokens
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
 from rlinf.recipes.samples import BadRowError, Prompt
 
@@ -320,7 +320,7 @@ class QuestionPacker(ChatPacker):
         if isinstance(question.messages, str) or not self.has_template:
             if question.media:
                 raise BadRowError("it has images or a video, and the model has no chat template that places them.")
-            ids = self.tokenizer(question.prompt)["input_ids"]
+            ids = text_tokens(self.tokenizer, question.prompt)
             self._check_length(len(ids))
             return Prompt(ids, {}, question.expected, question.row)
         return self.prompt({**question.row, "messages": question.messages, "answer": question.expected})

@@ -23,11 +23,12 @@ from rlinf.errors import ConfigError
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.models.precision import torch_dtype_of
-from rlinf.options import to_mapping
+from rlinf.options import cured_by_settings, to_mapping
 from rlinf.recipes.build import (
     RecipeData,
     batch_size,
     describe_data,
+    describe_model,
     load_processor,
     make_trainer,
     make_uploads,
@@ -111,7 +112,8 @@ def _run_in(
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
         seed_everything(train.seed or 0)  # dropout of adapters draws
-        policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
+        with cured_by_settings("policy", path="model_name_or_path"):
+            policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
         save_every, profile_window = _save_every(config, trainer), _profile_window(config, trainer, folder)
@@ -133,8 +135,9 @@ def _run_in(
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
             uploads=uploads,
         )
+        data = describe_data(config, trainer) | describe_model(policy)
         loop = Loop(
-            LoopState(phase="step", data=describe_data(config, trainer)), folder,
+            LoopState(phase="step", data=data), folder,
             TrainerConfig(save_every=save_every, save_every_minutes=0.0), mapping,
             checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, resumed_from=checkpoint,
         )  # fmt: skip
@@ -228,11 +231,11 @@ def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
     present = trainer.manifest()
     loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
     state = LoopState(**loaded | {"phase": "step"})
-    changed = [f"{name} was {state.data.get(name)} and is {value}" for name, value in loop.state.data.items()
-               if state.data.get(name) != value]  # fmt: skip
+    changed = [f"{name} was {state.data[name]} and is {value}" for name, value in loop.state.data.items()
+               if state.data.get(name, value) != value]  # older checkpoints lack some  # fmt: skip
     if changed:
         raise ConfigError(
-            f"{checkpoint} was written with other data: {'; '.join(changed)}. Set them as they were, or train.resume=false"
+            f"{checkpoint} was written with other data or another model: {'; '.join(changed)}. Set them as they were, or train.resume=false"
         )
     trainer.rows.load_state_dict(state.rows)
     loop.state = state

@@ -52,7 +52,7 @@ class LoopState:
         last_validation: Metrics of the last one.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
         labels: Bits of ``sft.advantage_share`` of its rows, in hexadecimal; None: without labels.
-        data: What determines the rows of a recipe's step, which a resumed run must have too.
+        data: What determines the rows of a recipe's step, and its model; a resumed run must have the same.
         rows: State of a recipe's dataset.
         rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.
         start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.

@@ -59,10 +59,10 @@ def trained(source: str, seed: int = 3, lora: LoraConfig | None = None, dtype=to
     return model.model.eval()
 
 
-def saved(folder: Path, model, source: str, lora: LoraConfig | None = None) -> Path:
+def saved(folder: Path, model, source: str, lora: LoraConfig | None = None, data: dict | None = None) -> Path:
     manifest = token_manifest(model, source, precision="float32", seed=0, policy_version=3, lora=lora)
     return save_checkpoint(
-        folder / "checkpoints" / "step_3", model=model, optimizer=None, loop_state={"step": 3}, run_config={"seed": 0},
+        folder / "checkpoints" / "step_3", model=model, optimizer=None, loop_state={"step": 3, "data": data or {}}, run_config={"seed": 0},
         manifest=manifest, with_policy=False,
     )  # fmt: skip
 
@@ -124,6 +124,21 @@ def test_a_vision_language_model_is_exported_with_its_processor(tmp_path, family
     read = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(read), logits(model), atol=1e-4, rtol=1e-4)
     assert keys_of(tmp_path / "merged") == keys_of(Path(source))
+
+
+def test_generation_config_names_the_end_tokens_of_the_run_and_keeps_the_rest(tiny_lm, tmp_path):
+    source = Path(with_tokenizer(tiny_lm(), tmp_path / "source"))
+    model, own = trained(str(source)), source / "generation_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"temperature": 0.6, "do_sample": False}))
+    for name, ends, written in (("same", 2, 2), ("more", [2, 5], [2, 5]), ("older", None, 2)):
+        checkpoint = saved(tmp_path / name, model, str(source), data={"end_tokens": ends} if ends else {})
+        HFFolder(str(source), torch.float32)(checkpoint, tmp_path / name / "final")
+        found = json.loads((tmp_path / name / "final" / own.name).read_text())
+        assert found == json.loads(own.read_text()) | {"eos_token_id": written}
+    own.unlink()
+    HFFolder(str(source), torch.float32)(tmp_path / "more" / "checkpoints" / "step_3", tmp_path / "new")
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "new").generation_config
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, [2, 5], 0)
 
 
 def test_adapters_are_merged_or_stay_apart(tiny_lm, tmp_path):

@@ -1,5 +1,7 @@
 """Generation with transformers: right-padded rows as if each were alone, and every setting honoured."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,6 +281,17 @@ def test_sampling_settings_of_the_checkpoint_are_not_used_but_its_end_tokens_are
     model.save_pretrained(tmp_path)
     output = HuggingFaceGeneration(str(tmp_path), max_new_tokens=8).generate(prompts, greedy=True)
     assert response(output, 0) == response(free, 0)[: response(free, 0).index(end) + 1]
+
+
+def test_an_end_token_of_the_tokenizer_stops_a_row_and_is_saved(tiny_lm, tmp_path, prompts):
+    free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
+    end = response(free, 0)[2]
+    tokenizer = SimpleNamespace(eos_token_id=end, decode=str)
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, tokenizer=tokenizer)
+    output = engine.generate(prompts, greedy=True)
+    assert response(output, 0) == response(free, 0)[: response(free, 0).index(end) + 1]
+    engine.model.save_pretrained(tmp_path)
+    assert HuggingFaceGeneration(str(tmp_path)).model.generation_config.eos_token_id == [2, end]
 
 
 def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):

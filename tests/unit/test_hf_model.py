@@ -23,6 +23,7 @@ from rlinf.models import (
     MODELS,
     HFLLMModel,
     HFModel,
+    HuggingFacePolicy,
     build_policy,
     entry_for,
     get_model,
@@ -108,6 +109,34 @@ def folders(tmp_path_factory):
                 parameter.add_(0.05 * torch.randn_like(parameter))
         model.save_pretrained(root / family)
     return root
+
+
+def test_a_generation_config_that_transformers_rejects_is_saved_as_it_was_read(folders, tmp_path):
+    source = shutil.copytree(folders / "llama", tmp_path / "source")
+    path = source / "generation_config.json"
+    odd = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "max_new_tokens": 7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd))
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "theirs")
+    HFModel.from_pretrained(source).save_pretrained(tmp_path / "ours")
+    HuggingFacePolicy(str(source)).save_pretrained(tmp_path / "policy")
+    for folder in ("ours", "policy"):
+        saved = json.loads((tmp_path / folder / path.name).read_text())
+        assert {name: saved.get(name, False) for name in odd} == odd, "do_sample is false without a word"
+
+
+def test_a_folder_of_adapters_is_no_model(folders, tmp_path):
+    lora = {"peft_type": "LORA", "base_model_name_or_path": str(folders / "llama")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
+    for use in (
+        lambda: load_config(tmp_path),
+        lambda: HFModel.from_pretrained(tmp_path),
+        lambda: get_model({"model_type": "hf_vla", "model_path": str(tmp_path)}),
+    ):
+        with pytest.raises(CheckpointError, match=f"holds adapters only, of {folders / 'llama'}"):
+            use()
+    shutil.copy(folders / "llama" / "config.json", tmp_path)  # a model that keeps its adapters beside it
+    assert load_config(tmp_path).model_type == "llama"
 
 
 def tiny_batch(family, rows=2, length=10):

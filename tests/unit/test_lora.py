@@ -1,11 +1,17 @@
 """LoRA on policies: what trains, what is saved, and that an adapter is never counted twice."""
 
+import dataclasses
+import json
+
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models import build_policy, get_model
+from rlinf.models import HFModel, build_policy, get_model
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import (
     adapter_fingerprint,
@@ -110,8 +116,6 @@ def test_layers_that_are_never_run_get_no_adapter():
 
 
 def test_adapter_folder_is_pefts_own(inputs, tmp_path):
-    from peft import PeftModel
-
     model = adapted()
     save_adapter(model, tmp_path)
     wrapped = PeftModel.from_pretrained(policy(), str(tmp_path)).eval()
@@ -274,3 +278,101 @@ def test_a_language_model_takes_adapters_and_merges_them():
         merge_lora(model, tokens, atol=-1.0)
     with pytest.raises(ConfigError, match="merged before"):
         merge_lora(merged)
+
+
+FOLLOWED = {
+    "r": {"r": 3}, "lora_alpha": {"lora_alpha": 5}, "lora_dropout": {"lora_dropout": 0.3}, "use_rslora": {"use_rslora": True},
+    "target_modules": {"target_modules": r".*\.(down_proj|q_proj)"}, "exclude_modules": {"exclude_modules": ["q_proj"]},
+    "fan_in_fan_out": {"fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj"]}, "layers_to_transform": {"layers_to_transform": [1]},
+    "layers_pattern": {"layers_to_transform": [1], "layers_pattern": "layers"}, "rank_pattern": {"rank_pattern": {"q_proj": 5}},
+    "alpha_pattern": {"alpha_pattern": {"q_proj": 64}}, "init_lora_weights": {"init_lora_weights": "gaussian"}, "peft_type": {},
+    "task_type": {"task_type": "FEATURE_EXTRACTION"}, "auto_mapping": {"auto_mapping": {"base_model_class": "x"}}, "peft_version": {},
+    "base_model_name_or_path": {"base_model_name_or_path": "x"}, "revision": {"revision": "main"}, "inference_mode": {"inference_mode": True},
+}  # fmt: skip
+REJECTED = {
+    "init_lora_weights": "pissa", "peft_type": "LOHA", "bias": "all", "modules_to_save": ["lm_head"], "megatron_config": {"a": 1},
+    "megatron_core": "x", "trainable_token_indices": [1], "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0},
+    "corda_config": {"cache_file": "x"}, "lora_ga_config": {"direction": "random"}, "use_dora": True, "velora_config": {"num_groups": 2},
+    "alora_invocation_tokens": [1], "use_qalora": True, "qalora_group_size": 8, "monteclora_config": {"a": 1}, "layer_replication": [[0, 1]],
+    "runtime_config": {"ephemeral_gpu_offload": True}, "lora_bias": True, "target_parameters": ["x"], "use_bdlora": {"a": 1},
+    "arrow_config": {"top_k": 2}, "kasa_config": {"a": 1}, "ensure_weight_tying": True,
+}  # fmt: skip
+"""What is done with each field of PEFT's configuration: a new field is in neither."""
+
+
+def updates(model):
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
+    return {
+        name.removeprefix("base_model.model."): layer.get_delta_weight("default").detach() for name, layer in layers
+    }
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PeftLoraConfig)])
+def test_a_setting_of_pefts_is_followed_in_every_layer_or_rejected(tiny_lm, tmp_path, field):
+    source = tiny_lm("gpt2" if field == "fan_in_fan_out" else "llama")
+    settings = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | FOLLOWED.get(field, {})
+    torch.manual_seed(0)
+    wrapped = get_peft_model(HFModel.from_pretrained(source), PeftLoraConfig(**settings))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    wrapped.save_pretrained(tmp_path)
+    lora = LoraConfig(rank=settings["r"], alpha=settings["lora_alpha"])
+    if field in FOLLOWED:
+        theirs = PeftModel.from_pretrained(HFModel.from_pretrained(source), str(tmp_path))
+        ours = apply_lora(HFModel.from_pretrained(source), lora, str(tmp_path))
+        expected = updates(theirs)
+        torch.testing.assert_close(updates(ours), expected, atol=1e-5, rtol=0)
+        assert expected and all(update.abs().max() > 1e-2 for update in expected.values())
+        merged = theirs.merge_and_unload().state_dict()
+        torch.testing.assert_close(merged_state_dict(ours), dict(merged), atol=1e-5, rtol=0)
+        save_adapter(ours, tmp_path / "again")
+        again = apply_lora(HFModel.from_pretrained(source), lora, str(tmp_path / "again"))
+        torch.testing.assert_close(updates(again), expected, atol=1e-5, rtol=0)
+    if field in REJECTED or field not in FOLLOWED:
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {field: REJECTED[field]}))
+        with pytest.raises(CheckpointError, match=f"{field}="):
+            apply_lora(HFModel.from_pretrained(source), lora, str(tmp_path))
+
+
+def test_a_setting_that_this_version_of_peft_does_not_know_is_rejected(tiny_lm, tmp_path):
+    get_peft_model(HFModel.from_pretrained(tiny_lm()), PeftLoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path
+    )
+    path, lora = tmp_path / "adapter_config.json", LoraConfig(rank=8, alpha=8)
+    settings = json.loads(path.read_text())
+    for unknown, is_rejected in (({"enable_lora": None}, False), ({"use_newlora": True}, True)):
+        path.write_text(json.dumps(settings | unknown))
+        if is_rejected:
+            with pytest.raises(CheckpointError, match="use_newlora=True"):
+                apply_lora(HFModel.from_pretrained(tiny_lm()), lora, str(tmp_path))
+        else:
+            apply_lora(HFModel.from_pretrained(tiny_lm()), lora, str(tmp_path))
+
+
+def test_each_target_must_match_a_layer_and_the_suggestion_does():
+    with pytest.raises(ConfigError, match=r"'v_prj'.*'v_proj'.*Set model.lora.target_modules=\[q_proj,v_proj\]"):
+        policy(is_lora=True, lora=LORA | {"target_modules": ["q_proj", "v_prj"]})
+    with pytest.raises(ConfigError, match="'value_head.mlp.0'.*Set model.lora.target_modules=null"):  # trained in full
+        policy(is_lora=True, lora=LORA | {"target_modules": ["q_proj", "value_head.mlp.0"]})
+    for targets in (["q_proj", "v_proj"], ["layers.1.self_attn.q_proj"], None):
+        assert has_adapters(policy(is_lora=True, lora=LORA | {"target_modules": targets}))
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_tied_weights_take_no_adapter_and_others_are_merged_right(tiny_lm, target):
+    lora, tokens = LoraConfig(rank=2, alpha=8, target_modules=[target]), {"input_ids": torch.arange(3, 9)[None]}
+    with pytest.raises(ConfigError, match=f"'{target}.weight' have no tensor of their own"):
+        apply_lora(HFModel.from_pretrained(tiny_lm(tie_word_embeddings=True)), lora)
+    model = apply_lora(HFModel.from_pretrained(tiny_lm()), lora).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_()
+        expected, plain = model(**tokens).logits, HFModel.from_pretrained(tiny_lm()).eval()
+        control = plain(**tokens).logits
+        plain.load_state_dict(merged_state_dict(model))
+        torch.testing.assert_close(plain(**tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    assert (control - expected).abs().max() > 0.1

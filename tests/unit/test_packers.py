@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rlinf.errors import ConfigError
 from rlinf.recipes.packers import ChatPacker, PromptPacker, RawTextPacker
+from rlinf.recipes.questions import Question, QuestionPacker
 from rlinf.recipes.samples import BadRowError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
@@ -315,6 +317,34 @@ def test_an_answer_without_end_token_is_announced_once(caplog):
     for _ in range(2):
         packer.sample({"messages": [QUESTION, ANSWER]})
     assert caplog.text.count("does not learn where to stop") == 1
+
+
+def test_an_end_token_at_which_the_run_does_not_stop_is_announced(caplog):
+    tokenizer = chat_tokenizer("gpt_oss")
+    packer, rows = ready(ChatPacker(), tokenizer), ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER])
+    packer.end_tokens = [tokenizer.convert_tokens_to_ids("<|return|>")]
+    for messages, warns in zip(rows, (False, True), strict=True):
+        packer.sample({"messages": messages})
+        assert ("'<|end|>'" in caplog.text) == warns
+
+
+def test_a_prompt_that_is_rendered_already_begins_once_and_never_with_an_end():
+    tokenizer = chat_tokenizer("mistral")
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ends = [("<s>", begin), ("</s>", end)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A $B", special_tokens=ends
+    )
+    packer = ready(PromptPacker(), tokenizer)
+    rendered = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+    by_messages = packer.prompt({"prompt": [QUESTION], "answer": ""}).input_ids
+    assert rendered.startswith("<s>") and packer.prompt({"prompt": rendered, "answer": ""}).input_ids == by_messages
+    plain = packer.prompt({"prompt": "The quick", "answer": ""}).input_ids
+    assert plain == [begin, *tokenizer("The quick", add_special_tokens=False)["input_ids"]]
+    questions = QuestionPacker(Path(), 1000)
+    questions.prepare(tokenizer)
+    asked = [Question("1", "", text, text, "", {}, False) for text in (rendered, "The quick")]
+    assert [questions.question(each).input_ids for each in asked] == [by_messages, plain]
 
 
 def test_a_system_prompt_and_columns_of_prompt_and_response():

@@ -1,20 +1,27 @@
 """The parts of a run, as its configuration makes them."""
 
 import json
-from contextlib import ExitStack
+import shutil
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 
+from rlinf.errors import ConfigError
+from rlinf.llm.generation_interface import GenerationConfig
+from rlinf.llm.vllm_generation import sampling_arguments
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
-from rlinf.recipes.build import RecipeData, describe_data, make_trainer
+from rlinf.recipes import build
+from rlinf.recipes.build import RecipeData, describe_data, describe_model, make_trainer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.packers import PromptPacker, RawTextPacker
 from rlinf.recipes.rewards import REWARDS
+from rlinf.recipes.run import _restore
 from rlinf.registry import Entry
+from rlinf.training.state import LoopState
 
 ROLLOUT = {"backend": "torch", "n_generation": 2, "max_response_length": 5}
 POSITIONS = 64
@@ -98,6 +105,37 @@ def test_what_determines_the_rows_of_a_step_is_compared(key, value):
     setattr(config.train.train_policy.dataset if path else config.train.train_policy, last, value)
     assert describe_data(config, trainer) != before
     assert json.loads(json.dumps(before)) == before, "a checkpoint holds it as JSON"
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with_only(tiny_lm, tmp_path):
+    def data_of(folder):
+        generation = SimpleNamespace(eos_token_id=2)
+        return describe_model(
+            SimpleNamespace(model_name=str(folder), model=SimpleNamespace(generation_config=generation))
+        )
+
+    first, moved, other = tiny_lm(), shutil.copytree(tiny_lm(), tmp_path / "moved"), tiny_lm(seed=1)
+    assert data_of(first) == data_of(moved)
+    for folder, before, message in (
+        (moved, data_of(first), None), (first, {}, None), (other, data_of(first), "policy.model_name_or_path was .* and is "),
+        (first, data_of(first) | {"end_tokens": [2, 3]}, r"end_tokens was \[2, 3\] and is 2"),
+    ):  # fmt: skip
+        saved = {"phase": "step", "step": 3, "data": before}
+        manager = SimpleNamespace(load=lambda *_, saved=saved, **__: saved)
+        loop = SimpleNamespace(checkpoints=manager, state=LoopState(phase="step", data=data_of(folder)))
+        rows = SimpleNamespace(load_state_dict=lambda state: None)
+        trainer = SimpleNamespace(manifest=lambda: None, model=None, optimizer=None, rows=rows)
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            _restore(tmp_path, loop, trainer)
+
+
+def test_an_engine_stops_where_the_trained_model_does(tiny_lm, monkeypatch):
+    monkeypatch.setattr(build, "why_no_engine", lambda _: None)
+    config = config_of(tiny_lm(), "grpo", rollout=ROLLOUT | {"backend": "vllm"})
+    policy = HuggingFacePolicy(tiny_lm(), tokenizer=SimpleNamespace(eos_token_id=7, decode=str))
+    engine = build._engine(config, policy, places=object())
+    settings = {name: value for name, value in engine.items() if name in GenerationConfig.__annotations__}
+    assert sampling_arguments(settings, greedy=True)["stop_token_ids"] == [2, 7]
 
 
 def test_the_group_size_and_a_stream_are_compared():

@@ -10,6 +10,8 @@ from rlinf.options import from_mapping, override_text
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT
 from rlinf.recipes.config import CkptConfig, RecipeConfig
 from rlinf.recipes.load import ALIASES, find_recipe, keys_of, load_recipe, packaged_recipes, read_recipe, recipe_names
+from rlinf.recipes.rewards import make_rewards
+from rlinf.recipes.samples import Prompt
 
 NAMES = (
     "cosmos-reason1-7b-fsdp2-sft", "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "gemma3-12b-vlm-fsdp4-sft",
@@ -217,6 +219,27 @@ def test_grpo_refuses_settings_that_cannot_learn(recipe, override, message):
     with pytest.raises(ConfigError) as error:
         recipe("train.train_batch_per_replica=16", override, type="grpo")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("asks", ["overlong_reward.enable_overlong_penalty=true", "reward_function=[overlong]"])
+def test_the_penalty_of_long_answers_leaves_room_for_short_ones(recipe, asks):
+    section, limit = "train.train_policy", "rollout.max_response_length=512"
+    buffer = f"{section}.overlong_reward.buffer_length"
+    words = ["train.train_batch_per_replica=16", f"{section}.{asks}", limit]
+    config, _ = recipe(*words, f"{buffer}=512", type="grpo")
+    assert config.train.train_policy.overlong_reward.buffer_length == 512
+    recipe(
+        f"{buffer}=4096", limit, "train.train_batch_per_replica=16", type="grpo"
+    )  # without the penalty nothing is bounded
+    for more, longest in ((), 512), (("policy.model_max_length=300",), 300):
+        with pytest.raises(ConfigError, match=f"513, and answers have at most {longest} .*Set {buffer}=null"):
+            recipe(*words, *more, f"{buffer}=513", type="grpo")
+    config, _ = recipe(*words, f"{buffer}=null", type="grpo")
+    method = config.train.train_policy
+    rewards = make_rewards(method.reward_function, method.overlong_reward)
+    lengths = (1, 384, 448, 512)
+    found = [rewards("x", Prompt([1], {}, "y", {}), num_tokens=n, max_tokens=512)[1]["overlong"] for n in lengths]
+    assert found == [0, 0, -0.5, -1]
 
 
 @pytest.mark.parametrize("key", sorted(NOT_DONE))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import lock, naming
+from rlinf.files import json_line, lock, naming, parse_json_lines
 from rlinf.run_folder import PARTIAL_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -47,7 +47,7 @@ class PartialResults:
         self.earlier_s = 0.0
         self._start = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8", errors="backslashreplace")
         try:
             busy = f"Another evaluation is writing to {self.path}. Wait until it ends"
             lock(self._file, f"{busy}, or set output_dir=<another folder>")
@@ -81,14 +81,14 @@ class PartialResults:
 
     def _write(self, values: dict[str, Any]) -> None:
         with naming(self.path):
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json_line(values))
             self._file.flush()
 
     def _read(self, path: Path) -> None:
         """Read the whole lines of a file that an earlier process wrote."""
         content = path.read_bytes()
         try:
-            lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()]
+            lines = parse_json_lines(content[: content.rfind(b"\n") + 1], path)
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
             results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]

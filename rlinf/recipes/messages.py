@@ -6,17 +6,27 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlinf.recipes.row_files import WrittenMap, WrittenNumber, scalar_text, without_nulls
 from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of messages with ``from`` and ``value``; ``ROLES`` has the other names."""
+LEARNED_IF = ("weight", "train", "loss")
+"""Fields by which a message of the assistant says whether it is learned."""
+MEANINGFUL = frozenset(
+    "audio channel function_call image images loss_mask loss_weight mask masked prefill prefix reasoning reasoning_content recipient "
+    "refusal thinking thoughts train_detail video videos".split()
+)
+"""Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt as messages: a text is one of the user."""
+    """Return a prompt as messages: a text or a number is one of the user."""
+    prompt = scalar_text(prompt, "its prompt")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
@@ -58,7 +68,54 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         )
     if role == "assistant":
         text_of(content)
+    flags = {key: given.pop(key) for key in LEARNED_IF if key in given}
+    for key, flag in flags.items():
+        if isinstance(flag, str) or flag not in (0, 1) or (flag and key != "weight" and role != "assistant"):
+            raise BadRowError(
+                f"message {number} of the {role} has '{key}': {_short(flag)}; required: 0 or 1, and 1 for answers only."
+            )
+    given |= {"weight": 0} if 0 in flags.values() else {}
     return {**given, "role": role, "content": content}
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a checked message is learned: an answer without ``weight: 0``, ``train: false`` or ``loss: false``."""
+    return message["role"] == "assistant" and "weight" not in message
+
+
+def meaningful(message: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a message that nothing reads unless the chat template does."""
+    return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
+
+
+def system_of(row: Mapping[str, Any]) -> str:
+    """Return the text of the column with a row's system message; empty without one."""
+    texts = (row.get(name) for name in SYSTEM_COLUMNS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def with_columns(messages: Any, row: Mapping[str, Any], prompt_column: str = "", system_prompt: str = "") -> Any:
+    """Return messages with the row's system message before them; raise BadRowError for columns that nothing would read.
+
+    Args:
+        system_prompt: Of the recipe, which comes before all messages.
+    """
+    unread = ["history", "functions", "chat_template_kwargs"]
+    unread += ["input", "context"] if prompt_column == "instruction" else []
+    named = [name for name in unread if row.get(name)]
+    named += [name for name in ("weight", "sample_weight", "loss_weight") if row.get(name) not in (None, 1)]
+    if named:
+        raise BadRowError(f"nothing reads its column '{named[0]}': {_short(row[named[0]])}; required: all of it in the messages or the "
+                          "prompt. Remove the column, or read it in a dataset script.")  # fmt: skip
+    system = system_of(row)
+    if not system or isinstance(messages, str):
+        return messages
+    messages = check_messages(messages)
+    first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else system
+    if system_prompt or first != system:
+        raise BadRowError(f"it has two system messages, a column with {_short(system)} and {_short(system_prompt or first)}; required: one. "
+                          "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
+    return messages if messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:
@@ -78,26 +135,18 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the column ``tools`` of a row; None if it has none."""
     tools = row.get("tools")
-    is_text = isinstance(tools, str)
-    if is_text:
+    if isinstance(tools, str):
         tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
     if tools and not isinstance(tools, list):
         raise BadRowError(f"its column 'tools' is {_short(tools)}; required: a list of JSON schemas, or its JSON text.")
-    return (tools if is_text else without_nulls(tools)) or None  # the nulls of a text are its own: "default": null
+    return without_nulls(tools) or None
 
 
 def _from_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(text, object_hook=WrittenMap, parse_float=WrittenNumber)
+    except (ValueError, RecursionError) as error:
         raise BadRowError(f"{where} is {_short(text)}; required: JSON ({error}).") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls that ``datasets`` adds, so that all rows have the same keys."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def text_of(content: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from rlinf.checkpoints.hf_folder import token_manifest
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import rank, world_size
-from rlinf.files import write_bytes, write_text
+from rlinf.files import json_line, write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.models.config import LoraConfig
@@ -145,7 +144,8 @@ class TokenTrainer(ABC):
         if peak is not None:
             flops = flops_per_token(self.policy.model, found.num_tokens / found.num_rows)
             metrics["throughput/mfu"] = speed * flops / (peak * world_size())
-        shown = {name.lower(): value for name, value in found.shown.items()} or {"loss": found.loss}
+        shown = {} if "Reward" in found.shown else {"loss": found.loss}
+        shown |= {name.lower(): value for name, value in found.shown.items()}
         return Update(metrics, shown | {"tokens/s": speed})
 
     def evaluation_due(self, last: bool) -> str | None:
@@ -195,7 +195,7 @@ def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]])
     for sample in samples:
         images = sample.get("images", ())
         shown = {**sample, "images": write_images(folder, images)} if images else sample
-        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+        lines.append(json_line(shown))
     write_text(folder / f"{name}.jsonl", "".join(lines))
 
 

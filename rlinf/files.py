@@ -31,13 +31,8 @@ class TextFileError(ConfigError):
     """A text file is not UTF-8 or not JSON; the message names the file and the line."""
 
 
-def read_text(path: str | os.PathLike) -> str:
-    """Return the text of a UTF-8 file, without its byte order mark; raise TextFileError for another encoding."""
-    return decode_text(Path(path).read_bytes(), path)
-
-
 def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
-    """Return the text of a file, or of its part that starts at ``line``; see ``read_text``."""
+    """Return the text of a UTF-8 file, or of its part from ``line`` on, without a byte order mark; raise TextFileError for others."""
     try:
         return (content.removeprefix(codecs.BOM_UTF8) if line == 1 else content).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,7 +43,7 @@ def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
 
 
 def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options: Any) -> Any:
-    """Return the JSON value of a file, or of its part that starts at ``line``; raise TextFileError if it has none."""
+    """Return the JSON value of a file, or of its part from ``line`` on; raise TextFileError if it has none."""
     text = decode_text(content, path, line).rstrip()
     try:
         value = json.loads(text, **options)
@@ -63,11 +58,6 @@ def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options
 def parse_json_lines(content: bytes, path: str | os.PathLike) -> list[Any]:
     """Return the values of a JSON-lines file, which only newlines separate; raise TextFileError as ``parse_json``."""
     return [parse_json(line, path, n) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-
-
-def json_line(value: Any) -> str:
-    """Return a value as a line of a JSON-lines file, with its newline."""
-    return json.dumps(value, ensure_ascii=False) + "\n"
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:

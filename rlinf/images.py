@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -16,49 +16,40 @@ from PIL import Image, ImageOps
 from rlinf.errors import ConfigError
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-"""Pillow's modes of 8 bits per channel or fewer."""
-MAX_NAME = 80
-"""Characters of a path that a message shows."""
+"""Pillow's modes with at most 8 bits per channel."""
 
 
 class ImageError(ConfigError):
-    """An image is missing, damaged, or of a number format that has no single conversion to 8 bits; the text begins with its name."""
+    """An image is missing, damaged, or has pixels with no single conversion to 8 bits."""
 
 
-def open_image(image: Any, folder: Path = Path(), formats: Sequence[str] | None = None, name: str = "") -> Image.Image:
+def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image:
     """Return an image as RGB; raise ImageError if that is impossible.
 
     Args:
-        image: A PIL image, pixels as in ``check_pixels``, a path, a ``data:`` URI, the bytes of a file, or ``{bytes, path}``.
+        image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, the bytes of a file, or a
+            mapping with ``bytes`` and ``path``.
         folder: Where a relative path begins.
-        formats: Pillow's names of the file formats that are read; None: all.
         name: For messages; empty: the path.
     """
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(check_pixels(image, name or "the image"))
-    if isinstance(image, Image.Image):
-        return to_rgb(image, name or "the image")
+    if isinstance(image, (Image.Image, np.ndarray)):
+        return to_rgb(image if isinstance(image, Image.Image) else _from_pixels(image), name or "the image")
     stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
     path, data = stored.get("path"), stored.get("bytes")
     if data is None and not isinstance(path, (str, Path)):
         raise ImageError(f"an image is a {type(image).__name__}; required: a path, or bytes that hold an image.")
-    shown = str(path)
-    shown = shown if len(shown) <= MAX_NAME else f"{shown[: MAX_NAME - 3]}..."
-    name = name or (f"the image '{shown}'" if path else "the image in the dataset")
+    name = name or (f"the image '{_short(path)}'" if path else "the image in the dataset")
     try:
         if data is None and str(path).startswith("data:"):
-            data = _bytes_of_uri(str(path))
-        if data is None and "://" in str(path):
-            raise ImageError(f"{name} is an address, and nothing is downloaded; required: a file, or a data: URI.")
-        with Image.open(io.BytesIO(data) if data is not None else folder / path, formats=formats) as opened:
+            data = base64.b64decode(unquote_to_bytes(str(path).partition(";base64,")[2]), validate=True)
+        with Image.open(io.BytesIO(data) if data is not None else folder / path) as opened:
             return to_rgb(opened, name)
-    except ImageError:
-        raise
     except FileNotFoundError:
-        raise ImageError(f"{name} does not exist in '{folder}'; required: a file.") from None
+        raise ImageError(f"{name} does not exist in '{folder}'; required: a file, or a data: URI in base64.") from None
     except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
-        reason = str(error) if len(str(error)) <= 3 * MAX_NAME else f"{str(error)[: 3 * MAX_NAME]}..."
-        raise ImageError(f"{name} cannot be read ({reason}); required: an image such as PNG or JPEG.") from error
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(f"{name} cannot be read ({_short(error)}); required: an image such as PNG or JPEG.") from error
 
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
@@ -67,8 +58,8 @@ def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
     Of colour files with 16 bits per channel, Pillow reads the upper 8.
     """
     if image.mode not in MODES:
-        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 bits, 32 bits or floats), whose black and white nobody "
-                         "says; required: 8 bits per channel. Scale the values to 0 to 255 and save them as uint8.")  # fmt: skip
+        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), and nothing says which are black and "
+                         "white; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
     if image.getexif().get(0x0112, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -77,19 +68,17 @@ def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
     return image.convert("RGB")
 
 
-def check_pixels(pixels: np.ndarray, name: str = "the image") -> np.ndarray:
-    """Return pixels uint8 ``[H, W, 3]``, ``[H, W, 4]`` or ``[H, W]`` (also given as ``[H, W, 1]``); raise ImageError for others."""
-    if pixels.dtype != np.uint8:
-        raise ImageError(f"{name} has pixels of {pixels.dtype}; required: uint8, 0 to 255. Pixels of 0 to 1: "
-                         "(255 * image).round().astype('uint8')")  # fmt: skip
-    if pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (1,), (3,), (4,)) or not pixels.size:
-        raise ImageError(f"{name} has pixels of the shape {list(pixels.shape)}; required: [height, width, 3].")
-    return pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
+def _from_pixels(pixels: np.ndarray) -> Image.Image:
+    if (
+        pixels.dtype != np.uint8
+        or pixels.ndim not in (2, 3)
+        or pixels.shape[2:] not in ((), (1,), (3,), (4,))
+        or not pixels.size
+    ):
+        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; required: uint8 [height, width, 3]. Pixels of 0 to 1: "
+                         "(255 * image).round().astype('uint8').")  # fmt: skip
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
-def _bytes_of_uri(uri: str) -> bytes:
-    """Return what a ``data:`` URI holds; raise ValueError if it is not in base64."""
-    kind, comma, content = uri.partition(",")
-    if not comma or not kind.endswith(";base64"):
-        raise ValueError("a data: URI without ';base64,'")
-    return base64.b64decode(unquote_to_bytes(content), validate=True)
+def _short(value: Any) -> str:
+    return text if len(text := str(value)) <= 200 else f"{text[:197]}..."

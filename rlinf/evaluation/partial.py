@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import json_line, lock, naming, parse_json_lines
+from rlinf.files import lock, naming, parse_json_lines
 from rlinf.run_folder import PARTIAL_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -47,7 +47,7 @@ class PartialResults:
         self.earlier_s = 0.0
         self._start = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a", encoding="utf-8", errors="backslashreplace")
+        self._file = open(self.path, "a", encoding="utf-8")
         try:
             busy = f"Another evaluation is writing to {self.path}. Wait until it ends"
             lock(self._file, f"{busy}, or set output_dir=<another folder>")
@@ -81,7 +81,7 @@ class PartialResults:
 
     def _write(self, values: dict[str, Any]) -> None:
         with naming(self.path):
-            self._file.write(json_line(values))
+            self._file.write(json.dumps(values) + "\n")
             self._file.flush()
 
     def _read(self, path: Path) -> None:

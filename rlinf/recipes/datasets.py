@@ -18,7 +18,7 @@ from rlinf.data.rows import shuffled_rows
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.files import TextFileError
-from rlinf.recipes.row_files import KINDS, FileRows, is_plain, read_rows, stream_rows
+from rlinf.recipes.row_files import KINDS, is_plain, stream_rows
 from rlinf.recipes.samples import BadRowError, cut_and_equal, tokens_of
 from rlinf.seeding import derive_seed
 
@@ -123,12 +123,12 @@ def load_rows(
     place = describe(name, split, subset)
     try:
         parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
-        if all(isinstance(part, FileRows) for part in parts):
-            data: Any = FileRows([entry for part in parts for entry in part.entries])
+        for part in parts:
+            if getattr(part, "features", None) is not None:
+                part.info.features = library.Features(_undecoded(part.features))
+        if isinstance(parts[0], list):
+            data: Any = [row for part in parts for row in part]
         else:
-            for part in parts:
-                if part.features is not None:
-                    part.info.features = library.Features(_undecoded(part.features))
             data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
     except TextFileError:
         raise
@@ -191,7 +191,7 @@ def check_place(name: str, section: str) -> None:
 
 
 def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
-    """Return a split as a dataset, or as ``FileRows`` where its files are JSON or CSV, which declare no types."""
+    """Return a split as a dataset, or as a list of rows where its files are JSON or tables of text, which declare no types."""
     path, folder = Path(name).expanduser(), local_folder(name)
     paths = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     if paths and paths[0].suffix not in KINDS:
@@ -224,13 +224,13 @@ def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, spl
         return library.IterableDataset.from_generator(
             stream_rows, gen_kwargs={"files": [str(each) for each in files[split]], "kind": kind}
         )
-    chosen = [name for name in files if name in split] or list(files)
     fetch = library.DownloadManager().download_and_extract
-    rows = {name: read_rows([f if is_plain(f) else fetch(f) for f in files[name]], kind) for name in chosen}
+    chosen = [name for name in files if name in split] or list(files)
+    rows = {name: list(stream_rows([f if is_plain(f) else fetch(f) for f in files[name]], kind)) for name in chosen}
     if split in rows:
         return rows[split]
     parts = library.ReadInstruction.from_spec(split).to_absolute({name: len(rows[name]) for name in chosen})
-    return FileRows([entry for part in parts for entry in rows[part.splitname].entries[part.from_ : part.to]])
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -60,17 +59,16 @@ class DPOTrainer(TokenTrainer):
         own = numbers[share].tolist()
         pairs = [self.rows[number] for number in own]
         batch = self._batch(pairs, self._references, own)
-        flags = np.array([cut_and_equal(pair) for pair in pairs], float).reshape(-1, 2).sum(0)
-        num_tokens, *counts = sum_over_ranks([float(batch["attention_mask"].sum()), *flags.tolist()])
+        flags = [cut_and_equal(pair) for pair in pairs]
+        counts = [float(batch["attention_mask"].sum()), *(float(sum(flag[kind] for flag in flags)) for kind in (0, 1))]
+        num_tokens, num_cut, num_equal = sum_over_ranks(counts)
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
         named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= _preference_metrics(metrics, "train")
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        counted = {name: count for name, count in zip(("cut_row", "equal_pair"), counts, strict=True) if count}
-        named |= {f"train/{name}_fraction": count / self.batch_size for name, count in counted.items()}
-        shown = {
-            f"{name.replace('_', ' ').capitalize()}s of {self.batch_size}": count for name, count in counted.items()
-        }
+        named["train/cut_row_fraction"] = num_cut / self.batch_size
+        named["train/equal_pair_fraction"] = num_equal / self.batch_size
+        shown = {"Cut rows": num_cut, "Equal pairs": num_equal} if num_cut or num_equal else {}
         return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:

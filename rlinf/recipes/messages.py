@@ -20,6 +20,7 @@ MEANINGFUL = frozenset(
 )
 """Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+UNREAD_COLUMNS = ("weight", "sample_weight", "loss_weight", "history", "functions", "chat_template_kwargs")
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
@@ -89,33 +90,29 @@ def meaningful(message: Mapping[str, Any]) -> list[str]:
 
 
 def system_of(row: Mapping[str, Any]) -> str:
-    """Return the text of the column with a row's system message; empty without one."""
+    """Return the system message in a column of a row; empty without one."""
     texts = (row.get(name) for name in SYSTEM_COLUMNS)
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def with_columns(messages: Any, row: Mapping[str, Any], prompt_column: str = "", system_prompt: str = "") -> Any:
-    """Return messages with the row's system message before them; raise BadRowError for columns that nothing would read.
-
-    Args:
-        system_prompt: Of the recipe, which comes before all messages.
-    """
-    unread = ["history", "functions", "chat_template_kwargs"]
-    unread += ["input", "context"] if prompt_column == "instruction" else []
-    named = [name for name in unread if row.get(name)]
-    named += [name for name in ("weight", "sample_weight", "loss_weight") if row.get(name) not in (None, 1)]
-    if named:
-        raise BadRowError(f"nothing reads its column '{named[0]}': {_short(row[named[0]])}; required: all of it in the messages or the "
-                          "prompt. Remove the column, or read it in a dataset script.")  # fmt: skip
-    system = system_of(row)
-    if not system or isinstance(messages, str):
-        return messages
-    messages = check_messages(messages)
-    first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else system
-    if system_prompt or first != system:
-        raise BadRowError(f"it has two system messages, a column with {_short(system)} and {_short(system_prompt or first)}; required: one. "
+def with_system(messages: Any, row: Mapping[str, Any], prompt: str = "") -> list[dict[str, Any]]:
+    """Return checked messages after ``prompt``, the recipe's system message, or the row's; raise BadRowError for two that differ."""
+    messages, column = check_messages(messages), system_of(row)
+    first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
+    if column and (prompt or column) != column or column not in (first or column):
+        raise BadRowError(f"it has two system messages, a column with {_short(column)} and {_short(prompt or first)}; required: one. "
                           "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
-    return messages if messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
+    system = prompt or ("" if first else column)
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def refuse_unread(row: Mapping[str, Any], prompt_column: str = "") -> None:
+    """Raise BadRowError for a column that would change what is learned and that nothing reads."""
+    unread = [name for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)]
+    unread += ["input"] if prompt_column == "instruction" and row.get("input") else []
+    if unread:
+        raise BadRowError(f"nothing reads its column '{unread[0]}': {_short(row[unread[0]])}; required: all of it in the messages or the "
+                          "prompt. Remove the column, or read it in a dataset script.")  # fmt: skip
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from rlinf.recipes.messages import (
     is_learned,
     meaningful,
     refuse_media,
+    refuse_unread,
     refuse_videos,
     system_of,
     text_of,
     text_only,
     text_parts,
     tools_of,
-    with_columns,
+    with_system,
 )
 from rlinf.recipes.row_files import as_answer, as_text, scalar_text
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
@@ -72,7 +73,7 @@ class Packer(Protocol):
 
 
 def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
-    """Return a column of a row: a list, a map, or its file's text for anything else; BadRowError if it is missing or null.
+    """Return a column of a row, with its file's text for all but lists and maps; BadRowError if it is missing or null.
 
     ``setting`` is the key that names the column, if one does.
     """
@@ -105,10 +106,9 @@ class RawTextPacker:
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
-        messages = [text_only(message) for message in check_messages(with_columns(conversation, row))]
-        fields = [key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))]
-        if fields:
-            raise BadRowError(f"raw text has no place for '{fields[0]}' of a message; required: no such field.")
+        messages = [text_only(message) for message in with_system(conversation, row)]
+        for field in (key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))):
+            raise BadRowError(f"raw text has no place for '{field}' of a message; required: no such field.")
         if tools_of(row) or any(message.get("tool_calls") for message in messages):
             raise BadRowError(
                 "raw text shows no tools and no tool calls; required: a chat template that does, or the calls as text."
@@ -164,7 +164,6 @@ class ChatPacker:
         added = self.tokenizer.added_tokens_decoder.items()
         self._special = {*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         self._header = self._generation_prompt()
-        self._shown: dict[tuple[str, str], bool] = {}
         self._has_warned = False
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -174,24 +173,16 @@ class ChatPacker:
         """
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
+        refuse_unread(row, prompt)
         if name not in row and prompt in row and response in row:
             answer = {"role": "assistant", "content": as_text(column(row, response), f"its column '{response}'")}
-            return self._with_columns([*as_messages(column(row, prompt)), answer], row)
-        return self._with_columns(column(row, name, "train.train_policy.conversation_column_name"), row)
-
-    def _with_columns(self, messages: Any, row: dict[str, Any]) -> Any:
-        method = self.config.train.train_policy
-        return with_columns(messages, row, method.prompt_column_name, method.system_prompt)
+            return [*as_messages(column(row, prompt)), answer]
+        return column(row, name, "train.train_policy.conversation_column_name")
 
     def reference(self, row: dict[str, Any]) -> Any:
         """Return the right answer of a row, or a list of them, which the rewards get; None if the recipe names no column for it."""
         name = self.config.train.train_policy.response_column_name
         return column(row, name, "train.train_policy.response_column_name") if name else None
-
-    def _reference(self, row: dict[str, Any]) -> str | None:
-        """Return ``reference`` as text; of a list of right answers, ``AnyOf``."""
-        right = self.reference(row)
-        return None if right is None else as_answer(right, "its right answer")
 
     def sample(self, row: dict[str, Any]) -> Sample:
         """Return a conversation; of a text that is too long, the beginning."""
@@ -202,11 +193,11 @@ class ChatPacker:
 
         ``chosen`` and ``rejected`` are answers to ``prompt`` (a text or messages), or whole conversations.
         """
-        chosen, rejected = (self._with_columns(self._candidate(row, name), row) for name in ("chosen", "rejected"))
-        for messages in (chosen, rejected):
-            if messages[-1]["role"] != "assistant" or messages[:-1] != chosen[:-1]:
-                raise BadRowError("its columns 'chosen' and 'rejected' are not two answers to the same prompt; required: equal messages, "
-                                  "and then one answer of the assistant each.")  # fmt: skip
+        refuse_unread(row)
+        chosen, rejected = (self._candidate(row, name) for name in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1] or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
+            raise BadRowError("its columns 'chosen' and 'rejected' are not two answers to the same prompt; required: equal messages, and "
+                              "then one answer of the assistant each.")  # fmt: skip
         first, second = (
             self._pack(*self._resolved(messages, row), tools_of(row), last_only=True) for messages in (chosen, rejected)
         )
@@ -228,7 +219,8 @@ class ChatPacker:
             raise BadRowError("its last message is of the assistant; required of a prompt: of the user.")
         ids, _, inputs = self._encode(self._render(messages, tools_of(row), add_generation_prompt=True), images)
         self._check_length(len(ids))
-        return Prompt(ids, inputs, self._reference(row), row, [preview(image) for image in images[:MAX_PREVIEWS]])
+        previews = [preview(image) for image in images[:MAX_PREVIEWS]]
+        return Prompt(ids, inputs, as_answer(self.reference(row), "its right answer"), row, previews)
 
     def _check_length(self, length: int) -> None:
         if length >= self.max_length:
@@ -266,8 +258,7 @@ class ChatPacker:
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return messages as the template takes them, and the images in the order of their places."""
-        system = self.config.train.train_policy.system_prompt
-        messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
+        messages = with_system(messages, row, self.config.train.train_policy.system_prompt)
         for message in messages:
             self._check_fields(message)
         if not self.takes_images:
@@ -314,17 +305,12 @@ class ChatPacker:
 
     def _check_fields(self, message: dict[str, Any]) -> None:
         """Raise BadRowError if a field of a message has a meaning that the chat template does not show."""
-        role, text = message["role"], self._content("a")
-        before = [{"role": "user", "content": text}] if role in ("assistant", "tool") else []
+        plain = {"role": message["role"], "content": self._content("a")}
+        before = [{**plain, "role": "user"}] if message["role"] in ("assistant", "tool") else []
         for key in meaningful(message):
-            if (role, key) not in self._shown:
-                plain = {"role": role, "content": text}
-                self._shown[role, key] = self._render([*before, plain]) != self._render(
-                    [*before, plain | {key: message[key]}]
-                )
-            if not self._shown[role, key]:
-                raise BadRowError(f"the chat template does not show '{key}' of a message of the {role}; required: a template that does, "
-                                  "or the text in its content.")  # fmt: skip
+            if self._render([*before, plain]) == self._render([*before, plain | {key: message[key]}]):
+                raise BadRowError(f"the chat template does not show '{key}' of a message of the {plain['role']}; required: a template that "
+                                  "does, or the text in its content.")  # fmt: skip
 
     def video_path(self, name: str) -> Path:
         """Return the file of a video; override it for another layout of the folder."""
@@ -517,11 +503,12 @@ class PromptPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> Any:
         """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
+        refuse_unread(row, self.column)
         images = images_of(row)
         if isinstance(prompt, str) and images and self.takes_images:
             parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
             prompt = [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
-        return self._with_columns(prompt, row)
+        return prompt
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
         """Return the tokens of a text, with the special tokens that the tokenizer adds, or of messages."""
@@ -539,7 +526,7 @@ class PromptPacker(ChatPacker):
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
         self._check_length(len(ids))
-        return Prompt(ids, {}, self._reference(row), row)
+        return Prompt(ids, {}, as_answer(self.reference(row), "its right answer"), row)
 
 
 def _moved(place: int, changes: Sequence[Mapping[str, Any]]) -> int:

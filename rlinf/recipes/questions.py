@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system_of, text_parts, with_columns
+from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system_of, text_parts
 from rlinf.recipes.packers import ChatPacker
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
-from rlinf.recipes.row_files import KINDS, AnyOf, any_of, as_answer, as_text, read_rows, scalar_text
+from rlinf.recipes.row_files import KINDS, as_answer, as_text, scalar_text, stream_rows
 from rlinf.recipes.samples import BadRowError, Prompt
 
 SUFFIXES = (*KINDS, ".parquet")
@@ -145,11 +145,11 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
     return found
 
 
-def _read_rows(path: Path) -> Sequence[Any]:
+def _read_rows(path: Path) -> list[Any]:
     if not path.is_file():
         raise ConfigError(f"questions is '{path}', which is not a file. Set questions=<file>")
     if path.suffix in KINDS:
-        return read_rows([path], KINDS[path.suffix])
+        return list(stream_rows([path], KINDS[path.suffix]))
     if path.suffix != ".parquet":
         raise ConfigError(f"questions is '{path}'; required: a file that ends with {', '.join(SUFFIXES)}.")
     import pyarrow
@@ -172,13 +172,9 @@ def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Que
     if answer is None or answer == "":
         hint = did_you_mean(config.answer_column, asked)
         raise BadRowError(f"it has no answer in the column '{config.answer_column}'.{hint} Set answer_column=<column>")
-    expected = as_answer(answer, f"its column '{config.answer_column}'")
-    if options:
-        expected = (
-            any_of([_right_letter(each, options) for each in answer])
-            if isinstance(expected, AnyOf)
-            else _right_letter(answer, options)
-        )
+    right = answer if isinstance(answer, list) else [answer]
+    right = [_right_letter(each, options) for each in right] if options else right
+    expected = as_answer(right if isinstance(answer, list) else right[0], f"its column '{config.answer_column}'")
     columns = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
     name = next((each for each in columns if asked.get(each)), None)
     if name is None:
@@ -232,13 +228,8 @@ def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, i
         text = "\n".join([asked, *lines])
         text = f"{text}{separator}{request}" if request else text
         question.prompt = text
-        if (
-            is_raw
-            and not options
-            and not question.media
-            and config.system_prompt is None
-            and not system_of(question.row)
-        ):
+        is_plain = is_raw and not (options or question.media or system_of(question.row))
+        if is_plain and config.system_prompt is None:
             question.messages = text
             return
         asked = [{"role": "user", "content": text}]
@@ -326,7 +317,7 @@ class QuestionPacker(ChatPacker):
         return self.prompt({**question.row, "messages": question.messages, "answer": question.expected})
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        return with_columns(row["messages"], row)
+        return row["messages"]
 
     def reference(self, row: dict[str, Any]) -> Any:
         return row["answer"]

@@ -9,9 +9,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,10 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d{0,300})(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 
 
 class WrittenNumber(float):
-    """A number that is not an integer, with the text of its file: 1.10 as text is "1.10"."""
+    """A number that is not an integer, made of the text of its file, which it keeps: ``str`` of 1.10 is "1.10"."""
 
-    text: str
-
-    def __new__(cls, text: Any) -> WrittenNumber:
-        number = super().__new__(cls, text)
-        number.text = str(text)
-        return number
+    def __init__(self, text: Any) -> None:
+        self.text = str(text)
 
     def __str__(self) -> str:
         return self.text
@@ -43,58 +39,28 @@ class WrittenMap(dict):
     """A JSON object. Its nulls are in the file; nulls of tables may come from the keys of other rows."""
 
 
-@dataclass
-class FileRows(Sequence):
-    """Rows of files. A line of a JSON-lines file is parsed when it is read: parsed rows take several times the memory."""
-
-    entries: list[Any]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, index: Any) -> Any:
-        entry = self.entries[index]
-        if isinstance(index, slice):
-            return FileRows(entry)
-        return _parsed(entry) if isinstance(entry, bytes) else entry
-
-
-def read_rows(files: Sequence[str | Path], kind: str) -> FileRows:
-    """Return the rows of files or addresses, all of which are parsed once.
+def stream_rows(files: Sequence[str | Path], kind: str) -> Iterator[Any]:
+    """Yield the rows of files or addresses of a kind in ``KINDS``.
 
     Raise TextFileError for a file that is not UTF-8, and for a line without a row.
-
-    Args:
-        kind: Of all, a value of ``KINDS``.
     """
-    return FileRows([entry for file in files for entry, _ in _entries(file, kind)])
-
-
-def stream_rows(files: Sequence[str | Path], kind: str) -> Iterator[Any]:
-    """Yield the rows of files while they are read; see ``read_rows``."""
-    return (row for file in files for _, row in _entries(file, kind))
+    parse = partial(parse_json, object_hook=WrittenMap, parse_float=WrittenNumber)
+    for path in files:
+        with open(path, "rb") if is_plain(path) else fsspec.open(str(path), "rb", compression="infer") as file:
+            if kind != "json":
+                yield from _table(file.read(), path, kind)
+                continue
+            for number, line in enumerate(file, start=1):
+                text = line.removeprefix(codecs.BOM_UTF8).strip()
+                if number == 1 and text.startswith(b"["):
+                    yield from parse(line + file.read(), path)
+                elif text:
+                    yield parse(line, path, number)
 
 
 def is_plain(path: str | Path) -> bool:
     """Return whether a path is a file on this machine, and not compressed."""
     return Path(path).is_file() and Path(path).suffix in ("", *KINDS)
-
-
-def _entries(path: str | Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Yield each row twice: as it is kept, which is a line where there are lines, and parsed."""
-    with open(path, "rb") if is_plain(path) else fsspec.open(str(path), "rb", compression="infer") as file:
-        if kind != "json":
-            yield from ((row, row) for row in _table(file.read(), path, kind))
-            return
-        for number, line in enumerate(file, start=1):
-            if number == 1 and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                yield from ((row, row) for row in _parsed(line + file.read(), path))
-            elif line.removeprefix(codecs.BOM_UTF8).strip():
-                yield line, _parsed(line, path, number)
-
-
-def _parsed(content: bytes, path: str | Path = "", line: int = 1) -> Any:
-    return parse_json(content, path, line, object_hook=WrittenMap, parse_float=WrittenNumber)
 
 
 def _table(content: bytes, path: str | Path, separator: str) -> list[dict[str, Any]]:
@@ -121,20 +87,15 @@ def _field(text: str) -> Any:
 
 
 def as_text(value: Any, what: str) -> str:
-    """Return a value as the text that its file has for it; raise BadRowError for a list, a map or a time stamp.
-
-    Args:
-        what: Whose value it is, for messages.
-    """
+    """Return ``what``'s value as the text that its file has for it; raise BadRowError for a list, a map or a time stamp."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, (int, float, Decimal)) and value == value:
+    is_date = isinstance(value, date) and not isinstance(value, datetime)
+    if is_date or (isinstance(value, (int, float, Decimal)) and value == value):
         return str(value)
-    if isinstance(value, date) and not isinstance(value, datetime):
-        return value.isoformat()
     raise BadRowError(f"{what} is {repr(value)[:80]}; required: a text or a number.")
 
 
@@ -146,22 +107,17 @@ def scalar_text(value: Any, what: str) -> Any:
 class AnyOf(str):
     """Several right answers, ``answers``, shown as one text; a completion may give any of them."""
 
-    answers: list[str]
+    answers: Sequence[str] = ()
 
 
-def any_of(answers: Sequence[str]) -> AnyOf:
-    """Return right answers as ``AnyOf``."""
-    text = AnyOf(" or ".join(answers))
-    text.answers = list(answers)
-    return text
-
-
-def as_answer(value: Any, what: str) -> str:
-    """Return a right answer as text, or a list of them as ``AnyOf``; raise BadRowError for others."""
+def as_answer(value: Any, what: str) -> Any:
+    """Return a right answer as text, a list of them as ``AnyOf``, and None as it is; raise BadRowError for others."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (list, tuple)) and len(value):
-        return any_of([as_text(answer, f"an answer of {what}") for answer in value])
-    return as_text(value, what)
+    if isinstance(value, (list, tuple)) and value:
+        answers = [as_text(answer, f"an answer of {what}") for answer in value]
+        value = AnyOf(" or ".join(answers))
+        value.answers = answers
+    return None if value is None else as_text(value, what)
 
 
 def without_nulls(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from rlinf.checkpoints.hf_folder import token_manifest
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import rank, world_size
-from rlinf.files import json_line, write_bytes, write_text
+from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.models.config import LoraConfig
@@ -195,7 +196,7 @@ def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]])
     for sample in samples:
         images = sample.get("images", ())
         shown = {**sample, "images": write_images(folder, images)} if images else sample
-        lines.append(json_line(shown))
+        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
     write_text(folder / f"{name}.jsonl", "".join(lines))
 
 

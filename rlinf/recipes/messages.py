@@ -20,7 +20,7 @@ MEANINGFUL = frozenset(
 )
 """Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-UNREAD_COLUMNS = ("weight", "sample_weight", "loss_weight", "history", "functions", "chat_template_kwargs")
+UNREAD_COLUMNS = ("weight", "sample_weight", "loss_weight", "history", "functions", "chat_template_kwargs", "input")
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
@@ -79,11 +79,6 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
     return {**given, "role": role, "content": content}
 
 
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a checked message is learned: an answer without ``weight: 0``, ``train: false`` or ``loss: false``."""
-    return message["role"] == "assistant" and "weight" not in message
-
-
 def meaningful(message: Mapping[str, Any]) -> list[str]:
     """Return the fields of a message that nothing reads unless the chat template does."""
     return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
@@ -95,29 +90,32 @@ def system_of(row: Mapping[str, Any]) -> str:
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def with_system(messages: Any, row: Mapping[str, Any], prompt: str = "") -> list[dict[str, Any]]:
-    """Return checked messages after ``prompt``, the recipe's system message, or the row's; raise BadRowError for two that differ."""
-    messages, column = check_messages(messages), system_of(row)
-    first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
-    if column and (prompt or column) != column or column not in (first or column):
-        raise BadRowError(f"it has two system messages, a column with {_short(column)} and {_short(prompt or first)}; required: one. "
-                          "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
-    system = prompt or ("" if first else column)
+def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list[dict[str, Any]]:
+    """Return checked messages after the recipe's ``system`` message or the row's; raise BadRowError for two that differ."""
+    messages = check_messages(messages)
+    if column := system_of(row):
+        first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
+        if (system or column) != column or column not in (first or column):
+            raise BadRowError(f"it has two system messages, a column with {_short(column)} and {_short(system or first)}; required: one. "
+                              "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
+        system = system or ("" if first else column)
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def refuse_unread(row: Mapping[str, Any], prompt_column: str = "") -> None:
+def refuse_unread(row: Mapping[str, Any]) -> None:
     """Raise BadRowError for a column that would change what is learned and that nothing reads."""
-    unread = [name for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)]
-    unread += ["input"] if prompt_column == "instruction" and row.get("input") else []
-    if unread:
-        raise BadRowError(f"nothing reads its column '{unread[0]}': {_short(row[unread[0]])}; required: all of it in the messages or the "
-                          "prompt. Remove the column, or read it in a dataset script.")  # fmt: skip
+    unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
+    for name, value in unread.items():
+        if name != "input" or "instruction" in row:
+            raise BadRowError(f"nothing reads its column '{name}': {_short(value)}; required: all of it in the messages or the prompt. Remove "
+                              "the column, or read it in a dataset script.")  # fmt: skip
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:
     """Return a tool call as templates read it: with arguments as a mapping, where the row has their JSON text."""
-    call = without_nulls(call)
+    call = (
+        without_nulls(dict(call)) if isinstance(call, Mapping) else call
+    )  # nulls inside the arguments may be the file's
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(
@@ -126,7 +124,7 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of a tool call of message {number}")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**without_nulls(dict(function)), "arguments": arguments}}
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:

@@ -25,7 +25,6 @@ from rlinf.recipes.messages import (
     as_messages,
     check_messages,
     images_of,
-    is_learned,
     meaningful,
     refuse_media,
     refuse_unread,
@@ -173,7 +172,7 @@ class ChatPacker:
         """
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
-        refuse_unread(row, prompt)
+        refuse_unread(row)
         if name not in row and prompt in row and response in row:
             answer = {"role": "assistant", "content": as_text(column(row, response), f"its column '{response}'")}
             return [*as_messages(column(row, prompt)), answer]
@@ -323,7 +322,7 @@ class ChatPacker:
         text, answers = self._answers(messages, tools)
         ids, offsets, inputs = self._encode(text, images, answers)
         mask = [False] * len(ids)
-        learned = [is_learned(message) for message in messages if message["role"] == "assistant"]
+        learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
         learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
         if not any(learned):
             raise BadRowError("no answer in it is learned, by 'weight' or 'train'; required: at least one.")
@@ -503,7 +502,7 @@ class PromptPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> Any:
         """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
-        refuse_unread(row, self.column)
+        refuse_unread(row)
         images = images_of(row)
         if isinstance(prompt, str) and images and self.takes_images:
             parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]

@@ -159,12 +159,13 @@ def test_the_line_that_cannot_be_read_is_named(tmp_path, name, content, line):
 def test_nulls_of_a_file_survive_and_those_of_a_table_do_not(tmp_path):
     from rlinf.recipes.messages import check_messages, tools_of
 
-    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "unit": None}}}
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"city": "Paris", "unit": None}}}
     tools = [{"type": "function", "function": {"name": "f", "default": None}}]
     row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": tools}
 
     def kept(row) -> list:
         message = check_messages(row["messages"])[0]
+        assert "id" not in message["tool_calls"][0], "templates tell a missing id by its key"
         return [message["tool_calls"][0]["function"]["arguments"], tools_of(row)[0]["function"]]
 
     written = [{"city": "Paris", "unit": None}, {"name": "f", "default": None}]

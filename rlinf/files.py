@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlinf.errors import ConfigError
 from rlinf.run_folder import LATEST, LOCK_FILE
 
 logger = logging.getLogger("rlinf")
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FULL_BELOW = 2**20
 """A write that fails without a reason is blamed on a full disk if fewer bytes than these are free."""
 
 
+class TextFileError(ConfigError):
+    """A text file is not UTF-8 or not JSON; the message names the file and the line."""
+
+
+def decode_text(content: bytes, path: str | os.PathLike, line: int = 1) -> str:
+    """Return the text of a UTF-8 file, or of its part from ``line`` on, without a byte order mark; raise TextFileError for others."""
+    try:
+        return (content.removeprefix(codecs.BOM_UTF8) if line == 1 else content).decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, wrong = line + content.count(b"\n", 0, error.start), error.object[error.start]
+        raise TextFileError(
+            f"Line {line} of {path} is not UTF-8 (byte 0x{wrong:02x}). Save the file as UTF-8"
+        ) from None
+
+
+def parse_json(content: bytes, path: str | os.PathLike, line: int = 1, **options: Any) -> Any:
+    """Return the JSON value of a file, or of its part from ``line`` on; raise TextFileError if it has none."""
+    text = decode_text(content, path, line).rstrip()
+    try:
+        value = json.loads(text, **options)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # half a pair cannot be written, nor become tokens
+        return value
+    except (ValueError, RecursionError) as error:
+        line, reason = line + getattr(error, "lineno", 1) - 1, getattr(error, "msg", error)
+        raise TextFileError(f"Line {line} of {path} is not JSON ({reason}). Fix or delete the line") from None
+
+
+def parse_json_lines(content: bytes, path: str | os.PathLike) -> list[Any]:
+    """Return the values of a JSON-lines file, which only newlines separate; raise TextFileError as ``parse_json``."""
+    return [parse_json(line, path, n) for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+
+
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write a text file atomically; see ``write_bytes``."""
-    return write_bytes(path, text.encode("utf-8"))
+    """Write a UTF-8 text file atomically; half a surrogate pair becomes its escape, as JSON has it. See ``write_bytes``."""
+    return write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> Path:

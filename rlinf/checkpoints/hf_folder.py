@@ -281,7 +281,7 @@ def _weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a model in the order of their names, without those that transformers does not read."""
     folder = _origin(source, ["model*.safetensors", INDEX_FILE])
     if (folder / INDEX_FILE).is_file():
-        files = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        files = set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(files)]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

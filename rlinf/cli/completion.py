@@ -57,8 +57,8 @@ def _write(shell: str, script: Path, loads: Path, line: str) -> None:
     """Write the script, and the line that loads it unless it is there."""
     script.parent.mkdir(parents=True, exist_ok=True)
     write_text(script, Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
-    if script != loads and line not in (loads.read_text().splitlines() if loads.is_file() else []):
-        with loads.open("a") as file:
+    if script != loads and line.encode() not in (loads.read_bytes().split(b"\n") if loads.is_file() else []):
+        with loads.open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from rlinf.data.damage import damaged
 from rlinf.data.video import VideoReader
+from rlinf.images import open_image
 
 MAX_OPEN_VIDEOS = 16
 """Video files that a thread keeps open at a time."""
@@ -55,11 +54,7 @@ class EncodedFrames(Frames):
     def _decode(self, row: int) -> np.ndarray:
         file, name = self.files[self.file_ids[row]], self.names[self.file_ids[row]]
         encoded = os.pread(file.fileno(), int(self.lengths[row]), int(self.offsets[row]))
-        try:
-            image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
-        except (UnidentifiedImageError, OSError) as error:
-            raise damaged(f"The image of row {row} in {name}", error) from error
-        return self._checked(image, row, name)
+        return self._checked(np.asarray(open_image(encoded, name=f"The image of row {row} in {name}")), row, name)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import lock, naming
+from rlinf.files import lock, naming, parse_json_lines
 from rlinf.run_folder import PARTIAL_FILE
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -88,7 +88,7 @@ class PartialResults:
         """Read the whole lines of a file that an earlier process wrote."""
         content = path.read_bytes()
         try:
-            lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()]
+            lines = parse_json_lines(content[: content.rfind(b"\n") + 1], path)
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
             results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]

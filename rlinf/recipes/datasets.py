@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -18,7 +17,9 @@ import numpy as np
 from rlinf.data.rows import shuffled_rows
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.recipes.samples import BadRowError, tokens_of
+from rlinf.files import TextFileError
+from rlinf.recipes.row_files import KINDS, is_plain, stream_rows
+from rlinf.recipes.samples import BadRowError, cut_and_equal, tokens_of
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -28,7 +29,8 @@ Packed = TypeVar("Packed")
 SECTION = "train.train_policy.dataset"
 MAKERS = {"arithmetic": "scripts/make_arithmetic_data.py", "shapes": "scripts/make_shapes_vqa.py"}
 """Scripts of this project by the folder that they write, which recipes name."""
-READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+READERS = (*KINDS, ".parquet")
+"""Suffixes of files."""
 CHECK_SECONDS = 30.0
 BLOCK_ROWS = 1000
 _SAVED = ("dataset_info.json", "dataset_dict.json")
@@ -103,7 +105,7 @@ def load_rows(
     Return ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
 
     Args:
-        name: A file (json, jsonl, parquet); a folder that ``save_to_disk`` wrote; a folder of such files or of images; or
+        name: A file (csv, json, jsonl, parquet); a folder that ``save_to_disk`` wrote; a folder of such files or of images; or
             ``owner/name`` on the hub. A mirror of the latter in ``$COSMOS_CACHE/datasets/<owner>/<name>`` is preferred.
         split: One name, or several whose rows follow each other. A file has the split ``train``.
         subset: Configuration of the dataset, or the folder of a mirror; empty: the default.
@@ -117,12 +119,24 @@ def load_rows(
             f"{section}.name is {name!r} and split is {split!r}; required: both. Set {section}.name=<folder or file>"
         )
     library.disable_progress_bars()
-    parts = [_load_split(library, name, each, subset, revision, streaming, section) for each in splits]
-    for part in parts:
-        if part.features is not None:
-            part.info.features = library.Features(_undecoded(part.features))
-    data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
-    return data if streaming else Rows(data, describe(name, split, subset), section=section)
+    check_place(name, section)
+    place = describe(name, split, subset)
+    try:
+        parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
+        for part in parts:
+            if getattr(part, "features", None) is not None:
+                part.info.features = library.Features(_undecoded(part.features))
+        if isinstance(parts[0], list):
+            data: Any = [row for part in parts for row in part]
+        else:
+            data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
+    except TextFileError:
+        raise
+    except (OSError, ValueError, StopIteration, library.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or str(error) or "It has no rows; required: one or more."
+        message = f"{place} cannot be read: {cause} Set {section}.name, {section}.subset or {section}.split"
+        raise ConfigError(message) from error
+    return data if streaming else Rows(data, place, section=section)
 
 
 def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
@@ -176,36 +190,47 @@ def check_place(name: str, section: str) -> None:
         )
 
 
-def _load_split(
-    library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool, section: str
-) -> Any:
-    check_place(name, section)
+def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
+    """Return a split as a dataset, or as a list of rows where its files are JSON or tables of text, which declare no types."""
     path, folder = Path(name).expanduser(), local_folder(name)
-    files = [path] if path.is_file() else _mirrored_files(folder, subset, split)
-    options = {"streaming": streaming}
-    try:
-        if files:
-            reader = READERS[files[0].suffix]
-            return library.load_dataset(reader, data_files=[str(file) for file in files], split="train", **options)
-        if folder is not None and any((folder / each).exists() for each in _SAVED):
-            saved = library.load_from_disk(str(folder))
-            if isinstance(saved, library.DatasetDict):
-                if split not in saved:
-                    raise ValueError(f"Unknown split {split!r}. Should be one of {sorted(saved)}.")
-                saved = saved[split]
-            return saved.to_iterable_dataset() if streaming else saved
-        if folder is not None:
-            return library.load_dataset(str(folder), subset or None, split=split, **options)
-        return library.load_dataset(name, subset or None, split=split, revision=revision, **options)
-    except StopIteration:
-        raise ConfigError(
-            f"{describe(name, split, subset)} has no rows; required: one or more. Set {section}.name=<file>"
-        ) from None
-    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
-        _name_bad_line(files)
-        cause = error.__cause__ or error
-        raise ConfigError(f"{describe(name, split, subset)} cannot be read: {cause} "
-                          f"Set {section}.name, {section}.subset or {section}.split") from error  # fmt: skip
+    paths = [path] if path.is_file() else _mirrored_files(folder, subset, split)
+    if paths and paths[0].suffix not in KINDS:
+        files = [str(file) for file in paths]
+        return library.load_dataset("parquet", data_files=files, split="train", streaming=streaming)
+    if paths:
+        return _undeclared(library, {split: paths}, KINDS[paths[0].suffix], split, streaming)
+    if folder is not None and any((folder / each).exists() for each in _SAVED):
+        saved = library.load_from_disk(str(folder))
+        if isinstance(saved, library.DatasetDict):
+            if split not in saved:
+                raise ValueError(f"Unknown split {split!r}. Should be one of {sorted(saved)}.")
+            saved = saved[split]
+        return saved.to_iterable_dataset() if streaming else saved
+    source = {"path": str(folder or name), "name": subset or None, "revision": None if folder else revision}
+    builder = library.load_dataset_builder(**source)
+    if (
+        builder.name in ("csv", "json")
+        and builder.info.features is None
+        and getattr(builder.config, "field", None) is None
+    ):
+        by_split = {str(key): list(value) for key, value in builder.config.data_files.items()}
+        return _undeclared(library, by_split, getattr(builder.config, "sep", "json"), split, streaming)
+    return library.load_dataset(**source, split=split, streaming=streaming)
+
+
+def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, split: str, streaming: bool) -> Any:
+    """Return a split of files by split, or a slice such as ``train[:100]``; raise ValueError for one that is not there."""
+    if streaming and split in files:
+        return library.IterableDataset.from_generator(
+            stream_rows, gen_kwargs={"files": [str(each) for each in files[split]], "kind": kind}
+        )
+    fetch = library.DownloadManager().download_and_extract
+    chosen = [name for name in files if name in split] or list(files)
+    rows = {name: list(stream_rows([f if is_plain(f) else fetch(f) for f in files[name]], kind)) for name in chosen}
+    if split in rows:
+        return rows[split]
+    parts = library.ReadInstruction.from_spec(split).to_absolute({name: len(rows[name]) for name in chosen})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
 def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
@@ -214,19 +239,6 @@ def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
         return []
     files = sorted(path for path in (folder / subset).glob(f"*{split}*") if path.suffix in READERS)
     return [path for path in files if path.suffix == files[0].suffix]
-
-
-def _name_bad_line(files: Sequence[Path]) -> None:
-    """Raise BadRowError with the number of the first line of a JSON-lines file that is not JSON."""
-    for path in (path for path in files if path.suffix == ".jsonl"):
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines):
-                try:
-                    json.loads(line or "null")
-                except json.JSONDecodeError as error:
-                    raise ConfigError(
-                        f"Line {number + 1} of {path} is not JSON ({error}). Fix or delete the line"
-                    ) from None
 
 
 def _undecoded(features: Any) -> Any:
@@ -271,15 +283,24 @@ class PackedRows(Generic[Packed]):
 
         Raise BadRowError if a row cannot be used, and ``skip_bad_rows`` is False; ConfigError if no row can be used.
         """
-        end, number = time.monotonic() + seconds, 0
+        end, number, num_cut, num_equal = time.monotonic() + seconds, 0, 0, 0
         for number in range(len(self)):
-            self._pack_or_mark(number)
+            is_cut, is_equal = cut_and_equal(self._pack_or_mark(number))
+            num_cut, num_equal = num_cut + is_cut, num_equal + is_equal
             if time.monotonic() > end:
                 break
         if self.num_skipped == number + 1:
             self._good(0)
+        checked = f"of the first {number + 1} rows of {self.rows.source}"
+        if num_cut:
+            logger.warning("%d %s are longer than policy.model_max_length and are cut", num_cut, checked)
+        if num_equal == len(self):
+            raise ConfigError(f"All {num_equal} pairs of {self.rows.source} are equal, so nothing can be learned; {num_cut} of them are cut "
+                              "at policy.model_max_length. Raise policy.model_max_length, or use other pairs")  # fmt: skip
+        if num_equal:
+            logger.warning("%d %s are pairs of equal answers, from which nothing is learned", num_equal, checked)
         if self._bad:
-            logger.warning("%d of the first %d rows of %s are left out", self.num_skipped, number + 1, self.rows.source)
+            logger.warning("%d %s are left out", self.num_skipped, checked)
         return number + 1
 
     def numbers(self, step: int, batch_size: int) -> np.ndarray:

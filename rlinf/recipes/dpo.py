@@ -13,7 +13,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn
 from rlinf.recipes.datasets import PackedRows
-from rlinf.recipes.samples import Sample, collate
+from rlinf.recipes.samples import Sample, collate, cut_and_equal
 from rlinf.recipes.token_trainer import TokenTrainer, TokenUpdate, Validation, own_share
 
 Pair = tuple[Sample, Sample]
@@ -56,13 +56,20 @@ class DPOTrainer(TokenTrainer):
         """Train on the next batch."""
         numbers = self.rows.numbers(step, self.batch_size)
         share = own_share(len(numbers))
-        batch = self._batch(self.rows, self._references, numbers[share].tolist())
-        (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
+        own = numbers[share].tolist()
+        pairs = [self.rows[number] for number in own]
+        batch = self._batch(pairs, self._references, own)
+        flags = [cut_and_equal(pair) for pair in pairs]
+        counts = [float(batch["attention_mask"].sum()), *(float(sum(flag[kind] for flag in flags)) for kind in (0, 1))]
+        num_tokens, num_cut, num_equal = sum_over_ranks(counts)
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
         named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= _preference_metrics(metrics, "train")
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size)
+        named["train/cut_row_fraction"] = num_cut / self.batch_size
+        named["train/equal_pair_fraction"] = num_equal / self.batch_size
+        shown = {"Cut rows": num_cut, "Equal pairs": num_equal} if num_cut or num_equal else {}
+        return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
         """Return the loss and the share of right preferences on the validation pairs."""
@@ -74,7 +81,7 @@ class DPOTrainer(TokenTrainer):
         with self.policy.parallel.whole():
             for start in range(share.start, share.stop, self.validation_batch_size):
                 numbers = list(range(start, min(start + self.validation_batch_size, share.stop)))
-                batch = self._batch(rows, self._validation_references, numbers)
+                batch = self._batch([rows[number] for number in numbers], self._validation_references, numbers)
                 output = self._loss.from_logprobs(
                     self.policy.get_logprobs(batch)["logprobs"], batch, self._loss.counts(batch)
                 )
@@ -88,8 +95,8 @@ class DPOTrainer(TokenTrainer):
         text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}"
         return Validation(-metrics["loss"], {"eval/loss": metrics["loss"]} | _preference_metrics(metrics, "eval"), text)
 
-    def _batch(self, rows: PackedRows[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:
-        batch = collate([sample for number in numbers for sample in rows[number]])
+    def _batch(self, pairs: list[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:
+        batch = collate([sample for pair in pairs for sample in pair])
         kept = [references[2 * number + i] for number in numbers for i in range(2)]
         batch["reference_logprobs"] = pad_sequence(kept, batch_first=True)
         return batch

@@ -19,6 +19,7 @@ from yaml import YAMLError
 import rlinf
 from rlinf.config.compose import first_line, parse_overrides
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.files import decode_text
 from rlinf.options import from_mapping, override_text, plain_container, public_fields
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
@@ -91,8 +92,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Return the sections of a TOML file, or of a YAML file that Hydra composes with its defaults list."""
     if path.suffix == ".toml":
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return tomllib.loads(decode_text(path.read_bytes(), path))
+        except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
     GlobalHydra.instance().clear()
     try:

@@ -6,17 +6,28 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlinf.recipes.row_files import WrittenMap, WrittenNumber, scalar_text, without_nulls
 from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of messages with ``from`` and ``value``; ``ROLES`` has the other names."""
+LEARNED_IF = ("weight", "train", "loss")
+"""Fields by which a message of the assistant says whether it is learned."""
+MEANINGFUL = frozenset(
+    "audio channel function_call image images loss_mask loss_weight mask masked prefill prefix reasoning reasoning_content recipient "
+    "refusal thinking thoughts train_detail video videos".split()
+)
+"""Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+UNREAD_COLUMNS = ("weight", "sample_weight", "loss_weight", "history", "functions", "chat_template_kwargs", "input")
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
 
 def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt as messages: a text is one of the user."""
+    """Return a prompt as messages: a text or a number is one of the user."""
+    prompt = scalar_text(prompt, "its prompt")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
@@ -58,12 +69,53 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         )
     if role == "assistant":
         text_of(content)
+    flags = {key: given.pop(key) for key in LEARNED_IF if key in given}
+    for key, flag in flags.items():
+        if isinstance(flag, str) or flag not in (0, 1) or (flag and key != "weight" and role != "assistant"):
+            raise BadRowError(
+                f"message {number} of the {role} has '{key}': {_short(flag)}; required: 0 or 1, and 1 for answers only."
+            )
+    given |= {"weight": 0} if 0 in flags.values() else {}
     return {**given, "role": role, "content": content}
+
+
+def meaningful(message: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a message that nothing reads unless the chat template does."""
+    return sorted(key for key in message if key in MEANINGFUL and (message[key] or "mask" in key))
+
+
+def system_of(row: Mapping[str, Any]) -> str:
+    """Return the system message in a column of a row; empty without one."""
+    texts = (row.get(name) for name in SYSTEM_COLUMNS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list[dict[str, Any]]:
+    """Return checked messages after the recipe's ``system`` message or the row's; raise BadRowError for two that differ."""
+    messages = check_messages(messages)
+    if column := system_of(row):
+        first = text_of(messages[0]["content"]) if messages[0]["role"] == "system" else ""
+        if (system or column) != column or column not in (first or column):
+            raise BadRowError(f"it has two system messages, a column with {_short(column)} and {_short(system or first)}; required: one. "
+                              "Remove the column, or set train.train_policy.system_prompt=''.")  # fmt: skip
+        system = system or ("" if first else column)
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def refuse_unread(row: Mapping[str, Any]) -> None:
+    """Raise BadRowError for a column that would change what is learned and that nothing reads."""
+    unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
+    for name, value in unread.items():
+        if name != "input" or "instruction" in row:
+            raise BadRowError(f"nothing reads its column '{name}': {_short(value)}; required: all of it in the messages or the prompt. Remove "
+                              "the column, or read it in a dataset script.")  # fmt: skip
 
 
 def _checked_call(number: int, call: Any) -> dict[str, Any]:
     """Return a tool call as templates read it: with arguments as a mapping, where the row has their JSON text."""
-    call = without_nulls(call)
+    call = (
+        without_nulls(dict(call)) if isinstance(call, Mapping) else call
+    )  # nulls inside the arguments may be the file's
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRowError(
@@ -72,32 +124,24 @@ def _checked_call(number: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"the arguments of a tool call of message {number}")
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**without_nulls(dict(function)), "arguments": arguments}}
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the column ``tools`` of a row; None if it has none."""
     tools = row.get("tools")
-    is_text = isinstance(tools, str)
-    if is_text:
+    if isinstance(tools, str):
         tools = _from_json(tools, "the column 'tools'") if tools.strip() else None
     if tools and not isinstance(tools, list):
         raise BadRowError(f"its column 'tools' is {_short(tools)}; required: a list of JSON schemas, or its JSON text.")
-    return (tools if is_text else without_nulls(tools)) or None  # the nulls of a text are its own: "default": null
+    return without_nulls(tools) or None
 
 
 def _from_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(text, object_hook=WrittenMap, parse_float=WrittenNumber)
+    except (ValueError, RecursionError) as error:
         raise BadRowError(f"{where} is {_short(text)}; required: JSON ({error}).") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls that ``datasets`` adds, so that all rows have the same keys."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def text_of(content: Any) -> str:

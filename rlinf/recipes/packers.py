@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from jinja2 import TemplateError
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.images import ImageError
+from rlinf.images import open_image as open_rgb
 from rlinf.models.end_tokens import marked_tokens
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.messages import (
@@ -25,13 +26,18 @@ from rlinf.recipes.messages import (
     as_messages,
     check_messages,
     images_of,
+    meaningful,
     refuse_media,
+    refuse_unread,
     refuse_videos,
+    system_of,
     text_of,
     text_only,
     text_parts,
     tools_of,
+    with_system,
 )
+from rlinf.recipes.row_files import as_answer, as_text, scalar_text
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.recipes.videos import find_video, read_frames
 
@@ -67,13 +73,16 @@ class Packer(Protocol):
 
 
 def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
-    """Return a column of a row; BadRowError if it is missing or null. ``setting`` is the key that names the column, if one does."""
+    """Return a column of a row, with its file's text for all but lists and maps; BadRowError if it is missing or null.
+
+    ``setting`` is the key that names the column, if one does.
+    """
     if name not in row:
         cure = f" Set {setting}=<column>." if setting else ""
         raise BadRowError(f"it has no column '{name}'.{did_you_mean(name, row)}{cure}")
     if row[name] is None:
         raise BadRowError(f"its column '{name}' is null; required: a value.")
-    return row[name]
+    return scalar_text(row[name], f"its column '{name}'")
 
 
 class RawTextPacker:
@@ -97,7 +106,9 @@ class RawTextPacker:
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
-        messages = [text_only(message) for message in check_messages(conversation)]
+        messages = [text_only(message) for message in with_system(conversation, row)]
+        for field in (key for message in messages for key in (*meaningful(message), *(message.keys() & {"weight"}))):
+            raise BadRowError(f"raw text has no place for '{field}' of a message; required: no such field.")
         if tools_of(row) or any(message.get("tool_calls") for message in messages):
             raise BadRowError(
                 "raw text shows no tools and no tool calls; required: a chat template that does, or the calls as text."
@@ -106,10 +117,11 @@ class RawTextPacker:
 
     def sample(self, row: dict[str, Any]) -> Sample:
         """Return the text, cut at the longest row; every token is learned."""
-        ids = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"][: self.max_length]
+        every = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"]
+        ids = every[: self.max_length]
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
-        return Sample(ids, [True] * len(ids))
+        return Sample(ids, [True] * len(ids), is_cut=len(every) > len(ids))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
         """Refuse: preferences need a prompt."""
@@ -163,15 +175,16 @@ class ChatPacker:
         """
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
+        refuse_unread(row)
         if name not in row and prompt in row and response in row:
-            answer = {"role": "assistant", "content": column(row, response)}
+            answer = {"role": "assistant", "content": as_text(column(row, response), f"its column '{response}'")}
             return [*as_messages(column(row, prompt)), answer]
         return column(row, name, "train.train_policy.conversation_column_name")
 
-    def reference(self, row: dict[str, Any]) -> str | None:
-        """Return the right answer of a row, which the rewards get; None if the recipe names no column for it."""
+    def reference(self, row: dict[str, Any]) -> Any:
+        """Return the right answer of a row, or a list of them, which the rewards get; None if the recipe names no column for it."""
         name = self.config.train.train_policy.response_column_name
-        return str(column(row, name, "train.train_policy.response_column_name")) if name else None
+        return column(row, name, "train.train_policy.response_column_name") if name else None
 
     def sample(self, row: dict[str, Any]) -> Sample:
         """Return a conversation; of a text that is too long, the beginning."""
@@ -182,17 +195,24 @@ class ChatPacker:
 
         ``chosen`` and ``rejected`` are answers to ``prompt`` (a text or messages), or whole conversations.
         """
-        samples = []
-        for name in ("chosen", "rejected"):
-            answer = column(row, name)
-            if isinstance(answer, str):
-                answer = [{"role": "assistant", "content": answer}]
-            answer = check_messages(answer)
-            if answer[0]["role"] == "assistant":
-                name = self.config.train.train_policy.prompt_column_name or "prompt"
-                answer = [*as_messages(column(row, name, "train.train_policy.prompt_column_name")), *answer]
-            samples.append(self._pack(*self._resolved(answer, row), tools_of(row), last_only=True))
-        return samples[0], samples[1]
+        refuse_unread(row)
+        chosen, rejected = (self._candidate(row, name) for name in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1] or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
+            raise BadRowError("its columns 'chosen' and 'rejected' are not two answers to the same prompt; required: equal messages, and "
+                              "then one answer of the assistant each.")  # fmt: skip
+        first, second = (
+            self._pack(*self._resolved(messages, row), tools_of(row), last_only=True) for messages in (chosen, rejected)
+        )
+        return first, second
+
+    def _candidate(self, row: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """Return the conversation that ends with the answer ``chosen`` or ``rejected``."""
+        answer = column(row, name)
+        answer = check_messages([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
+        if answer[0]["role"] != "assistant":
+            return answer
+        name = self.config.train.train_policy.prompt_column_name or "prompt"
+        return [*as_messages(column(row, name, "train.train_policy.prompt_column_name")), *answer]
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
         """Return a conversation up to the place where the model answers."""
@@ -201,7 +221,8 @@ class ChatPacker:
             raise BadRowError("its last message is of the assistant; required of a prompt: of the user.")
         ids, _, inputs = self._encode(self._render(messages, tools_of(row), add_generation_prompt=True), images)
         self._check_length(len(ids))
-        return Prompt(ids, inputs, self.reference(row), row, [preview(image) for image in images[:MAX_PREVIEWS]])
+        previews = [preview(image) for image in images[:MAX_PREVIEWS]]
+        return Prompt(ids, inputs, as_answer(self.reference(row), "its right answer"), row, previews)
 
     def _check_length(self, length: int) -> None:
         if length >= self.max_length:
@@ -239,8 +260,9 @@ class ChatPacker:
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return messages as the template takes them, and the images in the order of their places."""
-        system = self.config.train.train_policy.system_prompt
-        messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
+        messages = with_system(messages, row, self.config.train.train_policy.system_prompt)
+        for message in messages:
+            self._check_fields(message)
         if not self.takes_images:
             refuse_media(row)
             return [text_only(message) for message in messages], []
@@ -283,6 +305,15 @@ class ChatPacker:
             )
         return messages, images
 
+    def _check_fields(self, message: dict[str, Any]) -> None:
+        """Raise BadRowError if a field of a message has a meaning that the chat template does not show."""
+        plain = {"role": message["role"], "content": self._content("a")}
+        before = [{**plain, "role": "user"}] if message["role"] in ("assistant", "tool") else []
+        for key in meaningful(message):
+            if self._render([*before, plain]) == self._render([*before, plain | {key: message[key]}]):
+                raise BadRowError(f"the chat template does not show '{key}' of a message of the {plain['role']}; required: a template that "
+                                  "does, or the text in its content.")  # fmt: skip
+
     def video_path(self, name: str) -> Path:
         """Return the file of a video; override it for another layout of the folder."""
         dataset = self.config.train.train_policy.dataset
@@ -294,9 +325,14 @@ class ChatPacker:
         text, answers = self._answers(messages, tools)
         ids, offsets, inputs = self._encode(text, images, answers)
         mask = [False] * len(ids)
-        for begin, end in offsets[-1:] if last_only else offsets:
-            mask[begin:end] = [True] * (end - begin)
-        if len(ids) > self.max_length:
+        learned = ["weight" not in message for message in messages if message["role"] == "assistant"]
+        learned[:-1] = [False] * (len(learned) - 1) if last_only else learned[:-1]
+        if not any(learned):
+            raise BadRowError("no answer in it is learned, by 'weight' or 'train'; required: at least one.")
+        for (begin, end), counts in zip(offsets, learned, strict=True):
+            mask[begin:end] = [counts] * (end - begin)
+        is_cut = len(ids) > self.max_length
+        if is_cut:
             if images:
                 raise BadRowError(f"it has {len(ids)} tokens, more than policy.model_max_length={self.max_length}, and a cut may go "
                                   f"through an image. Set policy.model_max_length={len(ids)} or more.")  # fmt: skip
@@ -304,7 +340,7 @@ class ChatPacker:
         if not any(mask):
             raise BadRowError(f"no token of an answer is among its first {len(ids)}; required: at least one. "
                               "Set a larger policy.model_max_length.")  # fmt: skip
-        return Sample(ids, mask, inputs)
+        return Sample(ids, mask, inputs, is_cut)
 
     def _answers(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation, and where in it each answer begins and ends, in characters."""
@@ -469,10 +505,11 @@ class PromptPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> Any:
         """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
+        refuse_unread(row)
         images = images_of(row)
         if isinstance(prompt, str) and images and self.takes_images:
             parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
-            return [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
+            prompt = [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
         return prompt
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
@@ -482,7 +519,7 @@ class PromptPacker(ChatPacker):
             return super().prompt(row)
         refuse_media(row)  # a text with images would be messages, if the model took them
         system = "train.train_policy.system_prompt" if self.config.train.train_policy.system_prompt else ""
-        unread = system or ("its column 'tools'" if tools_of(row) else "")
+        unread = system or ("its column 'tools'" if tools_of(row) else "its system message" if system_of(row) else "")
         if unread:
             raise BadRowError(
                 f"its prompt is a text, which is taken as it is, without {unread}; required: a list of messages."
@@ -491,7 +528,7 @@ class PromptPacker(ChatPacker):
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
         self._check_length(len(ids))
-        return Prompt(ids, {}, self.reference(row), row)
+        return Prompt(ids, {}, as_answer(self.reference(row), "its right answer"), row)
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
@@ -514,30 +551,11 @@ PREVIEW_PIXELS = 128
 
 
 def open_image(image: Any, folder: Path) -> Image.Image:
-    """Return an image as RGB.
-
-    Args:
-        image: A PIL image, pixels uint8 ``[H, W, 3]``, a path, the bytes of a file, or what ``datasets`` holds: ``{bytes, path}``.
-        folder: Where a relative path begins.
-    """
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    if isinstance(image, np.ndarray):
-        return Image.fromarray(image).convert("RGB")
-    stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
-    path, data = stored.get("path"), stored.get("bytes")
-    if data is None and not isinstance(path, (str, Path)):
-        raise BadRowError(f"an image is a {type(image).__name__}; required: a path, or bytes that hold an image.")
-    place = f"'{path}'" if path else "in the dataset"
+    """Return an image as ``rlinf.images`` opens it; raise BadRowError for what it rejects."""
     try:
-        with Image.open(io.BytesIO(data) if data is not None else folder / path) as opened:
-            return opened.convert("RGB")
-    except FileNotFoundError:
-        raise BadRowError(f"the image '{folder / path}' does not exist; required: a file.") from None
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadRowError(
-            f"the image {place} cannot be read ({error}); required: a picture such as PNG or JPEG."
-        ) from error
+        return open_rgb(image, folder)
+    except ImageError as error:
+        raise BadRowError(str(error)) from error
 
 
 def preview(image: Image.Image) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, text_parts
+from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system_of, text_parts
 from rlinf.recipes.packers import ChatPacker, text_tokens
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
+from rlinf.recipes.row_files import KINDS, as_answer, as_text, scalar_text, stream_rows
 from rlinf.recipes.samples import BadRowError, Prompt
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (*KINDS, ".parquet")
 LETTER, REASONING = "letter", "reasoning"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROMPT_COLUMNS = ("prompt", "question", "messages", "conversations")
@@ -55,7 +55,7 @@ class QuestionsConfig:
     checkpoint: str = option(
         "", "Folder or hub id of a model, folder of a recipe's run, or latest: the newest run below outputs/."
     )
-    questions: str = option("", "File of questions: jsonl, json or parquet.")
+    questions: str = option("", "File of questions: jsonl, json, csv, tsv or parquet.")
     output_dir: str | None = option(
         None, "Folder of the result; null: eval/<file> in the run, or for another model outputs/questions/<time>."
     )
@@ -147,33 +147,18 @@ def read_questions(config: QuestionsConfig) -> list[Question]:
 
 def _read_rows(path: Path) -> list[Any]:
     if not path.is_file():
-        raise ConfigError(f"questions is '{path}', which is not a file. Set questions=<file.jsonl, .json or .parquet>")
-    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"questions is '{path}', which is not a file. Set questions=<file>")
+    if path.suffix in KINDS:
+        return list(stream_rows([path], KINDS[path.suffix]))
+    if path.suffix != ".parquet":
         raise ConfigError(f"questions is '{path}'; required: a file that ends with {', '.join(SUFFIXES)}.")
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
+    import pyarrow
+    from pyarrow import parquet
 
-        try:
-            return parquet.read_table(path).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise ConfigError(f"questions='{path}' cannot be read as parquet ({error}).") from error
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        if path.suffix == ".json":
-            rows = json.loads(text)
-            if not isinstance(rows, list):
-                raise ConfigError(f"questions='{path}' holds a {type(rows).__name__}; required: a list of rows.")
-            return rows
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"questions='{path}' is not JSON ({error}).") from None
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"Line {number} of questions='{path}' is not JSON ({error}).") from None
-    return rows
+        return parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"questions='{path}' cannot be read as parquet ({error}).") from error
 
 
 def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Question:
@@ -187,18 +172,23 @@ def _question(number: int, row: Any, path: Path, config: QuestionsConfig) -> Que
     if answer is None or answer == "":
         hint = did_you_mean(config.answer_column, asked)
         raise BadRowError(f"it has no answer in the column '{config.answer_column}'.{hint} Set answer_column=<column>")
-    expected = _right_letter(answer, options) if options else str(answer)
+    right = answer if isinstance(answer, list) else [answer]
+    right = [_right_letter(each, options) for each in right] if options else right
+    expected = as_answer(right if isinstance(answer, list) else right[0], f"its column '{config.answer_column}'")
     columns = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
     name = next((each for each in columns if asked.get(each)), None)
     if name is None:
         hint = did_you_mean(columns[0], asked)
         raise BadRowError(f"it has no question in the column {' or '.join(columns)}.{hint} Set prompt_column=<column>")
-    question = Question(str(row.get("id", number)), "", asked[name], "", expected, row, bool(options))
+    identity = number if row.get("id") is None else as_text(row["id"], "its column 'id'")
+    asks = scalar_text(asked[name], f"its column '{name}'")
+    question = Question(str(identity), "", asks, "", expected, row, bool(options))
     category = config.category_column
     names = ("category", "subset") if category is None else (category,)
     if category is not None and category not in row:
         raise BadRowError(f"it has no column '{category}'.{did_you_mean(category, row)} Set category_column=<column>")
-    question.category = str(next((row[each] for each in names if row.get(each)), path.stem))
+    filled = next((each for each in names if row.get(each) not in (None, "")), None)
+    question.category = path.stem if filled is None else as_text(row[filled], f"its column '{filled}'")
     _ask(question, options, config, is_raw=name == "prompt")
     return question
 
@@ -213,7 +203,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(given, Mapping) or any(len(letter) != 1 or letter not in LETTERS for letter in given):
         raise BadRowError(f"its options are {given!r}; required: a list, or texts by their letters A to Z.")
     # A parquet file gives every row the letters of all rows.
-    return {letter: str(text) for letter, text in sorted(given.items()) if text is not None}
+    return {letter: as_text(text, f"option {letter}") for letter, text in sorted(given.items()) if text is not None}
 
 
 def _right_letter(answer: Any, options: Mapping[str, str]) -> str:
@@ -238,7 +228,8 @@ def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, i
         text = "\n".join([asked, *lines])
         text = f"{text}{separator}{request}" if request else text
         question.prompt = text
-        if is_raw and not options and not question.media and config.system_prompt is None:
+        is_plain = is_raw and not (options or question.media or system_of(question.row))
+        if is_plain and config.system_prompt is None:
             question.messages = text
             return
         asked = [{"role": "user", "content": text}]
@@ -328,13 +319,13 @@ class QuestionPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         return row["messages"]
 
-    def reference(self, row: dict[str, Any]) -> str | None:
+    def reference(self, row: dict[str, Any]) -> Any:
         return row["answer"]
 
     def check_media(self, question: Question) -> None:
         """Raise BadRowError if an image or the video of a question is not there."""
         for kind, value in question.media:
-            if isinstance(value, str) and not (self._folder / value).is_file():
+            if isinstance(value, str) and not value.startswith("data:") and not (self._folder / value).is_file():
                 raise BadRowError(f"its {kind} '{value}' does not exist in '{self._folder}'; required: a file there.")
 
 

@@ -1,8 +1,8 @@
 """Rewards of completions by rules, and their weighted sum.
 
 A reward is a function ``reward(completion, reference, **row) -> float``. ``completion`` is what the model wrote, without special
-tokens. ``reference`` is the right answer of the row (None if the recipe names no column for it). ``row`` holds the other columns,
-and ``num_tokens``, the length of the completion, and ``max_tokens``, its bound.
+tokens. ``reference`` is the right answer of the row (None if the recipe names no column for it); of several, each is tried and the
+highest reward counts. ``row`` holds the other columns, and ``num_tokens``, the length of the completion, and ``max_tokens``, its bound.
 
 A reward of your own is registered like a model or an env: ``REWARDS.register("name", function)`` in a dataset script or a plugin,
 or the entry point ``rlinf.rewards`` of a package.
@@ -74,7 +74,8 @@ class Rewards:
             for key, value in {**prompt.row, **self.facts, **facts}.items()
             if key not in ("completion", "reference")
         }
-        parts = {name: self._score(name, completion, prompt.reference, given) for name in self.functions}
+        right = getattr(prompt.reference, "answers", [prompt.reference])
+        parts = {name: max(self._score(name, completion, each, given) for each in right) for name in self.functions}
         return sum(self.weights[name] * value for name, value in parts.items()), parts
 
     def _score(self, name: str, completion: str, reference: str | None, given: dict[str, Any]) -> float:
@@ -172,7 +173,7 @@ def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
 
 def direct_math(completion: str, reference: str | None, **row: Any) -> float:
     """1 if the last line is ``Answer: `` and the reference, else -1 (DAPO, Yu et al. 2025)."""
-    lines = completion.strip().splitlines()
+    lines = completion.strip().split("\n")
     match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
     return 1.0 if match and _plain(match[1]) == _plain(_required(reference, "direct_math")) else -1.0
 

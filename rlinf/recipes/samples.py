@@ -45,11 +45,13 @@ class Sample:
         token_mask: True where the token is learned, ``[S]``.
         model_inputs: Inputs of a vision-language model besides the tokens (``pixel_values`` ...), of this row alone: as its
             processor returns them for one text. Empty for text.
+        is_cut: The row is longer than ``policy.model_max_length``; ``input_ids`` are its first tokens.
     """
 
     input_ids: list[int]
     token_mask: list[bool]
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
+    is_cut: bool = False
 
 
 @dataclass
@@ -74,6 +76,13 @@ class Prompt:
 def tokens_of(row: Any) -> list[list[int]]:
     """Return the tokens of a packed row: of a sample, a prompt, or a pair of samples."""
     return [each.input_ids for each in (row if isinstance(row, tuple) else (row,))]
+
+
+def cut_and_equal(row: Any) -> tuple[bool, bool]:
+    """Return whether a packed row was cut, and whether it is a pair of equal samples, from which DPO learns nothing."""
+    samples = [each for each in (row if isinstance(row, tuple) else (row,)) if isinstance(each, Sample)]
+    is_equal = len(samples) == 2 and samples[0].input_ids == samples[1].input_ids
+    return any(sample.is_cut for sample in samples), is_equal
 
 
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:

@@ -48,18 +48,21 @@ class SFTTrainer(TokenTrainer):
         self.validation_batch_size = validation_batch_size or batch_size
         self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
         self._loss = NLLLossFn()
-        self._batches: Prefetcher[BatchedDataDict] | None = None
+        self._batches: Prefetcher[tuple[BatchedDataDict, float]] | None = None
 
     def step(self, step: int) -> TokenUpdate:
         """Train on the next batch."""
         if self._batches is None:
             self._batches = Prefetcher(self._read, step, self.num_workers)
-        batch = self._batches.next()
-        (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
+        batch, num_cut = self._batches.next()
+        num_tokens, num_cut = sum_over_ranks([float(batch["attention_mask"].sum()), num_cut])
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
         named = {f"sft/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size)
+        named["sft/cut_row_fraction"] = num_cut / self.batch_size
+        return TokenUpdate(
+            metrics["loss"], named, num_tokens, self.batch_size, {"Cut rows": num_cut} if num_cut else {}
+        )
 
     def validate(self, step: int) -> Validation | None:
         """Return the loss on the validation rows, and what ``answers`` finds."""
@@ -76,8 +79,10 @@ class SFTTrainer(TokenTrainer):
         if self._batches is not None:
             self._batches.__exit__()
 
-    def _read(self, step: int) -> BatchedDataDict:
-        return collate(self.rows.batch(step, self.batch_size, rank(), world_size()))
+    def _read(self, step: int) -> tuple[BatchedDataDict, float]:
+        """Return the batch of this rank, and how many of its rows are cut."""
+        samples = self.rows.batch(step, self.batch_size, rank(), world_size())
+        return collate(samples), float(sum(sample.is_cut for sample in samples))
 
     def _validation_loss(self, rows: PackedRows[Sample]) -> Validation:
         share = own_share(len(rows))

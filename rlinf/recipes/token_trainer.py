@@ -145,7 +145,8 @@ class TokenTrainer(ABC):
         if peak is not None:
             flops = flops_per_token(self.policy.model, found.num_tokens / found.num_rows)
             metrics["throughput/mfu"] = speed * flops / (peak * world_size())
-        shown = {name.lower(): value for name, value in found.shown.items()} or {"loss": found.loss}
+        shown = {} if "Reward" in found.shown else {"loss": found.loss}
+        shown |= {name.lower(): value for name, value in found.shown.items()}
         return Update(metrics, shown | {"tokens/s": speed})
 
     def evaluation_due(self, last: bool) -> str | None:

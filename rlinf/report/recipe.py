@@ -54,6 +54,11 @@ CURVES: Curves = (
         "Preference accuracy", {"train/preference_accuracy": "training", "eval/preference_accuracy": "validation"},
         "share of pairs", {"percent": True},
     ),
+    (
+        "Cut rows and equal pairs",
+        {"sft/cut_row_fraction": "cut", "train/cut_row_fraction": "cut", "train/equal_pair_fraction": "equal pairs"},
+        "fraction of the rows", {"zero": True},
+    ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
     ("Throughput", {"throughput/tokens_per_s": "tokens"}, "tokens/s", {"zero": True}),
     ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "share of the peak", {"percent": True}),

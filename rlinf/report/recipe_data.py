@@ -15,6 +15,7 @@ from rlinf.errors import CheckpointError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
+from rlinf.files import parse_json_lines
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
 from rlinf.run_folder import COMPARISON_FILE, RESULT_FILE, SAMPLES_FOLDER
 from rlinf.tracking.tracker import read_metrics
@@ -100,7 +101,7 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
     folder = Path(folder)
     run = TokenRun(folder, lines=_with_steps(read_metrics(folder)), traces=traces_of(folder))
     for path in sorted(folder.glob(f"{SAMPLES_FOLDER}/step_*.jsonl"), key=_step_of):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = parse_json_lines(path.read_bytes(), path)
         if rows:
             run.samples.append(Samples(_step_of(path), rows))
     for path in results_of(folder):

@@ -15,6 +15,7 @@ from PIL import Image
 
 from rlinf.errors import RLinfError
 from rlinf.files import write_bytes
+from rlinf.images import open_image
 from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, cameras_of, image_of
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -137,8 +138,7 @@ class PersonTells:
         self.look()
         if self.seen is None:
             return "no picture came; "
-        with Image.open(self.start) as file:
-            before = np.asarray(file.convert("RGB").resize(self.seen.shape[1::-1]), np.float32)
+        before = np.asarray(open_image(self.start).resize(self.seen.shape[1::-1]), np.float32)
         _write((before / 2 + self.seen / 2).astype(np.uint8), self.folder / OVERLAY)
         return f"wanted: {self.start}, wanted and present: {self.folder / OVERLAY}\n"
 

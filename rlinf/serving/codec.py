@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 from PIL import Image
 
+from rlinf.images import ImageError, to_rgb
 from rlinf.serving import MessageError
 
 DTYPE = re.compile(r"[<|=]?(b1|[iu][1248]|f[248])|bool|u?int(8|16|32|64)|float(16|32|64)")
@@ -167,11 +168,13 @@ def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
     pixels_left.take(shape[0] * shape[1])
     try:
         with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as picture:
-            if picture.size != (shape[1], shape[0]):
+            if sorted(picture.size) != sorted(shape[:2]):
                 raise MessageError(
                     f"A picture of {picture.size[1]} x {picture.size[0]} says that it has the shape {list(shape)}"
                 )
-            pixels = np.array(picture)
+            pixels = np.array(picture if picture.mode in ("L", "RGBA") else to_rgb(picture))
+    except ImageError as error:
+        raise MessageError(str(error)) from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise MessageError(f"A picture cannot be read as {kind} ({type(error).__name__})") from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels

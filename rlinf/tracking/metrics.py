@@ -95,6 +95,8 @@ METRICS: dict[str, Metric] = {
     "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen answers (Rafailov et al. 2023).", "nat"),
     "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected answers.", "nat"),
     "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
+    "train/equal_pair_fraction": Metric("DPO: fraction of the pairs whose two answers are equal.", "1"),
+    "train/cut_row_fraction": Metric("Fraction of the rows cut at `policy.model_max_length`.", "1"),
     "train/critic_loss": Metric("Squared error of the critics, summed over them, mean over the updates.", "reward^2"),
     "train/q_mean": Metric("Mean value that the critics give to drawn transitions.", "reward"),
     "train/q_mean_online": Metric("The same of the transitions that this run has played.", "reward"),
@@ -116,6 +118,7 @@ METRICS: dict[str, Metric] = {
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
         "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
+    "sft/cut_row_fraction": Metric("As train/cut_row_fraction, in SFT.", "1"),
     "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
     "eval/true_success_rate": Metric("The same by the simulator, where a classifier or planted errors decide.", "1"),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlinf.errors import ConfigError
 from rlinf.recipes.packers import ChatPacker, PromptPacker, RawTextPacker
 from rlinf.recipes.questions import Question, QuestionPacker
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, cut_and_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import PIECES, SPECIAL, chat_tokenizer
@@ -407,3 +407,126 @@ def test_the_last_answers_of_a_preference_are_compared():
         assert chosen.input_ids[:first] == rejected.input_ids[:first]
     with pytest.raises(BadRowError, match="no column 'rejected'"):
         packer.pair({"prompt": "a", "chosen": "b"})
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+TWO_TURNS = [("user", "a"), ("assistant", "wrong"), ("user", "b"), ("assistant", "right")]
+
+
+def turns(*fields: dict) -> list[dict]:
+    """Return ``TWO_TURNS`` as messages, with further fields for the first of them."""
+    messages = [{"role": role, "content": text} for role, text in TWO_TURNS]
+    return [message | extra for message, extra in zip(messages, [*fields, {}, {}, {}, {}], strict=False)]
+
+
+def learned_text(row: dict, **settings) -> str:
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = settings.pop("template", CHATML)
+    sample = ready(ChatPacker(), tokenizer, **settings).sample(row)
+    return tokenizer.decode([token for token, flag in zip(sample.input_ids, sample.token_mask, strict=True) if flag])
+
+
+@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
+def test_an_answer_that_is_not_to_be_learned_is_context(field):
+    assert learned_text({"messages": turns({}, field)}) == "right<|im_end|>"
+    assert learned_text({"messages": turns({}, dict.fromkeys(field, 1))}) == "wrong<|im_end|>right<|im_end|>", "control"
+    assert learned_text({"messages": turns({}, dict.fromkeys(field))}) == "wrong<|im_end|>right<|im_end|>", (
+        "null is none"
+    )
+    tokenizer = chat_tokenizer("phi")
+    with pytest.raises(BadRowError, match="'weight'"):
+        ready(RawTextPacker(), tokenizer).sample({"messages": turns({}, field)})
+    with pytest.raises(BadRowError, match="no answer in it is learned"):
+        learned_text({"messages": turns({}, field)[:2]})
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [(1, {"weight": 0.5}), (1, {"weight": "0"}), (1, {"train": [1]}), (0, {"train": True}), (1, {"thinking": "hm"}), (1, {"mask": False}),
+     (0, {"images": ["a.png"]}), (1, {"function_call": {"name": "f"}})],
+)  # fmt: skip
+def test_fields_with_a_meaning_that_nothing_reads_are_rejected_by_name(message, field):
+    (name,) = field
+    with pytest.raises(BadRowError, match=f"'{name}'"):
+        learned_text({"messages": turns(*([{}] * message), field)})
+    harmless = {"timestamp": 3, "thinking": None, "images": [], "mask": None}
+    assert learned_text({"messages": turns(harmless, harmless)}) == "wrong<|im_end|>right<|im_end|>", "control"
+
+
+def test_reasoning_is_learned_where_the_template_shows_it_and_else_rejected():
+    row = {"messages": turns({}, {"reasoning_content": "hm"})}
+    assert learned_text(row) == "<think>hm</think>wrong<|im_end|>right<|im_end|>"
+    with pytest.raises(BadRowError, match="'reasoning_content'"):
+        learned_text(row, template=CHATML.replace("m.reasoning_content", "m.nothing"))
+
+
+def test_a_system_column_is_the_system_message():
+    def text(row: dict, **settings) -> str:
+        tokenizer = chat_tokenizer("phi")
+        tokenizer.chat_template = CHATML
+        return tokenizer.decode(ready(ChatPacker(), tokenizer, **settings).sample(row).input_ids)
+
+    system = {"role": "system", "content": "Be brief."}
+    expected = text({"messages": [system, *turns()]})
+    for row in ({"messages": turns(), "system": "Be brief."}, {"messages": [system, *turns()], "system": "Be brief."}):
+        assert text(row) == expected
+    assert text({"messages": turns(), "system": " "}) == text({"messages": turns()})
+    for row, settings in (({"messages": [system, *turns()], "system": "Be long."}, {}),
+                          ({"messages": turns(), "system": "Be long."}, {"system_prompt": "Be brief."})):  # fmt: skip
+        with pytest.raises(BadRowError, match="Be long.*Be brief.*system_prompt=''"):
+            text(row, **settings)
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "system": "Be brief."}
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = CHATML
+    assert all("Be brief." in tokenizer.decode(each.input_ids) for each in ready(ChatPacker(), tokenizer).pair(pair))
+    with pytest.raises(BadRowError, match="system"):
+        ready(PromptPacker(), tokenizer).prompt({"prompt": "q", "answer": "a", "system": "Be brief."})
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ({"weight": 0.5}, {}),
+        ({"history": [["a", "b"]]}, {}),
+        ({"input": "2 + 2"}, {"prompt_column_name": "instruction"}),
+    ],
+)
+def test_columns_with_a_meaning_that_nothing_reads_are_rejected_by_name(field, settings):
+    row = {"instruction": "Add.", "prompt": "Add.", "answer": "4"}
+    (name,) = field
+    with pytest.raises(BadRowError, match=f"column '{name}'"):
+        learned_text(row | field, **settings)
+    assert learned_text(row | dict.fromkeys(field), **settings) == "4<|im_end|>", "control"
+
+
+def test_chosen_and_rejected_answer_the_same_prompt():
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = CHATML
+    packer = ready(ChatPacker(), tokenizer)
+    whole = lambda asked, answer: [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]  # noqa: E731
+    for row in (
+        {"chosen": whole("q1", "a"), "rejected": whole("q2", "b")},
+        {"chosen": whole("q1", "a"), "rejected": "b", "prompt": "q2"},
+        {"chosen": whole("q1", "a"), "rejected": whole("q1", "b")[:1]},
+        {"chosen": [*whole("q1", "a"), *whole("q", "a")], "rejected": whole("q1", "b")},
+    ):
+        with pytest.raises(BadRowError, match="same prompt"):
+            packer.pair(row)
+    first, second = packer.pair({"chosen": whole("q1", "a"), "rejected": "b", "prompt": "q1"})
+    assert first.input_ids[:4] == second.input_ids[:4] != [], "control"
+
+
+def test_what_a_cut_leaves_is_noted():
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = CHATML
+    row = {"prompt": "q", "chosen": "long " * 30 + "yes", "rejected": "long " * 30 + "no", "messages": turns()}
+    for length, is_cut, is_equal in ((1000, False, False), (20, True, True)):
+        packer = ready(ChatPacker(), tokenizer, max_length=length)
+        assert cut_and_equal(packer.pair(row)) == (is_cut, is_equal)
+    whole = len(ready(RawTextPacker(), tokenizer).sample(row).input_ids)
+    for kind in (ChatPacker, RawTextPacker):
+        assert ready(kind(), tokenizer, max_length=14).sample(row).is_cut
+    assert not ready(RawTextPacker(), tokenizer, max_length=whole).sample(row).is_cut, "control"

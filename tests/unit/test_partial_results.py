@@ -75,12 +75,12 @@ def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_pat
 
 
 def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path):
-    partial = PartialResults(tmp_path, {"a": "é"})
+    partial = PartialResults(tmp_path, {"a": "é\u2028\x85"})
     partial._file.close()
     whole = partial.path.read_bytes()
     inode = partial.path.stat().st_ino
     for rest in (b"", b'{"spec": "\xc3'):  # in the middle of a letter, too
         partial.path.write_bytes(whole + rest)
-        PartialResults(tmp_path, {"a": "é"})._file.close()
+        PartialResults(tmp_path, {"a": "é\u2028\x85"})._file.close()
         assert partial.path.read_bytes() == whole
         assert partial.path.stat().st_ino == inode, "the kept results may not be written again"

@@ -8,7 +8,7 @@ from PIL import Image
 
 from rlinf.errors import ConfigError
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows, load_rows, local_folder
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, Sample
 
 datasets = pytest.importorskip("datasets", reason="needs rlinf[recipes]")
 
@@ -144,6 +144,19 @@ def test_a_bad_row_ends_the_run_or_is_replaced_and_counted(caplog):
     assert rows[1] == 2 and rows[5] == 6, "the next good row"
     with pytest.raises(ConfigError, match="None of the 2 rows of data can be used. The first one: it is odd"):
         PackedRows(Rows([ROWS[1], ROWS[3]], "data"), even, skip_bad_rows=True).check()
+
+
+def test_cut_rows_and_equal_pairs_are_counted(caplog):
+    def pack(row):
+        answer = Sample([1, 2, row["n"] % 3], [False, True, True], is_cut=row["n"] > 4)
+        return answer, Sample([1, 2, 0], [False, True, True])
+
+    with caplog.at_level(logging.WARNING, logger="rlinf"):
+        assert PackedRows(Rows(ROWS, "data"), pack).check() == 7
+    assert "2 of the first 7 rows of data" in caplog.text, "5 and 6 are cut"
+    assert "3 of the first 7 rows of data" in caplog.text, "0, 3 and 6 are equal"
+    with pytest.raises(ConfigError, match="All 2 pairs.*1 of them.*policy.model_max_length"):
+        PackedRows(Rows([ROWS[3], ROWS[6]], "data"), pack).check()
 
 
 def test_packed_rows_are_kept_on_demand():

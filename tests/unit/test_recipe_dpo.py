@@ -76,7 +76,12 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     from rlinf.tracking.metrics import check_names
 
     one = trainer(tiny_lm())
-    check_names(one.step(0).metrics)
+    update = one.step(0)
+    check_names(update.metrics)
+    assert (
+        update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
+        and not update.shown
+    )
     check_names(one.validate(0).metrics)
 
 
@@ -112,3 +117,18 @@ def test_a_validation_may_score_fewer_pairs_at_a_time(tiny_lm):
     )
     one.validation_rows = None
     assert one.validate(1) is None
+
+
+def test_cut_rows_and_equal_pairs_are_in_the_metrics_and_the_line(tiny_lm):
+    sample = lambda last, is_cut: Sample([3, 4, 5, last], [False, False, True, True], is_cut=is_cut)  # noqa: E731
+    pairs = [
+        (sample(6, False), sample(7, False)),
+        (sample(6, False), sample(7, True)),
+        (sample(6, True), sample(6, True)),
+        (sample(8, False),) * 2,
+    ]
+    rows = PackedRows(Rows([{"n": number} for number in range(4)]), lambda row: pairs[row["n"]], None)
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
+    update = DPOTrainer(policy, rows, num_steps=1, batch_size=4, loss=DPOLossFn(beta=0.5)).step(0)
+    assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0.5
+    assert list(update.shown.values()) == [2, 2]

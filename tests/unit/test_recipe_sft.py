@@ -108,3 +108,12 @@ def test_answers_are_evaluated_besides_the_loss_and_give_the_score(tiny_lm):
 def test_a_step_counts_rows_and_gradients(tiny_lm):
     update = trainer(tiny_lm()).step(0)
     assert update.num_rows == 4 and update.metrics["sft/loss"] == update.loss and update.metrics["sft/grad_norm"] > 0
+
+
+def test_cut_rows_are_in_the_metrics_and_the_line(tiny_lm):
+    rows = Rows([{"n": number} for number in range(8)])
+    pack = lambda row: Sample([5, 6, 7], [False, True, True], is_cut=row["n"] == 2)  # noqa: E731
+    one = trainer(tiny_lm(), PackedRows(rows, pack, None))
+    first, second = one.step(0), one.step(1)
+    assert first.metrics["sft/cut_row_fraction"] == 0.25 and list(first.shown.values()) == [1]
+    assert second.metrics["sft/cut_row_fraction"] == 0 and not second.shown, "control"

@@ -133,6 +133,13 @@ def test_before_and_after_are_paired_and_steps_are_ordered_as_numbers(run):
     assert max(first) < text.index("What is 0 &lt;"), "changed ones come first"
 
 
+def test_samples_are_the_same_rows_whatever_letters_they_have(run):
+    rows = [json.loads(line) for line in samples(AFTER, "one\u2028two\x85three\x0c").split("\n") if line]
+    write_samples(run / "samples", "step_100", rows)
+    assert read_token_run(run).samples[-1].rows == rows
+    assert "two\x85three" in write_report(run).read_text(encoding="utf-8")
+
+
 def test_other_prompts_are_not_paired(run):
     rows = (run / "samples" / "step_0.jsonl").read_text().replace("What is 3", "What is 4")
     (run / "samples" / "step_0.jsonl").write_text(rows)

@@ -1,0 +1,84 @@
+"""Open images and convert them to RGB: the one place that decides on orientation, number format and transparency."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from rlinf.errors import ConfigError
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+"""Pillow's modes with at most 8 bits per channel."""
+
+
+class ImageError(ConfigError):
+    """An image is missing, damaged, or has pixels with no single conversion to 8 bits."""
+
+
+def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image:
+    """Return an image as RGB; raise ImageError if that is impossible.
+
+    Args:
+        image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, the bytes of a file, or a
+            mapping with ``bytes`` and ``path``.
+        folder: Where a relative path begins.
+        name: For messages; empty: the path.
+    """
+    if isinstance(image, (Image.Image, np.ndarray)):
+        return to_rgb(image if isinstance(image, Image.Image) else _from_pixels(image), name or "the image")
+    stored = image if isinstance(image, Mapping) else {"bytes" if isinstance(image, bytes) else "path": image}
+    path, data = stored.get("path"), stored.get("bytes")
+    if data is None and not isinstance(path, (str, Path)):
+        raise ImageError(f"an image is a {type(image).__name__}; required: a path, or bytes that hold an image.")
+    name = name or (f"the image '{_short(path)}'" if path else "the image in the dataset")
+    try:
+        if data is None and str(path).startswith("data:"):
+            data = base64.b64decode(unquote_to_bytes(str(path).partition(";base64,")[2]), validate=True)
+        with Image.open(io.BytesIO(data) if data is not None else folder / path) as opened:
+            return to_rgb(opened, name)
+    except FileNotFoundError:
+        raise ImageError(f"{name} does not exist in '{folder}'; required: a file, or a data: URI in base64.") from None
+    except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(f"{name} cannot be read ({_short(error)}); required: an image such as PNG or JPEG.") from error
+
+
+def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:
+    """Return a PIL image upright (EXIF) and in RGB, transparent pixels over white; raise ImageError for 16 bits and floats.
+
+    Of colour files with 16 bits per channel, Pillow reads the upper 8.
+    """
+    if image.mode not in MODES:
+        raise ImageError(f"{name} has pixels of the mode '{image.mode}' (16 or 32 bits, or floats), and nothing says which are black and "
+                         "white; required: 8 bits per channel. Scale them to 0 to 255 and save them as uint8.")  # fmt: skip
+    if image.getexif().get(0x0112, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        colours = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
+    return image.convert("RGB")
+
+
+def _from_pixels(pixels: np.ndarray) -> Image.Image:
+    if (
+        pixels.dtype != np.uint8
+        or pixels.ndim not in (2, 3)
+        or pixels.shape[2:] not in ((), (1,), (3,), (4,))
+        or not pixels.size
+    ):
+        raise ImageError(f"an image has pixels {pixels.dtype} {list(pixels.shape)}; required: uint8 [height, width, 3]. Pixels of 0 to 1: "
+                         "(255 * image).round().astype('uint8').")  # fmt: skip
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+
+
+def _short(value: Any) -> str:
+    return text if len(text := str(value)) <= 200 else f"{text[:197]}..."

@@ -62,23 +62,26 @@ def dataset_statistics(folder: Path) -> dict[str, Any]:
 
 
 def check_hub(path: str | Path) -> None:
-    """Ask the hub once before a hub id is read: the libraries retry for minutes where nobody answers, and hide the reason.
-
-    Files in the cache are then used without the hub. Raise CheckpointError if this model's are not there.
-    """
+    """Raise CheckpointError for a hub id that is not in the cache where the hub does not answer, with the reason."""
     if Path(path).exists() or not HUB_ID.fullmatch(str(path)):
         return
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
+
+    reason = hub_fault()
+    if reason is not None and not isinstance(try_to_load_from_cache(str(path), "config.json"), str):
+        hint = "Check the connection, or name a folder"
+        raise CheckpointError(f"'{path}' is no folder and not in the cache, and {reason}. {hint}")
+
+
+def hub_fault() -> str | None:
+    """Return why the hub does not answer, or None. Its libraries, which would ask for minutes, then read their caches alone."""
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or (reason := _unreachable(constants.ENDPOINT)) is None:
-        return
-    if not isinstance(try_to_load_from_cache(str(path), "config.json"), str):
-        hint = "Check the connection, or name a folder"
-        raise CheckpointError(
-            f"'{path}' is no folder and not in the cache, and the hub does not answer: {reason}. {hint}"
-        )
-    logger.warning(f"the hub does not answer ({reason}), so the cached files of '{path}' are used")
-    constants.HF_HUB_OFFLINE = True
+        return None
+    for module in filter(None, (constants, sys.modules.get("datasets.config"))):
+        module.HF_HUB_OFFLINE = True
+    return f"the hub does not answer: {reason}"
 
 
 @functools.cache

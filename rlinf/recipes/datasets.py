@@ -18,6 +18,7 @@ from rlinf.data.rows import shuffled_rows
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.files import TextFileError
+from rlinf.models.loading import hub_fault
 from rlinf.recipes.row_files import KINDS, is_plain, stream_rows
 from rlinf.recipes.samples import BadRowError, cut_and_equal, tokens_of
 from rlinf.seeding import derive_seed
@@ -121,6 +122,7 @@ def load_rows(
     library.disable_progress_bars()
     check_place(name, section)
     place = describe(name, split, subset)
+    reason = hub_fault() if local_folder(name) is None else None
     try:
         parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
         for part in parts:
@@ -134,6 +136,7 @@ def load_rows(
         raise
     except (OSError, ValueError, StopIteration, library.exceptions.DatasetsError) as error:
         cause = error.__cause__ or str(error) or "It has no rows; required: one or more."
+        cause = f"it is not in the cache, and {reason}." if reason else cause
         message = f"{place} cannot be read: {cause} Set {section}.name, {section}.subset or {section}.split"
         raise ConfigError(message) from error
     return data if streaming else Rows(data, place, section=section)

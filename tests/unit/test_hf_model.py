@@ -33,9 +33,10 @@ from rlinf.models import (
 from rlinf.models.config import LoraConfig, ModelConfig
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
-from rlinf.models.loading import check_hub
+from rlinf.models.loading import check_hub, hub_fault
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.validation import validate
+from rlinf.recipes.datasets import load_rows
 from rlinf.rollout.weight_push import WeightPush
 
 TEXT = {
@@ -578,19 +579,22 @@ def test_the_support_matrix_of_the_documentation_is_what_is_tested():
 def test_a_hub_that_does_not_answer_is_named_once_and_the_cache_is_used_without_it(monkeypatch):
     """A closed port stands for a machine without a network; a server that answers 404 is reachable."""
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("the libraries retry"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setattr(hub_constants, "ENDPOINT", closed)
     with pytest.raises(CheckpointError, match=f"'some/model' is no folder and not in the cache.*{closed}"):
         load_config("some/model")
-    assert not hub_constants.HF_HUB_OFFLINE
+    assert hub_constants.HF_HUB_OFFLINE and hub_fault() is None, "nobody asks again"
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match=f"'some/data' .*not in the cache.*{closed}"):
+        load_rows("some/data")
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo_id, name: "/cache/config.json")
     check_hub("some/model")
-    assert hub_constants.HF_HUB_OFFLINE, "with a copy in the cache, nobody asks again"
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         monkeypatch.setattr(hub_constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        check_hub("some/model")
-    assert not hub_constants.HF_HUB_OFFLINE
+        assert hub_fault() is None and not hub_constants.HF_HUB_OFFLINE

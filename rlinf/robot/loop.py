@@ -314,7 +314,7 @@ class RobotEpisodes:
     def _send(self, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
         """Send an action, or hold without one; ``last [D]`` was executed before.
 
-        Return what was executed, ``[D]``, whether the action arrived (else a hold was executed), and whether the robot has said so.
+        Return the executed action ``[D]``, whether it arrived (else the robot held), and whether the robot has said so.
         """
         hold, limit, answer = np.where(self.displaces, np.float32(0), last), self.settings.max_change, None
         if action is not None and limit is not None:

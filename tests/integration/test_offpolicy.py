@@ -27,11 +27,10 @@ from rlinf.models.embodiment.headed import uniforms_by_row
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
 from rlinf.models.heads.critic import Critics
-from rlinf.models.heads.kinds import ResidualHead
 from rlinf.offpolicy.checks import rounded_down, update_seconds
 from rlinf.offpolicy.controls import note_warmup
 from rlinf.offpolicy.envs_of_ranks import CallOutcome
-from rlinf.offpolicy.head_trainer import HeadTrainer, _Episodes, largest_value
+from rlinf.offpolicy.head_trainer import _Episodes, largest_value
 from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
@@ -101,38 +100,6 @@ def test_updates_per_env_step_above_and_below_one(tmp_path):
         # 80 env steps; the first 8 steps of 4 envs are the warm-up, in which 30 is reached.
         found = next(line for line in reversed(metrics_of(folder)) if "train/updates_total" in line)
         assert found["train/updates_total"] == int(rate * (80 - 32)) == {15: 14, 100: 96}[wanted]
-
-
-def test_env_steps_earn_updates_and_policy_calls_do_not():
-    """Two envs and chunks of three actions, one of which ends early: 4 env steps at 0.5 updates each, none in the warm-up."""
-    executed = np.array([[True, True, True], [True, False, False]])
-    nothing = np.zeros(0, dtype=np.int64)
-    outcome = SimpleNamespace(
-        lost=nothing, rewards=np.zeros((2, 3)), executed=executed, terminated=~executed, last=None
-    )
-    trainer = SimpleNamespace(
-        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)), replay=SimpleNamespace(act=lambda *stored: None),
-        config=SimpleNamespace(updates_per_env_step=0.5), owed=0.0, _observe=lambda said: None,
-    )  # fmt: skip
-    for is_warm_up, owed, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
-        trainer._is_warm_up = lambda is_warm_up=is_warm_up: is_warm_up
-        HeadTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
-        assert (trainer.owed, trainer.loop.state.env_steps) == (owed, env_steps)
-
-
-def test_the_noise_of_the_warm_up_goes_to_both_sides():
-    """``2 u - 1`` of uniform numbers, times the scale, around the frozen policy; the head is not asked for it."""
-    head = ResidualHead.__new__(ResidualHead)
-    torch.nn.Module.__init__(head)
-    head.config, head.num_numbers = HeadConfig(scale=0.5), 2
-    base, uniforms = torch.tensor([[[0.1, 0.2]], [[0.0, -0.9]]]), torch.tensor([[0.0, 0.25, 0.9], [0.5, 0.1, 0.9]])
-    policy = SimpleNamespace(
-        device="cpu", head=head, base_of=lambda chunks: base, decide=lambda features, base, noise: (base[:, 0], None)
-    )
-    trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
-    said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
-    actions, _ = HeadTrainer._decide(trainer, said, uniforms, SimpleNamespace(values=0))
-    assert actions.tolist() == [pytest.approx([-0.4, -0.05]), pytest.approx([0.0, -1.0])], "the last one at its bound"
 
 
 def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):

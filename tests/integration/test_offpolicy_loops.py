@@ -4,17 +4,21 @@ import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from offpolicy_runs import all_tensors, collected, config_of
 from run_results import untimed_metrics
 
+from rlinf.algorithms.offpolicy_config import HeadConfig
 from rlinf.commands.train import build, train
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.launch import launch
 from rlinf.errors import NonFiniteError, RLinfError
+from rlinf.models.heads.kinds import ResidualHead
 from rlinf.offpolicy.head_trainer import HeadTrainer
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py"
@@ -165,3 +169,35 @@ def test_a_loss_that_is_not_finite_ends_the_run_from_its_thread(tmp_path, monkey
     with pytest.raises(NonFiniteError, match="The loss of the critics is nan at update 0"):
         run.execute()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("update")]
+
+
+def test_env_steps_earn_updates_and_policy_calls_do_not():
+    """Two envs and chunks of three actions, one of which ends early: 4 env steps at 0.5 updates each, none in the warm-up."""
+    executed = np.array([[True, True, True], [True, False, False]])
+    nothing = np.zeros(0, dtype=np.int64)
+    outcome = SimpleNamespace(
+        lost=nothing, rewards=np.zeros((2, 3)), executed=executed, terminated=~executed, last=None
+    )
+    trainer = SimpleNamespace(
+        loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)), replay=SimpleNamespace(act=lambda *stored: None),
+        config=SimpleNamespace(updates_per_env_step=0.5), owed=0.0, _observe=lambda said: None,
+    )  # fmt: skip
+    for is_warm_up, owed, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
+        trainer._is_warm_up = lambda is_warm_up=is_warm_up: is_warm_up
+        HeadTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
+        assert (trainer.owed, trainer.loop.state.env_steps) == (owed, env_steps)
+
+
+def test_the_noise_of_the_warm_up_goes_to_both_sides():
+    """``2 u - 1`` of uniform numbers, times the scale, around the frozen policy; the head is not asked for it."""
+    head = ResidualHead.__new__(ResidualHead)
+    torch.nn.Module.__init__(head)
+    head.config, head.num_numbers = HeadConfig(scale=0.5), 2
+    base, uniforms = torch.tensor([[[0.1, 0.2]], [[0.0, -0.9]]]), torch.tensor([[0.0, 0.25, 0.9], [0.5, 0.1, 0.9]])
+    policy = SimpleNamespace(
+        device="cpu", head=head, base_of=lambda chunks: base, decide=lambda features, base, noise: (base[:, 0], None)
+    )
+    trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
+    said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
+    actions, _ = HeadTrainer._decide(trainer, said, uniforms, SimpleNamespace(values=0))
+    assert actions.tolist() == [pytest.approx([-0.4, -0.05]), pytest.approx([0.0, -1.0])], "the last one at its bound"

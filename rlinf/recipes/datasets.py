@@ -211,11 +211,8 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
         return saved.to_iterable_dataset() if streaming else saved
     source = {"path": str(folder or name), "name": subset or None, "revision": None if folder else revision}
     builder = library.load_dataset_builder(**source)
-    if (
-        builder.name in ("csv", "json")
-        and builder.info.features is None
-        and getattr(builder.config, "field", None) is None
-    ):
+    is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
+    if builder.name in ("csv", "json") and not is_declared:
         by_split = {str(key): list(value) for key, value in builder.config.data_files.items()}
         return _undeclared(library, by_split, getattr(builder.config, "sep", "json"), split, streaming)
     return library.load_dataset(**source, split=split, streaming=streaming)
@@ -224,9 +221,8 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
 def _undeclared(library: Any, files: Mapping[str, Sequence[Any]], kind: str, split: str, streaming: bool) -> Any:
     """Return a split of files by split, or a slice such as ``train[:100]``; raise ValueError for one that is not there."""
     if streaming and split in files:
-        return library.IterableDataset.from_generator(
-            stream_rows, gen_kwargs={"files": [str(each) for each in files[split]], "kind": kind}
-        )
+        source = {"files": [str(file) for file in files[split]], "kind": kind}
+        return library.IterableDataset.from_generator(stream_rows, gen_kwargs=source)
     fetch = library.DownloadManager().download_and_extract
     chosen = [name for name in files if name in split] or list(files)
     rows = {name: list(stream_rows([f if is_plain(f) else fetch(f) for f in files[name]], kind)) for name in chosen}

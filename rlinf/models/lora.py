@@ -265,10 +265,8 @@ def _check_untied(model: nn.Module) -> None:
     holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and holders[id(getattr(layer.get_base_layer(), "weight", None))] > 1:
-            weights = f"The adapted weights '{name.rpartition('.')[2]}.weight'"
-            raise ConfigError(
-                f"{weights} have no tensor of their own: another layer has the same.", target_modules=None
-            )
+            found = f"The adapted weights '{name.rpartition('.')[2]}.weight' have no tensor of their own: another layer has the same."
+            raise ConfigError(found, **{TARGETS: None})
 
 
 FOLLOWED = {

@@ -64,6 +64,13 @@ def test_the_best_checkpoint_of_a_task_without_success_has_the_highest_return():
     state = LoopState("rl", step=3, evaluations=evaluations)
     best = state.best_evaluation({f"rl_{n:06d}" for n in range(3)})
     assert best == "step_000001" and state.best_evaluation({"rl_000000"}) == "step_000000"
+    begun = replace(
+        state,
+        start="runs/a",
+        evaluations={"before_rl": {**evaluations["step_000001"], "checkpoint": "runs/a", "return_mean": -1.0}}
+        | evaluations,
+    )
+    assert begun.best_evaluation({"rl_000001"}) == "before_rl" and begun.best_checkpoint({"rl_000001"}) == "runs/a"
     closed = replace(state, evaluations={**evaluations, "after_rl": evaluations[best]})
     table = closing_table(summary_of("x", 0, closed, best))
     assert "%" not in table.replace("95 %", "") and "best checkpoint: rl_000001 (return -2 " in table

@@ -17,7 +17,7 @@ from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import SMALL, Interval, Series
 from rlinf.report.episode_player import player
-from rlinf.report.offpolicy import MAX_SENTENCES, head_section, head_warnings
+from rlinf.report.offpolicy import head_section, head_warnings
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
 from rlinf.report.recipe import write_token_report
 from rlinf.report.recipe_data import is_token_folder
@@ -45,7 +45,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, head=head_section(data), max_sentences=MAX_SENTENCES,
+        tasks=_tasks(data), success_by_step=solved, head=head_section(data),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 

@@ -335,7 +335,7 @@ def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pair
 
 def test_an_evaluation_against_another_model_outranks_the_loss_of_preferences():
     """The loss falls from 0.69 to 0.1 while correct answers fall by 18.7 points."""
-    run = lines("dpo", train__loss=falls(0.69, 0.1), train__preference_accuracy=0.9)
+    run = lines(train__loss=falls(0.69, 0.1), train__preference_accuracy=0.9)
     recipe = {"train": {"train_policy": {"type": "dpo"}}}
     assert Record(run, recipe).outcome.is_good
     total = {"successes_a": 93, "successes_b": 65, "episodes": 150, "interval": [-0.28, -0.09]}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -201,7 +202,7 @@ def main() -> None:
         case for case in (*FAULTS, *HEALTHY) if not args.held_out and (args.only is None or case.name in args.only)
     ]
     for case in cases:
-        folder = args.folder / case.name.replace(" ", "_").replace(",", "")
+        folder = args.folder / re.sub(r"\W+", "_", case.name)
         seconds = 0.0 if args.read else run(case, folder)
         try:
             record = read_record(folder)

@@ -265,7 +265,7 @@ def test_a_policy_of_exactly_no_kl_never_moves_unless_it_takes_one_update_an_ite
     ("changed", "settings", "key"),
     [
         ({}, {"learning_rate": 1e-9}, "trainer.learning_rate"),
-        ({}, {"adam_eps": 1e5}, "trainer.adam_eps"),
+        ({}, {"adam_eps": 10.0}, "trainer.adam_eps"),
         ({}, {"weight_decay": 500.0}, "trainer.weight_decay"),
         ({"train__learning_rate": lambda step: 1e-9 * (step + 1)}, {}, "trainer.warmup_steps"),
     ],

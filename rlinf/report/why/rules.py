@@ -109,7 +109,7 @@ def zero_variance_groups(record: Record) -> Finding | None:
 
 
 def policy_never_moves(record: Record) -> Finding | None:
-    """AdamW moves no weight by more than 1e-4 in the whole run, or the KL of its updates is 0 but for rounding."""
+    """AdamW moves no weight by more than 1e-4 in the whole run, its epsilon exceeds the gradient, or the KL of updates is 0 but for rounding."""
     warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
     if 0 < planned <= warmup and record.has_rl:
         text = f"The first {warmup} iterations train the critic alone, and the run has {planned}"
@@ -124,7 +124,7 @@ def policy_never_moves(record: Record) -> Finding | None:
     )
     # The first moment over the root of the second is at most about 1, and less for gradients below epsilon.
     way = fmean(used.values) * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
-    if way < LEAST_WAY:
+    if way < LEAST_WAY or eps > norm:
         text = f"AdamW moves a weight by at most {way:.2g} in the whole run ({updates:.0f} steps at {fmean(used.values):.2g}, gradient norm up to {norm:.2g})"
         is_late = used.values[-1] < 0.1 * record.setting(key, rate) and used.values[-1] > used.values[0]
         change = f"{key}={min(1e-3, rate * 0.1 / max(way, 1e-9)):.1g}"

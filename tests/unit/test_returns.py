@@ -35,6 +35,7 @@ def test_the_interval_of_a_return_is_student_s_t_over_episodes():
     assert alone.summary()["return_interval"] is None and alone.total.return_text == "5"
     assert Success(1, 3) == result.total, "equal whatever its return"
     assert result.headline() == "1/3 = 33.3% (95 % 6.1% - 79.2%), return 3"
+    assert len("eval step_000010: " + result_of([-0.00491823] * 200, successes=200).headline()) <= 80
 
 
 def test_results_of_before_returns_are_read_compared_and_closed(tmp_path):

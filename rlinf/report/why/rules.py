@@ -108,39 +108,39 @@ def zero_variance_groups(record: Record) -> Finding | None:
     return Finding(text, f"{key}=8" if record.setting(key, 8) < 4 else "", fraction.late_steps)
 
 
-def policy_never_moves(record: Record) -> Finding | None:
-    """AdamW moves no weight by more than 1e-4 in the whole run, its epsilon exceeds the gradient, or the KL of updates is 0 but for rounding."""
-    warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
-    if 0 < planned <= warmup and record.has_rl:
-        text = f"The first {warmup} iterations train the critic alone, and the run has {planned}"
-        return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
-    phase, (key, rate) = record.trained_phase, rate_of(record)
-    used = record.series("sft/learning_rate" if phase == "sft" else "train/learning_rate")
-    updates, an_iteration = num_updates(record, used.steps)
-    norms = [line[name] for line in record.lines for name in (f"{phase}/grad_norm", "train/grad_norm") if name in line]
+def steps_too_small(record: Record) -> Finding | None:
+    """AdamW moves no weight by more than 1e-4 in the whole run, or its epsilon exceeds the norm of the gradient."""
+    name, (key, rate) = "sft" if record.trained_phase == "sft" else "train", rate_of(record)
+    used, norms = record.series(f"{name}/learning_rate"), [line.get(f"{name}/grad_norm") for line in record.lines]
     eps, norm = (
         record.setting("trainer.adam_eps", 0.0),
         max((one for one in norms if one is not None), default=math.inf),
     )
+    updates, mean = num_updates(record, used.steps)[0], fmean(used.values)
     # The first moment over the root of the second is at most about 1, and less for gradients below epsilon.
-    way = fmean(used.values) * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
-    if way < LEAST_WAY or eps > norm:
-        text = f"AdamW moves a weight by at most {way:.2g} in the whole run ({updates:.0f} steps at {fmean(used.values):.2g}, gradient norm up to {norm:.2g})"
-        is_late = used.values[-1] < 0.1 * record.setting(key, rate) and used.values[-1] > used.values[0]
-        change = f"{key}={min(1e-3, rate * 0.1 / max(way, 1e-9)):.1g}"
-        if is_late:
-            change = "train.optm_warmup_steps=0" if record.is_recipe else "trainer.warmup_steps=0"
-        elif norm == 0:
-            change = ""
-        elif eps > norm:
-            change = "trainer.adam_eps=1e-8"
-        return Finding(text, change, used.late_steps)
-    if phase == "sft" or an_iteration <= 1:  # of a single update, the KL is measured before it
+    way = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
+    if way >= LEAST_WAY and eps <= norm:
         return None
+    text = f"AdamW moves a weight by at most {way:.2g} in the whole run ({updates:.0f} steps at {mean:.2g}, gradient norm up to {norm:.2g})"
+    change = f"{key}={min(1e-3, max(1e-5, rate * 0.1 / max(way, 1e-9))):.1g}"
+    if used.values[0] < used.values[-1] < 0.1 * record.setting(key, rate):
+        change = "train.optm_warmup_steps=0" if record.is_recipe else "trainer.warmup_steps=0"
+    elif norm == 0 or eps > norm:
+        change = "trainer.adam_eps=1e-8" if norm else ""
+    return Finding(text, change, used.late_steps)
+
+
+def policy_never_moves(record: Record) -> Finding | None:
+    """The KL of several updates is 0 but for rounding in every iteration, or the whole run is warm-up of the critic."""
+    warmup, planned = record.setting("algorithm.critic_warmup_steps", 0), record.setting("trainer.max_steps", 0)
+    if 0 < planned <= warmup and record.has_rl:
+        text = f"The first {warmup} iterations train the critic alone, and the run has {planned}"
+        return Finding(text, "algorithm.critic_warmup_steps=0", record.outcome.steps)
     kl = record.series("train/approx_kl")
-    if max(map(abs, kl.values)) > STILL_KL:
+    largest = max(map(abs, kl.values))
+    if largest > STILL_KL or num_updates(record, kl.steps)[1] <= 1:  # of a single update, the KL is measured before it
         return None
-    text = f"The KL of old to new policy is at most {max(map(abs, kl.values)):.1g} nat in every iteration, which is 0 but for rounding: the policy never moves"
+    text = f"The KL of old to new policy is at most {largest:.1g} nat in every iteration, which is 0 but for rounding"
     return Finding(text, "", kl.all_steps)
 
 
@@ -254,8 +254,11 @@ def return_without_success(record: Record) -> Finding | None:
     success = outcome_of_counts(ends, "", "")
     if success.verdict in (ROSE, UNKNOWN) or ends[1][1].success_rate - ends[0][1].success_rate > MATTERS / 4:
         return None
-    if all(abs(v - per_success * r) < 1e-3 * max(map(abs, values)) for r, v in zip(rates, values, strict=True)):
-        return None  # the reward is success itself
+    is_success = all(
+        abs(v - per_success * r) < 1e-3 * max(map(abs, values)) for r, v in zip(rates, values, strict=True)
+    )
+    if is_success and per_success > 0:
+        return None
     early, middle, late = median(returns.early), median(returns.middle), median(returns.late)
     # The return of a slow run rises before its first success.
     is_slow = success.verdict != FELL and late - middle > (middle - early) / 2
@@ -328,7 +331,7 @@ def num_updates(record: Record, steps: list[int]) -> tuple[float, float]:
 ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
 """Rules about more than the outcome."""
 CAUSES: tuple[Rule, ...] = (
-    kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, policy_never_moves, entropy_collapse, too_few_updates,
+    kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, steps_too_small, policy_never_moves, entropy_collapse, too_few_updates,
     q_overestimation, stale_rollouts, cloning_diverges, return_without_success, return_falls, head_saturated,
 )  # fmt: skip
 """Rules that explain a bad outcome, causes before their consequences."""

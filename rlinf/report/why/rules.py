@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from dataclasses import replace
 from statistics import fmean, median
 
-from rlinf.algorithms.offpolicy_config import LARGEST_SCALE
 from rlinf.report.why.findings import Diagnosis, Finding, NotMeasured, Record, Rule, read_record
 from rlinf.report.why.outcome import FELL, MATTERS, ROSE, UNKNOWN, Outcome, outcome_of_counts, outcome_of_values
 
@@ -231,19 +229,6 @@ def stale_rollouts(record: Record) -> Finding | None:
     return Finding(text, f"cluster.max_staleness={max(0, round(median(lag.late)) - 1)}", lag.late_steps)
 
 
-def cloning_diverges(record: Record) -> Finding | None:
-    """The loss of cloning ends above its first value, by a tenth and by more than its noise."""
-    loss = record.series("sft/loss")
-    first, late = loss.values[0], median(loss.late)
-    # The median size of the difference of two normal numbers is 0.954 of their deviation. Few steps may hide it; late values show it.
-    step = median(abs(after - before) for before, after in itertools.pairwise(loss.values)) / 0.954
-    if late - first <= max(0.1 * abs(first), 3 * step, max(loss.late) - min(loss.late)):
-        return None
-    key, rate = rate_of(record, "sft")
-    text = f"The loss of cloning is {late:.3g}, after {first:.3g} at its first step"
-    return Finding(text, f"{key}={min(1e-3, rate / 5):.2g}", loss.all_steps)
-
-
 def return_without_success(record: Record) -> Finding | None:
     """The return of the rollouts certainly rises, in the last third less than before, and the success of the same episodes does not."""
     returns, change = record.series("rollout/return_mean"), return_change(record)
@@ -284,24 +269,15 @@ def return_falls(record: Record) -> Finding | None:
     return Finding(text, f"env.reward_scale={-scale:g}" if scale < 0 else "", change.steps)
 
 
-def head_saturated(record: Record) -> Finding | None:
-    """More than half of the numbers of a head are at their bound."""
-    fraction, scale = record.series("train/at_bound"), record.setting("algorithm.head.scale", 1.0)
-    if median(fraction.late) <= 0.5 or scale >= LARGEST_SCALE:
-        return None
-    text = f"{median(fraction.late):.0%} of the numbers of the head are at their bound: it cannot correct by more than its scale of {scale:g}"
-    return Finding(text, f"algorithm.head.scale={min(LARGEST_SCALE, 2 * scale):g}", fraction.late_steps)
-
-
 def return_change(record: Record) -> Outcome:
     """Return the change of the return of the rollouts, or of the reward of a recipe's answers."""
     returns = record.series(record.return_name)
     return outcome_of_values("return", returns.steps, returns.values, "")
 
 
-def rate_of(record: Record, phase: str | None = None) -> tuple[str, float]:
-    """Return key and value of the learning rate of a phase (the last); a run that was rolled back uses a fraction of the configured rate."""
-    phase = phase or record.trained_phase
+def rate_of(record: Record) -> tuple[str, float]:
+    """Return key and value of the learning rate of the last phase; a run that was rolled back uses a fraction of the configured rate."""
+    phase = record.trained_phase
     keys = ["train.optm_lr"] if record.is_recipe else ["sft.learning_rate"] if phase == "sft" else []
     # A head on a frozen policy has a rate of its own.
     for key in [*keys, "algorithm.learning_rate", "trainer.learning_rate"]:
@@ -332,6 +308,6 @@ ALWAYS: tuple[Rule, ...] = (overfitted, imitation_ceiling)
 """Rules about more than the outcome."""
 CAUSES: tuple[Rule, ...] = (
     kl_penalty_too_strong, steps_too_large, constant_return, zero_variance_groups, steps_too_small, policy_never_moves, entropy_collapse, too_few_updates,
-    q_overestimation, stale_rollouts, cloning_diverges, return_without_success, return_falls, head_saturated,
+    q_overestimation, stale_rollouts, return_without_success, return_falls,
 )  # fmt: skip
 """Rules that explain a bad outcome, causes before their consequences."""

@@ -39,6 +39,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 
 import rlinf
 from rlinf.checkpoints.folders import resolve_checkpoint
@@ -52,7 +53,6 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
 from rlinf.files import locked_folder, write_text
-from rlinf.offpolicy.control_policies import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.options import to_mapping
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from pathlib import Path
 import rlinf.cli
 from rlinf.errors import RLinfError
 from rlinf.evaluation.intervals import difference_interval
-from rlinf.report.why.findings import Diagnosis, Record, diagnose, read_record
-from rlinf.report.why.rules import RULES
+from rlinf.report.why.findings import Diagnosis, Record, read_record
+from rlinf.report.why.rules import diagnose
 
 HELD_OUT = Path(__file__).parents[1] / "tests" / "fixtures" / "why_heldout.jsonl"
 
@@ -50,8 +51,7 @@ HEAD = (
 
 
 WORDS = {
-    "return_misses_success": ("reward", "success"), "equal_returns": ("reward", "actions"), "equal_groups": ("reward",),
-    "return_stays": ("reward", "observation", "state", "actions"), "clone_misses": ("data", "observation"),
+    "return_without_success": ("reward", "success"), "constant_return": ("reward", "actions"), "zero_variance_groups": ("reward",),
 }  # fmt: skip
 """Causes that the sentence of a rule names without a key."""
 
@@ -92,13 +92,13 @@ FAULTS = (
     *fault("weight decay", ("trainer.weight_decay",), PPO, "trainer.weight_decay=1000"),
     *fault("AdamW's epsilon", ("trainer.adam_eps",), PPO, "trainer.adam_eps=10"),
     *fault("critic's warm-up", ("algorithm.critic_warmup_steps",), PPO, "algorithm.critic_warmup_steps=100"),
-    *fault("sparse and strict", ("equal_returns", "env.tolerance_m", "env.reward_mode"), GROUPS, "env.reward_mode=sparse", "env.tolerance_m=0.002"),
-    *fault("strict", ("return_misses_success", "env.tolerance_m"), PPO, "env.tolerance_m=0.001"),
+    *fault("sparse and strict", ("constant_return", "env.tolerance_m", "env.reward_mode"), GROUPS, "env.reward_mode=sparse", "env.tolerance_m=0.002"),
+    *fault("strict", ("return_without_success", "env.tolerance_m"), PPO, "env.tolerance_m=0.001"),
     *fault("success is fined", ("env.success_bonus",), CLONED_PPO, "env.success_bonus=-5"),
     *fault("collapse", RATE, CLONED_PPO, "trainer.learning_rate=0.05", "trainer.eval_every=4"),
     *fault("cloning diverges", ("sft.learning_rate",), SFT, "sft.learning_rate=1.0"),
     *fault("cloning stands still", ("sft.learning_rate",), SFT, "sft.learning_rate=1e-8"),
-    *fault("wrong aim", ("clone_is_bound", "trainer.max_steps"), SFT, "sft.expert.aim_offset_m=[0.07,0.0]"),
+    *fault("wrong aim", ("imitation_ceiling", "trainer.max_steps"), SFT, "sft.expert.aim_offset_m=[0.07,0.0]"),
     *fault("head", ("algorithm.learning_rate",), HEAD, "algorithm=td3", "algorithm.learning_rate=0.3", "algorithm.gamma=1.0",
           "algorithm.num_critics=1", "algorithm.num_target_critics=1", "algorithm.tau=1.0"),
     *fault("small head", ("algorithm.head.scale",), HEAD, "algorithm=td3", "algorithm.head.scale=0.05"),
@@ -181,7 +181,7 @@ def held_out() -> Tally:
     tally = Tally()
     for row in map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines()):
         record = Record(row["metrics"], row["config"], row.get("manifest", {}))
-        found = diagnose(record, RULES)
+        found = diagnose(record)
         verdict = tally.add(record, found, row["fault_key"] if row["kind"] == "fault" else None, row["outcome"])
         said = ", ".join(f"{finding.rule} {finding.set}".strip() for finding in found.findings)
         print(
@@ -202,14 +202,14 @@ def main() -> None:
         case for case in (*FAULTS, *HEALTHY) if not args.held_out and (args.only is None or case.name in args.only)
     ]
     for case in cases:
-        folder = args.folder / case.name.replace(" ", "_").replace(",", "")
+        folder = args.folder / re.sub(r"\W+", "_", case.name)
         seconds = 0.0 if args.read else run(case, folder)
         try:
             record = read_record(folder)
         except RLinfError as error:
             print(f"{case.name}: {error}")
             continue
-        found = diagnose(record, RULES)
+        found = diagnose(record)
         verdict = chosen.add(record, found, case.causes, None)
         said = ", ".join(f"{finding.rule} {finding.set}".strip() for finding in found.findings)
         all_s += seconds

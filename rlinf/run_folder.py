@@ -7,8 +7,6 @@ METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"  # written last
 PROFILE_FOLDER, TENSORBOARD_FOLDER, FAILED_BATCH_FOLDER = "profile", "tensorboard", "failed_batch"
 REFERENCE_FILE = "reference.safetensors"  # the trained weights with which RL began, for a KL penalty
-CORRECTIONS_FILE = "corrections.json"  # the changes by a head in the last iteration
-CONTROLS_FILE = "controls.json"  # the success of the frozen policy without its head
 FROZEN_FOLDER = "frozen"  # the policies below the heads of the checkpoints, by the digests of their weights
 SAMPLES_FOLDER = "samples"  # completions and rewards of each validation of a recipe
 

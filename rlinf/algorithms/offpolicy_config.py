@@ -93,10 +93,6 @@ class OffPolicyConfig(AnyAlgorithmConfig):
         "have earned; results do not depend on how long anything takes.",
     )
     critic_only_updates: int = option(0, "First updates, which train the critics alone.", minimum=0)
-    controls: bool = option(
-        False,
-        "Before RL, evaluate what needs no learning, too: noise around the frozen policy, and the best of some constant corrections.",
-    )
     replay_capacity: int = option(
         100_000, "Observations that the buffer holds over all envs; the oldest are replaced.", minimum=1
     )

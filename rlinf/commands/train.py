@@ -240,8 +240,12 @@ def _ask_gpu(config: RunConfig, memory: int) -> tuple[bool | int, RLinfError | N
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
     """Return the checkpoint that is resumed, if any, and the state of the run."""
     if config.resume is None:
-        return None, LoopState(phase="sft" if config.sft.max_steps > 0 else "rl")
-    folder = checkpoints.on_rank_zero(lambda: folders.resolve_checkpoint(config.resume), f"read {config.resume}")
+        start = config.model.model_path
+        if config.init_from is not None:  # `latest` may soon be another one
+            start = _find_checkpoint(config.init_from)
+        phase = "sft" if config.sft.max_steps > 0 else "rl"
+        return None, LoopState(phase=phase, start=None if start is None else str(start))
+    folder = _find_checkpoint(config.resume)
     saved, typed = folders.read_loop_state(folder), config.trainer.learning_rate
     state = LoopState(**saved | {"rollbacks": rollbacks_of(folder, saved, typed)})
     if rank() == 0 and state.rollbacks and config.trainer.max_steps > 0:
@@ -252,6 +256,11 @@ def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:
             flush=True,
         )
     return folder, state
+
+
+def _find_checkpoint(path: str) -> Path:
+    """Return the folder of a checkpoint (a collective call)."""
+    return checkpoints.on_rank_zero(lambda: folders.resolve_checkpoint(path), f"read {path}")
 
 
 def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:

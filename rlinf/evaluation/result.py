@@ -186,13 +186,13 @@ class EvaluationResult:
         return actions_clipped(self.results)[1]
 
     def headline(self) -> str:
-        """Return success and return with their intervals in one line."""
+        """Return success with its interval and the return in one line, short enough for 80 columns behind the name of the evaluation."""
         total = self.total
         if not total.is_told:
             return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
         interval = format_interval(*total.interval, " - ")
         truly = "" if self.true_success is None else f", by the simulator {self.true_success}"
-        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){truly}, return {total.return_text}"
+        return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){truly}, return {self.return_mean:.4g}"
 
     def success_by_step(self) -> list[tuple[int, float]]:
         """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""

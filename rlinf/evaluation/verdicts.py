@@ -72,6 +72,13 @@ class Verdict:
     breaks: tuple[str, ...] = ()
 
     @property
+    def is_good(self) -> bool | None:
+        """Whether the answer speaks for the policy; None: neither for nor against it, or only in part."""
+        if self.is_fault or self.breaks:
+            return False
+        return None if self.is_partial or self.answer not in (YES, NO) else True
+
+    @property
     def shown(self) -> str:
         """The answer with its share: ``yes (52%)``."""
         return self.answer if self.share is None else f"{self.answer} ({self.share:.0%})"
@@ -79,12 +86,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Effect:
-    """Points that are lost or gained, their interval, and the points that could be."""
+    """Success that is lost or gained, its interval, and what could be.
+
+    As text it is the change of success, so a loss is negative there, as in the table of conditions.
+    """
 
     points: float
     low: float
     high: float
     stake: float
+    is_loss: bool = False
 
     @property
     def answer(self) -> str:
@@ -99,7 +110,10 @@ class Effect:
         return {"share": share, "is_partial": self.high < WHOLE_SHARE * self.stake} if self.answer == YES else {}
 
     def __str__(self) -> str:
-        return f"{format_points(self.points)} points of {100 * self.stake:.1f} (95 % interval {format_points(self.low, self.high)})"
+        change, *interval = (
+            (0.0 - self.points, 0.0 - self.high, 0.0 - self.low) if self.is_loss else (self.points, self.low, self.high)
+        )
+        return f"{format_points(change)} points of {100 * self.stake:.1f} (95 % interval {format_points(*interval)})"
 
 
 def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Mapping[str, Pairs]) -> list[Verdict]:
@@ -152,7 +166,7 @@ def judged_verdict(clean: EvaluationResult, idle: Success) -> Verdict:
 
 def _lost(row: ConditionRow, stake: float) -> Effect:
     low, high = row.pairs.interval
-    return Effect(0.0 - row.pairs.difference, 0.0 - high, 0.0 - low, stake)
+    return Effect(0.0 - row.pairs.difference, 0.0 - high, 0.0 - low, stake, is_loss=True)
 
 
 def _beats_nothing(pairs: Pairs) -> Verdict:
@@ -178,7 +192,7 @@ def _by_loss(
         return _not_better(question)
     effect = _lost(row, stake)
     is_fault = no_is_fault and effect.answer == NO
-    return Verdict(question, effect.answer, f"{what} costs {effect}", is_fault, **effect.of_a_yes)
+    return Verdict(question, effect.answer, f"{what}: {effect}", is_fault, **effect.of_a_yes)
 
 
 def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float, is_better: bool) -> Verdict:
@@ -189,7 +203,7 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
     if rows["frozen"].pairs is None:
         return Verdict(question, UNTOLD, rows["frozen"].note)
     frozen = _lost(rows["frozen"], stake)
-    reason = f"a view that is frozen at the start costs {frozen}"
+    reason = f"a view that is frozen at the start: {frozen}"
     effects, answers = [frozen], [frozen.answer]
     replayed = rows["pushed_replay"]
     if pushed is not None and replayed.pairs is not None:
@@ -199,7 +213,7 @@ def _reacts(rows: Mapping[str, ConditionRow], pushed: Pairs | None, stake: float
             gain = Effect(pushed.difference, low, high, at_stake)
             effects.append(gain)
             answers.append(gain.answer)
-            reason += f"; pushed, it is {gain} better than its own actions replayed"
+            reason += f"; pushed, against its own actions replayed: {gain}"
         else:
             answers.append(UNCLEAR)
             reason += "; the pushes do not stop its replayed actions either"
@@ -222,18 +236,16 @@ def _remembers(
         low, high = difference_interval(*counts)
         effect = Effect(seen.success_rate - clean.success_rate, low, high, max(seen.success_rate - floor, 0.0))
         answers.append(effect.answer)
-        reasons.append(f"on initial states of training it gains {effect}")
+        reasons.append(f"on initial states of training: {effect}")
     if rote.success is not None and is_better:
         effect = _lost(rote, stake)
         blind = NO in (looks, reacts)
         if effect.answer == NO:
             answers.append(YES if blind else UNCLEAR)
-            reasons.append(
-                f"its actions of other episodes succeed as well (they cost {effect}), so one motion fits all episodes"
-            )
+            reasons.append(f"its actions of other episodes succeed as well: {effect}, so one motion fits all episodes")
         else:
             answers.append(NO if effect.answer == YES else UNCLEAR)
-            reasons.append(f"its actions of other episodes cost {effect}")
+            reasons.append(f"its actions of other episodes: {effect}")
     if not answers or (seen is None and answers == [NO]):
         return Verdict(question, UNTOLD, "; ".join(reasons) or "there is nothing to compare")
     answer = YES if YES in answers else NO if set(answers) == {NO} else UNCLEAR
@@ -252,7 +264,7 @@ def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> 
     answers = {title: effect.answer for title, effect in effects.items()}
     broken = {title: effect for title, effect in effects.items() if answers[title] == YES}
     shown = [f"{title}: {effect}" for title, effect in broken.items()]
-    breaks = tuple(f"{title} ({format_points(-effect.points)} points)" for title, effect in broken.items())
+    breaks = tuple(f"{title} ({format_points(0.0 - effect.points)} points)" for title, effect in broken.items())
     answer = YES if shown else NO if set(answers.values()) == {NO} else UNCLEAR
     return Verdict(
         question,

@@ -117,17 +117,9 @@ def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         refuse(found, "a head of one action", "algorithm.entropy_in_target=false")
     if algorithm.head.name != ACTOR:
         return
-    for key, value, wanted in (
-        ("sft.max_steps", config.sft.max_steps, 0),
-        ("algorithm.controls", algorithm.controls, False),
-    ):
-        if value != wanted:
-            found = f"{key}={override_text(value)} with algorithm.head.name={ACTOR}, which has no policy below it"
-            refuse(
-                found,
-                f"{key}={override_text(wanted)}",
-                f"{key}={override_text(wanted)}, or algorithm.head.name=residual",
-            )
+    if config.sft.max_steps:
+        found = f"sft.max_steps={config.sft.max_steps} with algorithm.head.name={ACTOR}, which has no policy below it"
+        refuse(found, "sft.max_steps=0", "sft.max_steps=0, or algorithm.head.name=residual")
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:

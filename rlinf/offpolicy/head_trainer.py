@@ -32,7 +32,7 @@ from rlinf.models.base_weights import tensors_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head
 from rlinf.models.sampling import standard_normal
-from rlinf.offpolicy.controls import evaluate_controls, note_warmup
+from rlinf.offpolicy.controls import note_warmup
 from rlinf.offpolicy.corrections import Corrections
 from rlinf.offpolicy.envs_of_ranks import CallOutcome, Said, joined
 from rlinf.offpolicy.learner import OffPolicyLearner
@@ -103,7 +103,7 @@ class HeadTrainer(ActionTrainer):
         self._begins_as_base = False  # the head is new and changes nothing yet
         num_envs = parts.config.rollout.num_envs
         self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
-        self._corrections = Corrections(env.task_names, env.action_dim)
+        self._corrections = Corrections(env.task_names)
         self._seen: Observation  # by the envs of this rank, at present
         self._proposal: Proposal | None = None  # what the frozen policy says of that
         self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
@@ -112,15 +112,12 @@ class HeadTrainer(ActionTrainer):
         self.replay: ReplayBuffer
 
     def begin(self) -> None:
-        """Begin with a new head or the one of the checkpoint, evaluate it, and evaluate the controls once."""
+        """Begin with a new head or the one of the checkpoint, and evaluate it."""
         loop = self.loop
         self.worker.end_phase()
         self.make_parts(self.worker.model)
         self.sync = WeightPush(self.policy, self.policy)
         super().begin()
-        if self.config.controls:
-            evaluate_controls(self.parts, self.policy.base, self.config.head.scale)
-            loop.stop_if_asked()
         self.sync.push(loop.state.policy_version)
 
     @property
@@ -248,7 +245,7 @@ class HeadTrainer(ActionTrainer):
             self._is_noted = True
             note_warmup(self.parts, self._begins_as_base)
         episodes = _Episodes(self.parts.config.rollout.num_envs, self.config.gamma)
-        self._corrections = Corrections(self.env.task_names, self.env.action_dim)
+        self._corrections = Corrections(self.env.task_names)
         said = self._begin_episodes(step)
         shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.head.num_noises)
         for call, uniforms in enumerate(self._draw(*shape, purpose=("actions", step))):
@@ -275,7 +272,6 @@ class HeadTrainer(ActionTrainer):
         self.learner.check_finite()
         self._check_equal_on_ranks()
         self.largest_return = max(self.largest_return, episodes.largest_return)
-        self._corrections.gather()
         metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
         metrics |= self._corrections.metrics()
         metrics |= {
@@ -290,7 +286,6 @@ class HeadTrainer(ActionTrainer):
         if self.policy.head.acts_alone:
             metrics.pop("train/at_bound", None)  # its numbers are actions, at the bounds of the env: no scale cuts them
         if rank() == 0:
-            self._corrections.write(self.loop.folder, step)
             self._warn(metrics)
         return metrics | clock.metrics()
 
@@ -338,7 +333,7 @@ class HeadTrainer(ActionTrainer):
 
         def begun(row: int) -> EpisodeSpec:
             spec = self.sampler.spec(step, first + row, int(positions[row]))
-            self._corrections.begin(row, spec)
+            self._corrections.begin(row, spec.task_id)
             return spec
 
         specs = [begun(row) for row in range(len(self._own))]
@@ -417,7 +412,6 @@ class HeadTrainer(ActionTrainer):
         self._note_corrections(executed, greedy[own])
         self._proposal = None  # and with it what the policy computed of the images, before it sees the next ones
         chunk = self.env.chunk_step(executed.cpu().numpy())
-        self._corrections.begin_again(chunk.lost_env_ids)
         self._seen, rows = chunk.observation, np.arange(len(self._own))
         if is_last:
             rows = np.setdiff1d(rows, [*chunk.final_env_ids, *chunk.lost_env_ids])
@@ -436,11 +430,10 @@ class HeadTrainer(ActionTrainer):
     def _note_corrections(self, executed: Tensor, greedy: Tensor) -> None:
         """Note what the head changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
         if self._is_warm_up() or not self.policy.head.base_numbers:
-            self._corrections.pass_by()
             return
         base = self.policy.normalize(self._proposal.chunks)[:, 0]
         changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.head.steers else greedy
-        self._corrections.add(self._seen, base, changed)
+        self._corrections.add(base, changed)
 
     def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _Episodes) -> None:
         """Store actions and their outcome."""

@@ -92,6 +92,7 @@ def format_derived(config: RunConfig) -> str:
         rows["in all"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"
+    rows["seed"] = str(config.seed)
     if config.output_dir:
         rows["output"] = config.output_dir
     width = max(map(len, rows))

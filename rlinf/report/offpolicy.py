@@ -18,8 +18,6 @@ TARGETS = (0.5, 0.8, 0.9)
 SHAKEN_HEADS = ("residual", "edit", "chunk")
 """Heads whose warm-up plays the frozen policy and noise."""
 
-MAX_SENTENCES = 24
-
 
 def head_section(data: RunData) -> dict[str, Any] | None:
     """Return the values of ``pages/head.html``; None for a run without a head."""
@@ -29,7 +27,6 @@ def head_section(data: RunData) -> dict[str, Any] | None:
     return {
         "reached": _reached(data), "controls": _controls(data), "curves": _curves(lines),
         "is_calibrated": any("train/q_first" in line for line in lines),
-        "sentences": sorted(data.corrections.get("sentences", []), key=lambda each: -each["size"]),
     }  # fmt: skip
 
 
@@ -80,8 +77,6 @@ def _controls(data: RunData) -> list[tuple[str, Success, int]]:
     noise = warmup_success(data.lines, data.settings.get("algorithm") or {})
     if noise is not None:
         rows.append(("frozen policy and uniform noise: the warm-up (training episodes)", noise, 3))
-    for control in data.controls:
-        rows.append((f"{control['name']} ({data.episodes})", Success.from_dict(control), 3))
     evaluated = [(f"{one.name} ({data.episodes})", one.result.total, colour) for one, colour in data.in_the_table]
     return rows and rows + evaluated
 

@@ -53,10 +53,12 @@ def write_page(path: str | os.PathLike, template: str, tab: str, **values: Any) 
     return write_text(Path(path), pages().get_template(template).render(tab=tab, **values))
 
 
-def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> Markup:
+def card(
+    title: str, series: Sequence[Series], x_label: str, y_label: str, has_legend: bool = True, **options: Any
+) -> Markup:
     """Return a chart with its title and legend; "" if there is nothing to draw."""
-    chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
-    return Markup(f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else "")
+    chart, names = line_chart(series, x_label=x_label, y_label=y_label, **options), legend(series) if has_legend else ""
+    return Markup(f'<div class="card"><h3>{escape(title)}</h3>{names}{chart}</div>' if chart else "")
 
 
 Curves = tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...]

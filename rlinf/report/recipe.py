@@ -17,7 +17,7 @@ from rlinf.number_formats import format_duration
 from rlinf.report.page import Curves, card, curve_cards, series_of, write_page
 from rlinf.report.recipe_data import TokenRun, read_token_run
 from rlinf.report.why.findings import record_of
-from rlinf.report.why.rules import findings_of
+from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import REPORT_FILE, SAFETENSORS_FOLDER
 
 MAX_COMPLETIONS = 40
@@ -80,7 +80,7 @@ def write_token_report(folder: str | os.PathLike) -> Path:
     newest = next(reversed(run.results.values()), None)
     return write_page(
         run.folder / REPORT_FILE, "recipe.html", f"{title}: {newest.total}" if newest else title, title=title, run=run,
-        facts=_facts(run), gains=_gains(run), tiles=tiles, findings=findings_of(record_of(run)), rewards=_rewards(run),
+        facts=_facts(run), gains=_gains(run), tiles=tiles, findings=diagnose(record_of(run)) if run.lines else None, rewards=_rewards(run),
         curves=curve_cards(run.lines, "steps", "step", CURVES), stored=_stored, max_completions=MAX_COMPLETIONS, **_completions(run),
         versions=json.loads(run.manifest).get("versions", {}) if run.manifest else {},
     )  # fmt: skip

@@ -17,7 +17,7 @@ from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.result import Success
 from rlinf.files import parse_json_lines
 from rlinf.report.run_data import FolderData, results_of, saved_texts, traces_of
-from rlinf.run_folder import COMPARISON_FILE, RESULT_FILE, SAMPLES_FOLDER
+from rlinf.run_folder import COMPARISON_FILE, EVALUATIONS_FOLDER, RESULT_FILE, SAMPLES_FOLDER
 from rlinf.tracking.tracker import read_metrics
 
 TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
@@ -110,8 +110,11 @@ def read_token_run(folder: str | os.PathLike) -> TokenRun:
             run.results[name] = AnswerResult.from_json(path)
     if not run.lines and not run.results:
         raise CheckpointError(f"{folder} is not a run folder: it has neither metrics.jsonl nor result.json.")
-    if (folder / COMPARISON_FILE).is_file():
-        run.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
+    compared = [folder / COMPARISON_FILE, *folder.glob(f"{EVALUATIONS_FOLDER}/*/{COMPARISON_FILE}")]
+    compared = [path for path in compared if path.is_file()]
+    if compared:  # of a run, the newest evaluation that was compared with another model
+        newest = max(compared, key=lambda path: path.stat().st_mtime)
+        run.comparison = json.loads(newest.read_text(encoding="utf-8"))
     run.config, run.manifest = saved_texts(folder, sorted(folder.glob("safetensors/*")))
     saved = [*folder.glob("checkpoints/*/"), *folder.glob("safetensors/*/")]
     saved = [path for path in saved if not path.name.startswith(".") and not path.is_symlink()]

@@ -71,13 +71,10 @@ class RunData(FolderData):
 
     Attributes:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
-        corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
     """
 
     evaluations: list[Evaluation] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    corrections: dict[str, Any] = field(default_factory=dict)
-    controls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def episodes(self) -> str:
@@ -153,8 +150,7 @@ def read_run(folder: str | os.PathLike) -> RunData:
         missing = "neither metrics.jsonl nor eval/*/result.json nor result.json"
         raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
     for name, file in (
-        ("summary", run_folder.SUMMARY_FILE), ("corrections", run_folder.CORRECTIONS_FILE),
-        ("controls", run_folder.CONTROLS_FILE), ("comparison", run_folder.COMPARISON_FILE),
+        ("summary", run_folder.SUMMARY_FILE), ("comparison", run_folder.COMPARISON_FILE),
     ):  # fmt: skip
         if (folder / file).exists():
             setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))

@@ -17,13 +17,13 @@ from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import SMALL, Interval, Series
 from rlinf.report.episode_player import player
-from rlinf.report.offpolicy import MAX_SENTENCES, head_section, head_warnings
+from rlinf.report.offpolicy import head_section, head_warnings
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
 from rlinf.report.recipe import write_token_report
 from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_data import RunData, read_run
 from rlinf.report.why.findings import record_of
-from rlinf.report.why.rules import findings_of
+from rlinf.report.why.rules import diagnose
 from rlinf.run_folder import CHECKPOINTS_FOLDER, EVALUATIONS_FOLDER, REPORT_FILE
 
 
@@ -44,8 +44,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     solved = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
-        facts=_facts(data), warnings=_warnings(data), findings=findings_of(record_of(data)), success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, head=head_section(data), max_sentences=MAX_SENTENCES,
+        facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
+        tasks=_tasks(data), success_by_step=solved, head=head_section(data),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -75,7 +75,7 @@ def _facts(data: RunData) -> dict[str, Any]:
         "model": data.setting("model.model_type"), "env": data.suite or data.setting("env.name"),
         "algorithm": data.setting("algorithm.name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
-        "checkpoint": config.get("checkpoint"), "actions": drawn.pop() if len(drawn) == 1 else None,
+        "checkpoint": config.get("checkpoint"), "best checkpoint": data.summary.get("best_checkpoint", {}).get("name"), "actions": drawn.pop() if len(drawn) == 1 else None,
         "actions cut": clipped_text(results[-1]) if results else None,
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from rlinf.checkpoints.saved_config import flat, read_saved_config
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
+from rlinf.evaluation.compare import compare
 from rlinf.evaluation.intervals import mean_interval
 from rlinf.files import follow_latest
 from rlinf.number_formats import format_interval
 from rlinf.options import override_text
-from rlinf.report.charts import NUM_COLOURS, SMALL, Series
+from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
 from rlinf.report.page import card, write_page
 from rlinf.report.run_data import Evaluation, RunData, closing_tags, read_run
 from rlinf.report.run_page import RL_CURVES, with_axes
@@ -24,8 +30,12 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, REPO
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
 """Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
 (``init_from``) differ in more than their seed."""
+PRESETS = {"algorithm.name": "algorithm.", "model.model_type": "model.", "env.name": "env."}
+"""Keys that choose a preset, and the beginning of the keys that follow from it."""
 MAX_KEYS = 3
 """Number of keys in a label."""
+NO_NAME = r"[\d\W_T]*"
+"""Folders of sweeps and of runs without `output_dir` have numbers and times as names."""
 
 
 @dataclass
@@ -33,12 +43,14 @@ class RunGroup:
     """Runs of one configuration, in the order given.
 
     Attributes:
-        label: Name of the experiment, and the keys in which groups of this name differ.
+        label: Name of the folder of a single run, else of the experiment and at most ``MAX_KEYS`` keys in which groups of this name differ.
         runs: All runs, including those that repeat a seed.
+        settings: What they share.
     """
 
     label: str
     runs: list[RunData]
+    settings: dict[str, Any]
 
     @property
     def counted(self) -> list[RunData]:
@@ -65,6 +77,32 @@ class RunGroup:
     def closing(self) -> list[Evaluation]:
         """The closing evaluations of the counted runs."""
         return [one for one in map(closing_evaluation, self.counted) if one is not None]
+
+    @property
+    def success(self) -> tuple[float, float, float] | None:
+        """Mean success and the ends of its 95 % interval: over seeds, cut to [0, 1], or of a single run over its episodes (Wilson)."""
+        rates = self.success_rates
+        if not rates:
+            return None
+        if len(rates) == 1:
+            return rates[0], *next(one.result.total for one in self.closing if one.result.total.is_told).interval
+        mean, low, high = mean_interval(rates)
+        return mean, max(low, 0.0), min(high, 1.0)
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """Mean, least and interval of success, and the return with its interval; "-" for what was not measured."""
+        if self.success is None:
+            return "-", "-", "-", self._return_text
+        mean, *ends = self.success
+        return f"{mean:.1%}", f"{min(self.success_rates):.1%}", format_interval(*ends, " - "), self._return_text
+
+    @property
+    def _return_text(self) -> str:
+        if len(self.closing) < 2:
+            return self.closing[0].result.total.return_text if self.closing else "-"
+        mean, low, high = mean_interval(self.returns)
+        return f"{mean:.4g} (95 % {low:.4g} to {high:.4g})"
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
@@ -123,16 +161,35 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
         named.setdefault(str(name), {}).setdefault(same, []).append((settings, run))
     groups = []
     for name, by_settings in named.items():
-        every = [members[0][0] for members in by_settings.values()]
-        keys = [
-            key for key in dict.fromkeys(key for one in every for key in one)
-            if any(key not in one or one[key] != every[0].get(key) for one in every)
-        ]  # fmt: skip
+        keys = differing_keys([members[0][0] for members in by_settings.values()])
         for members in by_settings.values():
-            shown = [f"{key}={override_text(members[0][0][key])}" for key in keys[:MAX_KEYS] if key in members[0][0]]
-            more = [f"{len(keys) - MAX_KEYS} more keys"] if len(keys) > MAX_KEYS else []
-            groups.append(RunGroup(" ".join([name, *shown, *more]), [run for _, run in members]))
+            settings = members[0][0]
+            shown = [f"{key}={override_text(settings[key])}" for key in _telling(keys) if key in settings]
+            groups.append(RunGroup(" ".join([name, *shown]), [run for _, run in members], settings))
+    folders = [group.runs[0].folder.resolve().name if len(group.runs) == 1 else "" for group in groups]
+    for count in (
+        Counter(folders),
+        Counter(group.label for group in groups),
+    ):  # names of folders; then keys that are not enough
+        for group, folder in zip(groups, folders, strict=True):
+            if folder and count[folder] == 1 and not re.fullmatch(NO_NAME, folder):
+                group.label = folder
+            elif count[group.label] > 1:
+                group.label += f" {folder or group.runs[0].folder.resolve().name}"
     return groups
+
+
+def differing_keys(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the keys in which flat configurations differ."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if any(key not in one or one[key] != settings[0].get(key) for one in settings)]
+
+
+def _telling(keys: Sequence[str]) -> list[str]:
+    """Return at most ``MAX_KEYS`` keys, presets first; keys that follow from a preset are left out."""
+    presets = [key for key in PRESETS if key in keys]
+    followers = tuple(PRESETS[key] for key in presets)
+    return [*presets, *(key for key in keys if not key.startswith(followers))][:MAX_KEYS]
 
 
 def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
@@ -147,10 +204,10 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
             numbers = (f"{total.success_rate:.1%}", total.count) if is_told else ("-", "-")
             earned = "-" if total is None else total.return_text
             rows.append((group.label, seed_in_words(group, run), *numbers, earned, os.path.relpath(run.folder)))
-    together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds", "return")]
-    for group in groups:
-        words = (*rates_in_words(group.success_rates), returns_in_words(group.returns))
-        together.append((group.label, str(len(group.closing)), *words))
+    together = [
+        ("configuration", "seeds", "mean", "least", "95 % interval (over seeds; of one seed over episodes)", "return")
+    ]
+    together += [(group.label, str(len(group.closing)), *group.texts) for group in groups]
     place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
     lines = ["", *_columns(rows), "", *_columns(together)]
     return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
@@ -170,23 +227,6 @@ def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
     return [f"{runs}: of each seed, the newest run that ended counts."] if count else []
 
 
-def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:
-    """Return mean, least and 95 % interval of the mean as text; the interval is clipped to 0 and 100 %."""
-    if not rates:
-        return "-", "-", "-"
-    mean, low, high = mean_interval(rates)
-    interval = "-" if len(rates) == 1 else format_interval(max(low, 0.0), min(high, 1.0), " - ")
-    return f"{mean:.1%}", f"{min(rates):.1%}", interval
-
-
-def returns_in_words(returns: Sequence[float]) -> str:
-    """Return the mean over runs and its 95 % interval as text; "-" without runs."""
-    if not returns:
-        return "-"
-    mean, low, high = mean_interval(returns)
-    return f"{mean:.4g}" + (f" (95 % {low:.4g} to {high:.4g})" if len(returns) > 1 else "")
-
-
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -198,30 +238,56 @@ SUCCESS_CURVES = (
     ("Success of rollouts against env steps", "rollout/success_rate", "env_steps", "env steps"),
 )
 """Title, metric, x axis and its label."""
+EPISODE_INTERVALS = {
+    "eval/success_rate": ("eval/interval_low", "eval/interval_high"),
+    "eval/return_mean": ("eval/return_low", "eval/return_high"),
+}
+"""Metrics and the ends of their 95 % intervals over episodes."""
 
 
 def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
     """Write the page to ``output``, replacing it, and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
     output, groups = Path(output), group_runs(runs)
     drawn = groups[:NUM_COLOURS]
-    title = f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
+    title = f"{len(runs)} runs"
+    if len(groups) < len(runs):
+        title += f" of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
     is_told = any(group.success_rates or not group.closing for group in groups)
     cards = [
-        card(name, _series(drawn, metric, x), x_label, "success rate", percent=True)
+        card(name, _series(drawn, metric, x), x_label, "success rate", percent=True, has_legend=False)
         for name, metric, x, x_label in SUCCESS_CURVES
         if is_told
     ]
     earned = _series(drawn, "eval/return_mean", "env_steps")
-    cards.append(card("Return of evaluations against env steps", earned, "env steps", "return"))
+    cards.append(card("Return of evaluations against env steps", earned, "env steps", "return", has_legend=False))
     small = [
-        card(name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, **options)
+        card(
+            name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, has_legend=False, **options
+        )
         for name, metrics, y_label, options in RL_CURVES
-    ]
+    ]  # fmt: skip
     rows = [_run_row(group, run, output) for group in groups for run in group.runs]
+    names = legend([Series(group.label, [(0.0, 0.0)], number) for number, group in enumerate(drawn, 1)])
     return write_page(
-        output, "runs.html", title, groups=groups, success_curves=cards, curves=small, rows=rows, note=_note(groups),
-        rates_in_words=rates_in_words, returns_in_words=returns_in_words, mean_interval=mean_interval,
+        output, "runs.html", title, groups=groups, success_curves=cards, curves=small, rows=rows, note=_note(groups), legend=Markup(names),
+        pairs=compared_pairs(groups), keys=differing_keys([group.settings for group in groups]), override_text=override_text,
     )  # fmt: skip
+
+
+def compared_pairs(groups: Sequence[RunGroup]) -> list[tuple[str, str, dict[str, Any] | str]]:
+    """Return names and paired comparison (as in ``compare.json``) of each two of up to three single runs, else of each with the first.
+
+    Two that did not play the same episodes in the same way have the reason instead of a comparison.
+    """
+    alone = [(group.label, group.closing[0].result) for group in groups if len(group.closing) == 1]
+    pairs = itertools.combinations(alone, 2) if len(alone) <= 3 else ((alone[0], other) for other in alone[1:])
+    found: list[tuple[str, str, dict[str, Any] | str]] = []
+    for (name_a, a), (name_b, b) in pairs:
+        try:
+            found.append((name_a, name_b, compare(a, b).as_dict()))
+        except (ConfigError, ManifestMismatchError) as error:
+            found.append((name_a, name_b, str(error).partition(". ")[0]))
+    return found
 
 
 def curve(group: RunGroup, metric: str, x: str) -> Series:
@@ -241,8 +307,10 @@ def curve(group: RunGroup, metric: str, x: str) -> Series:
         lines = [lines[step] for lines in found]
         mean, low, high = mean_interval([line[metric] for line in lines])
         points.append((sum(line[x] for line in lines) / len(lines), mean))
-        bands.append((low, high) if len(lines) > 1 else None)
-    label = f"{group.label} ({len(found)} seed{'s' if len(found) > 1 else ''})"
+        if len(lines) == 1:  # of one seed, over its episodes
+            low, high = (lines[0].get(name) for name in EPISODE_INTERVALS.get(metric, ("", "")))
+        bands.append(None if low is None or high is None else (low, high))
+    label = f"{group.label} ({len(found)} seeds)" if len(found) > 1 else group.label
     return Series(label, points, bands=bands, markers=len(points) < 30, filled=True)
 
 
@@ -256,7 +324,7 @@ def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
 def _note(groups: Sequence[RunGroup]) -> str:
     sentences = [
         "A curve is the mean over the seeds of a configuration at the iterations that all of them have; the area is its 95 % "
-        "interval (Student's t), cut at the ends of the axis."
+        "interval (Student's t); of one seed, that over the episodes of an evaluation."
     ]
     if len(groups) > NUM_COLOURS:
         sentences.append(f"The first {NUM_COLOURS} of {len(groups)} configurations are drawn.")

@@ -76,13 +76,13 @@ class Timing:
 
     def __str__(self) -> str:
         values = self.as_dict()
-        shares = ", ".join(f"{name} {values[name]}" for name in COUNTS)
+        counts = "".join(f", {name} {values[name]}" for name in COUNTS if values[name])
         spread = "; ".join(
             f"{label} {values[key]['median']:.1f} ms (99 %: {values[key]['p99']:.1f}, most: {values[key]['max']:.1f})"
             for key, label in (("lateness_ms", "late by"), ("latency_ms", "the policy takes"))
             if key in values
         )
-        return f"robot: {values['steps']} steps, {values['calls']} calls of the policy; {shares}\n{spread}"
+        return f"robot: {values['steps']} steps, {values['calls']} calls of the policy{counts}\n{spread}"
 
 
 class RobotEpisodes:

@@ -49,7 +49,7 @@ def ends_by_collapse(loop: Loop) -> bool:
     if found is None:
         return False
     text, name = found
-    goes_back = mode == "rollback" and name is not None and state.rollbacks < MAX_ROLLBACKS
+    goes_back = mode == "rollback" and name not in (None, state.start) and state.rollbacks < MAX_ROLLBACKS
     if goes_back:
         checkpoint, rate = loop.folder / CHECKPOINTS_FOLDER / name, loop.settings.learning_rate
         note = json.dumps({"rollbacks": state.rollbacks + 1, "learning_rate": rate})
@@ -111,5 +111,5 @@ def _best_before_collapse(loop: Loop) -> tuple[str, str | None] | None:
     loop.checkpoints.wait()  # it may be the one that is being written
     return (
         f"the policy has collapsed, from {counts[best]} to {counts[-1]}",
-        name if name in loop.checkpoints.names() else None,
+        name if name in (*loop.checkpoints.names(), loop.state.start) else None,
     )

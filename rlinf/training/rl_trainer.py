@@ -96,7 +96,7 @@ class RLTrainer(ActionTrainer):
         self._issue_again()  # before anything is saved, because a checkpoint has the rollouts under way
         if self.return_moments is not None:
             loop.restore(self._reward_scale())
-        if trainer.on_collapse == "rollback" and state.checkpoint_name is None:
+        if trainer.on_collapse == "rollback" and state.checkpoint_name == state.start:
             state.start_saved = True  # to go back to, if nothing is ever better
             loop.save()
         super().begin()

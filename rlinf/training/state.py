@@ -56,6 +56,7 @@ class LoopState:
         rows: State of a recipe's dataset.
         rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.
         start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.
+        start: Folder of the policy with which the run began; None: its weights were random.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
 
@@ -76,6 +77,7 @@ class LoopState:
     rows: dict[str, Any] = field(default_factory=dict)
     rollbacks: int = 0
     start_saved: bool = False
+    start: str | None = None
     rollouts_ahead: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -97,18 +99,19 @@ class LoopState:
 
     @property
     def checkpoint_name(self) -> str | None:
-        """Name of the checkpoint that holds the present policy, once it is saved; None: it never is."""
+        """Name of the checkpoint that holds the present policy, once it is saved, or ``start``; None: it never is."""
         if self.phase == "rl" and (self.step > 0 or self.start_saved):
             return self.name
-        return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else None
+        return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else self.start
 
     def best_evaluation(self, names: Collection[str]) -> str | None:
         """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
 
         Where the env tells no success, it is the one with the highest return. Evaluations whose checkpoint is not among
-        ``names`` are left out.
+        ``names`` are left out, but for the one of ``start``.
         """
-        found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in names}
+        kept = {*names, self.start} - {None}
+        found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in kept}
         if found and not any(one.get("tells_success", True) for one in found.values()):
             return max(found, key=lambda tag: found[tag]["return_mean"])
         found = {tag: one for tag, one in found.items() if (one["success_rate"] or 0) > 0}

@@ -124,7 +124,6 @@ def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
             [*STATE, "algorithm.replay_capacity=100000000000"],
             "80% of the memory of this machine.*Set algorithm.replay_capacity=",
         ),
-        ([*STATE, "algorithm.controls=true"], "which has no policy below it.*Set algorithm.controls=false"),
         ([*STATE, "sft.max_steps=5", "algorithm.head.name=actor"], "sft.max_steps=5 with.*Set sft.max_steps=0"),
         (
             ["model=openvla_tiny", "env=tabletop", "algorithm.head.name=actor"],

@@ -1,8 +1,6 @@
 """The commands on a policy with a head: what is exported, evaluated, compared, collected and diagnosed is what was trained."""
 
 import json
-import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +13,12 @@ from rlinf.cli import main
 from rlinf.cli.diagnose import _checker
 from rlinf.cli.doctor import check_choice
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
-from rlinf.commands.train import build, train
+from rlinf.commands.train import train
 from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.envs import make_env
 from rlinf.evaluation.evaluator import RowPolicy, episode_list, evaluate_policy
 from rlinf.models.embodiment.headed import HeadedPolicy
-from rlinf.offpolicy.control_policies import evaluate_noise
 from rlinf.preflight.validation import validate
-from rlinf.training.stop_signal import StopRequested
 from rlinf.types import Observation
 
 RUN = [
@@ -52,9 +48,7 @@ def trained(folder: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run whose frozen policy was cloned, and its export next to it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlinf.offpolicy.controls.NUM_SELECTION_EPISODES", 2)
-        folder = trained(tmp_path_factory.mktemp("headed") / "run", *HEAD, *CLONED, "algorithm.controls=true")
+    folder = trained(tmp_path_factory.mktemp("headed") / "run", *HEAD, *CLONED)
     assert main(["export", f"checkpoint={folder}", f"output={folder.parent / 'export'}"]) == 0
     return folder
 
@@ -165,42 +159,3 @@ def test_a_head_on_merged_adapters_is_exported_like_any_other(tmp_path):
     merged = open_checkpoint(tmp_path / "merged", read_config(tmp_path / "merged")).policy
     for name, tensor in merged.state_dict().items():
         assert torch.equal(tensor, loaded.base.state_dict()[name]), name
-
-
-def test_controls_are_evaluated_once_reported_and_not_repeated(run, tmp_path, capsys):
-    found = json.loads((run / "controls.json").read_text(encoding="utf-8"))
-    names = [control["name"].partition(" of ")[0] for control in found[:3]]
-    assert names == ["the frozen policy", "uniform noise", "uniform noise"]
-    assert "the best of 24 on 2 training episodes" in found[3]["name"] and all(one["episodes"] == 12 for one in found)
-    config = read_config(run / "checkpoints" / "rl_000003")
-    env = make_env(config.env, 8, auto_reset=False)
-    base = open_checkpoint(run, config).policy.base
-    noise = evaluate_noise(base, env, episode_list(env, "eval", 12), 1.0, seed=config.seed)
-    frozen = evaluate_policy(base, env, episode_list(env, "eval", 12))
-    env.close()
-    assert found[2]["name"].endswith("up to 1") and found[2]["successes"] == noise.successes != frozen.successes
-    assert found[0]["successes"] == frozen.successes
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert all(control["name"] in page for control in found) and "uniform noise: the warm-up" in page
-    again = shutil.copytree(run, tmp_path / "again")
-    (again / "controls.json").write_text("[]")
-    trained(again, *HEAD, *CLONED, "algorithm.controls=true", f"resume={again}", "trainer.max_steps=4")
-    assert (again / "controls.json").read_text() == "[]", "a resumed run would overwrite it"
-    assert "warm-up, nothing learnt" not in capsys.readouterr().err, "the first half has noted it"
-
-
-def test_a_signal_ends_the_controls_without_a_file(tmp_path, monkeypatch):
-    config = run_config(tmp_path, *RUN, *HEAD, "model=mlp", "env.cameras=[]", "algorithm.controls=true")
-    validate(config)
-    built = build(config)
-    loop = built.loop
-
-    def interrupted(*_args, plan, **_options):
-        loop.stop_signal.number = signal.SIGTERM
-        return plan.ranks.gather(lambda: None)
-
-    monkeypatch.setattr("rlinf.offpolicy.controls.evaluate_noise", interrupted)
-    monkeypatch.setattr(loop, "evaluate", lambda tag, step: None)
-    with pytest.raises(StopRequested, match="stopped by a signal after step 0"):
-        built.execute()
-    assert (tmp_path / "checkpoints" / "rl_000000").is_dir() and not (tmp_path / "controls.json").exists()

@@ -159,6 +159,23 @@ def test_the_best_evaluation_is_the_newest_of_equals_above_0_with_a_checkpoint()
     assert state(a=(0.5, None), b=(0.0, "b")).best_evaluation({"b"}) is None
 
 
+def test_a_run_that_rl_has_ruined_says_so_last_and_its_start_is_the_best(tmp_path, monkeypatch, capsys):
+    train(config_of(tmp_path / "clone", *SFT, "trainer.max_steps=0"))
+    start = str(tmp_path / "clone" / "checkpoints" / "sft_000003")
+    few = [f"init_from={tmp_path / 'clone'}", "trainer.max_steps=2"]
+    for rates, best in (((1.0, 0.0), start), ((0.25, 1.0), "rl_000002")):
+        give_success(monkeypatch, *rates)
+        train(config_of(tmp_path / best[-9:], *few))
+        last = capsys.readouterr().out.splitlines()[-1]
+        summary = json.loads((tmp_path / best[-9:] / "summary.json").read_text())
+        assert summary["best_checkpoint"]["name"] == best
+        is_worse = best == start
+        assert ("-100.0 points (95 % -100.0 to -" in last and start in last) == is_worse
+        assert (summary["outcome"]["verdict"] == "fell") == is_worse
+        page = (tmp_path / best[-9:] / "report.html").read_text()
+        assert best in page and (summary["outcome"]["text"] in page)
+
+
 def test_an_interrupted_and_resumed_run_keeps_the_same_best(tmp_path, monkeypatch):
     steps = ["trainer.eval_every=1", "trainer.max_keep=1"]
     with monkeypatch.context() as patch:

@@ -125,7 +125,7 @@ def test_the_headline_tells_what_is_done_in_part_only():
     audit = Audit(list(rows.values()), found, 100)
     partly = "Cheats: nothing found. Breaks when: nothing found. Partly: Does it read the instruction? yes (50%)."
     assert audit.summary().startswith(partly)
-    assert "Does it read the instruction? YES (50%): another instruction costs +48.0 points of 96.0" in audit.answers()
+    assert "Does it read the instruction? YES (50%): another instruction: -48.0 points of 96.0" in audit.answers()
 
 
 def test_a_policy_that_ignores_the_instruction_is_found(full_state, sees):
@@ -219,8 +219,9 @@ def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     assert found[3].reason == "the env shows no pictures" and not found[3].is_fault
     brighter = ConditionRow("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))
     broken = verdicts(better | {"brighter_front": brighter}, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
-    assert (broken.answer, broken.is_fault) == (YES, False)
-    assert "camera front brighter: +75.0 points of 75.0" in broken.reason
+    assert (broken.answer, broken.is_fault, broken.is_good) == (YES, False, False), "a yes that is bad news"
+    assert broken.breaks == ("camera front brighter (-75.0 points)",), "the sign of the answer"
+    assert "camera front brighter: -75.0 points of 75.0" in broken.reason
 
 
 def test_other_sentences_ask_for_something_else():

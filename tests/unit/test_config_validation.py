@@ -404,6 +404,7 @@ def test_derived_numbers_by_hand():
     assert (numbers.optimizer_steps_per_iteration, numbers.optimizer_steps) == (24, 120)
     assert (numbers.max_env_steps, numbers.env_steps, numbers.sft_micro_batches_per_rank) == (3840, 19200, 2)
     text = format_derived(config)
+    assert dict(line.split(maxsplit=1) for line in text.splitlines())["seed"] == str(config.seed)
     for fragment in (
         "96 envs = 12 groups of 8 x 20 chunks = 1920 samples",
         "8 of 240 x 3 epochs",

@@ -414,7 +414,7 @@ def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_
     small = [
         "algorithm=sac", "algorithm.head.name=residual", "rollout.num_envs=2", "rollout.num_chunks=6", "trainer.max_steps=2",
         "trainer.save_every=2", "algorithm.warmup_env_steps=8", "algorithm.batch_size=8", "algorithm.replay_capacity=64",
-        "algorithm.head.hidden_size=16", "algorithm.controls=false", "tracking.tensorboard=false", f"output_dir={run}",
+        "algorithm.head.hidden_size=16", "tracking.tensorboard=false", f"output_dir={run}",
     ]  # fmt: skip
     assert main(["train", *words(folders["act"]), *ENV, *small]) == 0
     assert main(["export", f"checkpoint={run}", f"output={tmp_path / 'export'}"]) == 0

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +88,9 @@ def test_the_next_chunk_is_asked_for_in_time(displacements):
     sent, timing = played(latency_s=0.15, displacements=displacements)
     assert sent == list(range(1, 21)), "every action is the one for its step"
     assert (timing.held, timing.lost, timing.missed) == (0, 0, 0)
+    assert "missed" not in str(timing) and "missed 3" in str(replace(timing, missed=3)), (
+        "counters that are 0 are left out"
+    )
     assert timing.stale == 3 * (timing.as_dict()["calls"] - 1), (
         "three actions of each chunk came too late, but for the first chunk"
     )

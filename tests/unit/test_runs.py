@@ -13,12 +13,20 @@ import yaml
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval
+from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, mark_latest
 from rlinf.report.charts import Series, line_chart
 from rlinf.report.compare_folders import evaluation_folder
-from rlinf.report.runs import closing_evaluation, curve, group_runs, read_runs, sweep_table
+from rlinf.report.runs import (
+    closing_evaluation,
+    compared_pairs,
+    curve,
+    group_runs,
+    read_runs,
+    sweep_table,
+    write_runs_report,
+)
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
@@ -128,9 +136,13 @@ def test_runs_that_differ_in_their_seed_are_one_group(sweep, tmp_path):
     assert [(group.label, group.success_rates) for group in groups] == [
         ("mine trainer.learning_rate=0.001", [0.9, 0.7, 0.8]),
         ("mine trainer.learning_rate=0.01", [0.3, 0.3]),
-        ("another", [0.5]),
+        ("other", [0.5]),
+    ], "a single run has the name of its folder"
+    times = [
+        run_folder(tmp_path / f"2026-11-28_06-33-2{n}", 0, 0.5, "another", **more)
+        for n, more in enumerate(({"batch": 3}, {}))
     ]
-    assert [group.label for group in group_runs(read_runs([other, run_folder(tmp_path / "x", 0, 0.5, "another")]))] == [
+    assert [group.label for group in group_runs(read_runs(times))] == [
         "another trainer.batch=3", "another",
     ], "a key that one of them has"  # fmt: skip
     with pytest.raises(CheckpointError, match="There is no folder"):
@@ -220,9 +232,51 @@ def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, cap
     monkeypatch.setattr("rlinf.commands.train.train", train)
     assert main(["train", "-m", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1", "seed=0,1"]) == 0
     printed = capsys.readouterr().out
-    assert "95 % interval of the mean over seeds" in printed and "2      50.0%  50.0%  50.0% - 50.0%" in printed
+    assert "over seeds" in printed and "2      50.0%  50.0%  50.0% - 50.0%" in printed
     assert main(["train", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
     assert "over seeds" not in capsys.readouterr().out
+
+
+def test_a_page_of_three_runs_has_one_short_legend_their_intervals_and_a_p_value_of_each_pair(tmp_path):
+    """Three single runs that differ in 60 keys; 9, 3 and 0 of the same 10 episodes succeed."""
+    many = [
+        {"algorithm": {"name": name} | {f"key_{n}": n + rate for n in range(30)}, "env": {"name": name} | {f"key_{n}": rate for n in range(30)}}
+        for rate, name in ((0.9, "ppo"), (0.3, "grpo"), (0.0, "sac"))
+    ]  # fmt: skip
+    for folders, labels in (
+        (["a", "b", "c"], ["a", "b", "c"]),
+        ([f"2026-11-28_06-33-2{n}" for n in range(3)], [f"mine algorithm.name={name} env.name={name}" for name in ("ppo", "grpo", "sac")]),
+    ):  # fmt: skip
+        runs = [
+            run_folder(tmp_path / folder, 0, rate, top=top)
+            for folder, rate, top in zip(folders, (0.9, 0.3, 0.0), many, strict=True)
+        ]
+        groups = group_runs(read_runs(runs))
+        assert [group.label for group in groups] == labels
+        page = write_runs_report(read_runs(runs), tmp_path / "runs.html").read_text()
+        (legend,) = re.findall(r'<div class="legend">(.*?)</div>', page)
+        words = re.sub("<.*?>", " ", legend).split()
+        assert set(" ".join(labels).split()) == set(words) and len(words) <= 40
+        low, high = wilson_interval(3, 10)
+        assert f"{low:.1%} - {high:.1%}" in page
+        # 6 episodes that only a solves: 2 / 2^6; 9: 2 / 2^9; 3: 2 / 2^3
+        (table,) = re.findall(r"in pairs</h2>(.*?)</table>", page, flags=re.S)
+        p_values = re.findall(r"<td>([\d.e-]+)</td></tr>", re.sub(r"\s*\n\s*", "", table))
+        assert [float(value) for value in p_values] == pytest.approx([2 / 2**6, 2 / 2**9, 2 / 2**3], rel=0.01)
+    four = [*runs, run_folder(tmp_path / "d", 0, 0.5, name="other")]
+    pairs = [pair[:2] for pair in compared_pairs(group_runs(read_runs(four)))]
+    assert pairs == [(labels[0], other) for other in (*labels[1:], "d")], "of four, each against the first"
+
+
+def test_runs_of_other_episodes_are_not_compared_in_pairs(tmp_path):
+    folders = [run_folder(tmp_path / name, 0, 0.5, learning_rate=rate) for name, rate in (("a", 1e-3), ("b", 1e-2))]
+    path = folders[1] / "eval" / "after_rl" / "result.json"
+    rows = [EpisodeResult(EpisodeSpec("tabletop", 0, 100 + n, 1), "reach", True, 0.0, 4) for n in range(10)]
+    EvaluationResult(rows).to_json(path)
+    ((_, _, reason),) = compared_pairs(group_runs(read_runs(folders)))
+    assert (
+        "none in common" in reason and reason in write_runs_report(read_runs(folders), tmp_path / "x.html").read_text()
+    )
 
 
 def test_a_curve_is_the_mean_over_seeds_at_the_iterations_that_all_have(sweep):

@@ -12,6 +12,9 @@ from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
+from rlinf.evaluation.answers import Answer, AnswerResult
+from rlinf.evaluation.compare import Comparison, Pairs
+from rlinf.number_formats import format_p_value
 from rlinf.recipes.packers import preview
 from rlinf.recipes.token_trainer import write_samples
 from rlinf.report.recipe_data import is_token_folder, read_token_run
@@ -103,6 +106,31 @@ def test_images_of_prompts_are_in_the_page_once_for_each_row_that_has_some(run):
     files[0].unlink()
     left = write_report(run).read_text(encoding="utf-8").count("data:image/jpeg")
     assert left in (1, 2), "a missing file is left out"
+
+
+def test_a_dpo_run_whose_model_got_worse_is_no_success_though_its_loss_fell(run, tmp_path):
+    """The evaluation lies below the run, with its comparison: 28 of 150 questions fewer."""
+    shutil.rmtree(run / "samples")
+    lines = [
+        {"step": n, "phase": "rl", "time_s": 1.0, "train/loss": 0.69 - 0.1 * n, "train/preference_accuracy": 0.9, "throughput/tokens_per_s": 1.0}
+        for n in range(6)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "the loss certainly fell" in write_report(run).read_text(encoding="utf-8"), (
+        "all there is without an evaluation"
+    )
+    pairs = Pairs(both=60, only_a=33, only_b=5, neither=52)
+    (run / "eval" / "test").mkdir(parents=True)
+    (run / "eval" / "test" / "compare.json").write_text(
+        json.dumps(Comparison({"all": pairs}, a="sft", unit="questions").as_dict())
+    )
+    answers = [Answer(str(n), "all", "1 + 1", "2", "2", "2", n < 65, 1, False) for n in range(150)]
+    AnswerResult(answers, "test.jsonl").to_json(run / "eval" / "test" / "result.json")
+    text = write_report(run).read_text(encoding="utf-8")
+    assert (
+        "certainly fell: from 62.0% (93/150)" in text and "by -18.7 points" in text and "no problem found" not in text
+    )
+    assert format_p_value(pairs.p_value) in text
 
 
 def test_the_page_holds_the_curves_of_the_run_and_nothing_from_elsewhere(run):

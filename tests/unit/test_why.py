@@ -15,12 +15,12 @@ from rlinf.config.schema import field_types
 from rlinf.evaluation.intervals import difference_interval
 from rlinf.evaluation.result import Success
 from rlinf.recipes.config import RecipeConfig
-from rlinf.report.why.findings import MetricSeries, NotMeasured, Record, diagnose
+from rlinf.report.why.findings import MetricSeries, NotMeasured, Record
 from rlinf.report.why.outcome import change_interval, outcome_of_counts, outcome_of_values
-from rlinf.report.why.rules import RULES, USUAL, rate_of
+from rlinf.report.why.rules import ALWAYS, CAUSES, diagnose, rate_of
 from rlinf.training.collapse import has_collapsed, is_collapsed
 
-BY_NAME = {rule.__name__: rule for group in RULES.values() for rule in group}
+BY_NAME = {rule.__name__: rule for rule in (*ALWAYS, *CAUSES)}
 STEPS = 12
 
 
@@ -55,49 +55,43 @@ FLAT = {"rollout__success_rate": 0.0, **PLAYED}
 GRPO = {"train": {"train_policy": {"type": "grpo", "reward_function": "gsm8k", "kl_beta": 0.0}, "optm_lr": 1e-4}}
 MOVES = {"train__approx_kl": 0.01, "train__clip_fraction": 0.1}
 
-CASES = {  # rule: faulty lines and settings, words of the sentence, override; lines and settings of a healthy run
-    "return_misses_success": (
-        lines(rollout__return_mean=lambda step: min(2.0, 1 + 0.2 * step), **FLAT), {}, "The return certainly rises, from 1.2", "",
-        lines(rollout__return_mean=lambda step: 1 + step % 2, **FLAT), {},
-    ),
-    "equal_returns": (
-        lines(rollout__return_mean=3.0, **FLAT), {}, "Every iteration has the return 3", "",
-        lines(rollout__return_mean=lambda step: 3 + 0.01 * (step % 2), **FLAT), {},
-    ),
-    "policy_frozen": (
-        lines(**MOVES, **FLAT), {"algorithm": {"critic_warmup_steps": 20}, "trainer": {"max_steps": 12}}, "and the run has 12",
-        "algorithm.critic_warmup_steps=0",
-        lines(**MOVES, **FLAT), {"algorithm": {"critic_warmup_steps": 3}, "trainer": {"max_steps": 12}},
-    ),
-    "rate_too_small": (
-        lines(train__learning_rate=1e-7, train__approx_kl=1e-9, **FLAT), SEVERAL, "the policy moves by 1e-09 nat", "trainer.learning_rate=0.0002",
-        lines(train__learning_rate=1e-3, train__approx_kl=1e-3, **FLAT), SEVERAL,
-    ),
-    "clip_range_closed": (
-        lines(train__clip_fraction=0.5, train__approx_kl=2e-3), {"algorithm": {"clip_range_low": 0.2, "clip_range_high": 1e-4}},
-        "50% of the importance ratios", "algorithm.clip_range_high=0.2",
-        lines(train__clip_fraction=0.5, train__approx_kl=2e-3), {"algorithm": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
-    ),
-    "penalty_holds": (
-        lines(train__kl_to_reference=1e-5), {"algorithm": {"kl_coef": 1000.0}}, "within 1e-05 nat", "algorithm.kl_coef=0.01",
+CASES = {  # rule: faulty lines and settings, a number of the sentence, override; lines and settings of a healthy run
+    "kl_penalty_too_strong": (
+        lines(train__kl_to_reference=1e-5), {"algorithm": {"kl_coef": 1000.0}}, "1e-05 nat", "algorithm.kl_coef=0.01",
         lines(train__kl_to_reference=1e-5), {"algorithm": {"kl_coef": 0.1}},
     ),
     "steps_too_large": (
-        lines(train__clip_fraction=0.6, train__approx_kl=0.2, train__entropy=0.9), SEVERAL, "60% of the importance ratios", "trainer.learning_rate=0.0003",
-        lines(train__clip_fraction=0.1, train__approx_kl=0.01, train__entropy=0.9), SEVERAL,
+        lines(train__approx_kl=0.2, train__entropy=0.9), SEVERAL, "0.2 nat", "trainer.learning_rate=0.0003",
+        lines(train__approx_kl=0.02, train__entropy=0.9), SEVERAL,
     ),
-    "setting_unusual": (
-        lines(**FLAT), {"trainer": {"adam_eps": 10.0, "weight_decay": 0.1}}, "trainer.adam_eps is 10, and runs learn with 0 to 0.0001",
-        "trainer.adam_eps=1e-08",
-        lines(**FLAT), {"trainer": {"adam_eps": 1e-8}},
+    "constant_return": (
+        lines(rollout__return_mean=3.0, **FLAT), {}, "return 3", "",
+        lines(rollout__return_mean=lambda step: 3 + 0.01 * (step % 2), **FLAT), {},
     ),
-    "equal_groups": (
-        lines(rollout__zero_variance_group_fraction=0.9, **FLAT), {"rollout": {"group_size": 2}}, "In 90% of the groups", "rollout.group_size=8",
+    "zero_variance_groups": (
+        lines(rollout__zero_variance_group_fraction=0.9, **FLAT), {"rollout": {"group_size": 2}}, "90%", "rollout.group_size=8",
         lines(rollout__zero_variance_group_fraction=0.93**8 + 0.07**8, rollout__success_rate=0.93, **PLAYED), {},
     ),
-    "entropy_gone": (
-        lines(train__entropy=falls(1.0, -3.5), rollout__return_mean=BUMPS), SEVERAL, "The entropy is -2.89 nat, after 0.386", "",
+    "policy_never_moves": (
+        lines(train__approx_kl=0.0, **FLAT), {"algorithm": {"critic_warmup_steps": 12}, "trainer": {"max_steps": 12}}, "the run has 12",
+        "algorithm.critic_warmup_steps=0",
+        lines(train__approx_kl=1e-3, **FLAT), {"algorithm": {"critic_warmup_steps": 3}, "trainer": {"max_steps": 12}},
+    ),
+    "steps_too_small": (  # 12 iterations of 4 updates
+        lines(train__learning_rate=1e-6, train__grad_norm=1.0, train__approx_kl=1e-6, **FLAT), SEVERAL, "4.8e-05", "trainer.learning_rate=0.001",
+        lines(train__learning_rate=1e-3, train__grad_norm=1.0, train__approx_kl=1e-3, **FLAT), SEVERAL,
+    ),
+    "entropy_collapse": (
+        lines(train__entropy=falls(1.0, -3.5), rollout__return_mean=BUMPS), SEVERAL, "-2.89 nat", "",
         lines(train__entropy=falls(1.42, 0.04), rollout__return_mean=BUMPS), SEVERAL,
+    ),
+    "too_few_updates": (
+        lines(train__updates_total=lambda step: step), {"algorithm": {"tau": 0.01}}, "11 updates", "",
+        lines(train__updates_total=lambda step: 100 * step), {"algorithm": {"tau": 0.01}},
+    ),
+    "q_overestimation": (
+        lines(train__q_first=4.0, train__return_first=0.5), {}, "expect 4", "",
+        lines(train__q_first=0.6, train__return_first=0.5), {},
     ),
     "stale_rollouts": (
         lines(rollout__staleness_iterations=3, rollout__importance_ratio_max=80.0, rollout__importance_ratio_mean=1.0),
@@ -105,55 +99,37 @@ CASES = {  # rule: faulty lines and settings, words of the sentence, override; l
         lines(rollout__staleness_iterations=3, rollout__importance_ratio_max=8.0, rollout__importance_ratio_mean=1.0),
         {"algorithm": {"tis_cap": 2.0}},
     ),
-    "critic_dreams": (
-        lines(train__q_first=4.0, train__return_first=0.5), {}, "expect 4 of an episode", "algorithm.learning_rate=0.0001",
-        lines(train__q_first=0.6, train__return_first=0.5), {},
+    "return_without_success": (
+        lines(rollout__return_mean=lambda step: min(2.0, 1 + 0.2 * step), **FLAT), {"env": {"success_bonus": -5.0}}, "from 1.2",
+        "env.success_bonus=5",
+        lines(rollout__return_mean=lambda step: 1 + step % 2, **FLAT), {},
     ),
-    "head_saturated": (
-        lines(train__at_bound=0.8), {"algorithm": {"head": {"scale": 0.1}}}, "80% of the numbers", "algorithm.head.scale=0.2",
-        lines(train__at_bound=0.2), {},
-    ),
-    "answers_cut": (
-        lines(rollout__truncated_fraction=0.6), GRPO | {"rollout": {"max_response_length": 64}}, "cut at 64 tokens",
-        "rollout.max_response_length=128",
-        lines(rollout__truncated_fraction=0.6, train__entropy=5.0), GRPO,
-    ),
-    "cloning_diverges": (
-        lines("sft", sft__loss=falls(2, 9)), {"sft": {"learning_rate": 1.0}}, "is 8.05, after 2", "sft.learning_rate=0.001",
-        lines("sft", sft__loss=falls(2, 1)), {},
-    ),
-    "clone_misses": (
-        [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=1.0), *evaluations(20, phase="sft")], {},
-        "the clone succeeds in 20.0% (20/100), its demonstrator in 100%", "",
-        [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=1.0), *evaluations(60, phase="sft")], {},
+    "return_falls": (
+        lines(rollout__return_mean=falls(-55, -98), **MOVES), {"env": {"success_return": None, "reward_scale": -0.1}}, "from -58.91",
+        "env.reward_scale=0.1",
+        lines(rollout__return_mean=falls(-55, -40), **MOVES), {},
     ),
     "overfitted": (
         [*lines("sft", sft__loss=falls(2, 0.1)), *({"step": n, "phase": "sft", "eval/loss": x} for n, x in enumerate((2, 1, 1.5, 2.5)))],
-        {"train": {"train_policy": {}, "optm_lr": 1e-4, "epoch": 6}}, "rose from 1 to 2.5", "train.epoch=3",
+        {"train": {"train_policy": {}, "optm_lr": 1e-4, "epoch": 6}}, "from 1 to 2.5", "train.epoch=3",
         [*lines("sft", sft__loss=falls(2, 0.1)), *({"step": n, "phase": "sft", "eval/loss": x} for n, x in enumerate((2, 1, 0.9, 0.91)))],
         {"train": {"train_policy": {}}},
     ),
-    "clone_is_bound": (
+    "imitation_ceiling": (
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.4), *evaluations(38, phase="sft")], {},
         "38.0% (38/100), and its demonstrator in 40.0%", "trainer.max_steps=60",
         [*lines("sft", sft__loss=falls(2, 1), sft__demonstrator_success_rate=0.95), *evaluations(93, phase="sft")], {},
     ),
-    "lost_episodes": (
-        lines(rollout__lost_episodes=2, **PLAYED), {}, "24 episodes began again", "rollout.num_envs=32",
-        lines(rollout__lost_episodes=0, **PLAYED), {},
-    ),
-    "parity_near_gate": (
-        lines(rollout__logprob_gap_max=6e-4), {}, "0.0006 at a limit of 0.001", "rollout.backend=torch",
-        lines(rollout__logprob_gap_max=1e-6), {},
-    ),
-    "return_stays": (
-        lines(train__explained_variance=0.01, rollout__return_mean=BUMPS, **MOVES, **FLAT), {}, "noise in the reward", "",
-        lines(train__explained_variance=0.3, rollout__return_mean=BUMPS, **MOVES, **FLAT), {},
-    ),
 }  # fmt: skip
 
 
-HEAD_KEYS = {f"algorithm.{name}" for name in ("head.scale", "learning_rate", "updates_per_env_step")}
+OTHER_KEYS = {
+    "algorithm.head.scale",
+    "algorithm.learning_rate",
+    "env.success_bonus",
+    "env.reward_scale",
+    "env.success_return",
+}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -162,7 +138,7 @@ def test_a_rule_names_its_fault_and_a_key_that_exists_and_not_a_healthy_run_or_w
     record, rule = Record(faulty, settings), BY_NAME[name]
     finding = rule(record)
     assert words in finding.text and override in finding.set
-    known = field_types(RecipeConfig()) if record.is_recipe else {*field_types(), "env.max_episode_steps", *HEAD_KEYS}
+    known = field_types(RecipeConfig()) if record.is_recipe else {*field_types(), *OTHER_KEYS}
     assert all("=" in word and word.partition("=")[0] in known for word in finding.set.split()), finding.set
     assert rule(Record(healthy, healthy_settings)) is None
     with pytest.raises(NotMeasured):
@@ -170,18 +146,26 @@ def test_a_rule_names_its_fault_and_a_key_that_exists_and_not_a_healthy_run_or_w
 
 
 def test_one_bad_step_is_not_a_finding_because_windows_are_thirds():
-    spike = lines(train__clip_fraction=lambda step: 0.9 if step == STEPS - 2 else 0.1, train__approx_kl=0.01)
+    spike = lines(train__approx_kl=lambda step: 0.9 if step == STEPS - 2 else 0.01)
     assert BY_NAME["steps_too_large"](Record(spike, SEVERAL)) is None
     series = MetricSeries(list(range(12)), [float(value) for value in range(12)])
     assert series.early == [0, 1, 2, 3] and series.late == [8, 9, 10, 11] and series.late_steps == (8, 11)
 
 
-def test_the_warm_up_of_the_critic_does_not_count():
-    still = lines(train__approx_kl=0.0, train__clip_fraction=0.9, train__entropy=1.0)
+def test_a_warm_up_does_not_count():
+    """Updates of the critic alone, and rollouts of random actions."""
+    still = lines(train__approx_kl=0.5, train__entropy=1.0)
     with pytest.raises(NotMeasured):
         BY_NAME["steps_too_large"](Record(still, SEVERAL | {"algorithm": {"critic_warmup_steps": 8}}))
     begun = Record(evaluations(80, 5), SEVERAL | {"algorithm": {"critic_warmup_steps": 8}})
     assert begun.outcome.steps == (0, 10), "an evaluation before RL counts all the same"
+    played = {
+        "rollout__env_steps_total": lambda step: 100 * (step + 1),
+        "rollout__success_rate": lambda step: float(step >= 4),
+        **PLAYED,
+    }
+    rollouts = Record(lines(**played), {"algorithm": {"warmup_env_steps": 400}}).rollout_ends(4)
+    assert [(step, success.successes) for step, success in rollouts] == [(4, 128), (10, 128)]
 
 
 RECIPE = {"train": {"train_policy": {"type": "grpo", "reward_function": ["gsm8k"]}, "optm_lr": 1e-6}}
@@ -236,38 +220,141 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_of_another_kind_is_not_accused(name):
-    found = diagnose(Record(*HEALTHY[name]), RULES)
+    found = diagnose(Record(*HEALTHY[name]))
     assert [str(finding) for finding in found.findings] == []
+
+
+def said(run: list[dict], settings: dict, manifest: dict | None = None) -> list[str]:
+    return [finding.rule for finding in diagnose(Record(run, settings, manifest or {})).findings]
 
 
 def test_control_the_same_kinds_with_a_fault_are():
     """Recipes and token policies that do not learn."""
-
-    def said(run: list[dict], settings: dict, manifest: dict | None = None) -> list[str]:
-        return [finding.rule for finding in diagnose(Record(run, settings, manifest or {}), RULES).findings]
-
     nothing = {"rollout__reward_mean": 0.0, "rollout__reward_std": 0.0, "rollout__truncated_fraction": 0.0}
-    assert said(lines(**nothing), RECIPE) == ["equal_returns"]
-    assert said(lines(rollout__reward_mean=0.1, rollout__zero_variance_group_fraction=0.9), RECIPE) == ["equal_groups"]
+    assert said(lines(**nothing), RECIPE) == ["constant_return"]
+    assert said(lines(rollout__reward_mean=0.1, rollout__zero_variance_group_fraction=0.9), RECIPE) == [
+        "zero_variance_groups"
+    ]
     two = {"train": {"train_policy": {"type": "grpo", "mu_iterations": 2}, "optm_lr": 1e-9}}
-    still = lines(rollout__reward_mean=0.1, train__approx_kl=0.0, train__clip_fraction=0.0, train__learning_rate=1e-9)
-    assert said(still, two) == ["rate_too_small"]
+    still = lines(rollout__reward_mean=0.1, train__approx_kl=0.0, train__learning_rate=1e-9)
+    assert said(still, two) == ["steps_too_small"]
     hopeless = lines(rollout__zero_variance_group_fraction=0.96**8, rollout__success_rate=0.04, **PLAYED)
-    assert said(hopeless, {}) == ["equal_groups"]
+    assert said(hopeless, {}) == ["zero_variance_groups"]
     certain = lines(train__entropy=lambda step: 2 * 0.5**step, rollout__return_mean=BUMPS, **FLAT)
-    assert said(certain, SEVERAL, {"actions": {"n_action_bins": 256}}) == ["entropy_gone"]
+    assert said(certain, SEVERAL, {"actions": {"n_action_bins": 256}}) == ["entropy_collapse"]
     assert said(certain, SEVERAL, {"actions": {}}) == []
 
 
-def test_batches_that_differ_are_no_divergence():
-    """Of 400 clones that go on at a loss whose batches differ by 10 %, at most one in a hundred is accused."""
-    generator, said = random.Random(1), 0
-    for _ in range(400):
-        loss = [{"step": 10 * n, "phase": "sft", "sft/loss": generator.gauss(1, 0.1)} for n in range(30)]
-        said += len(diagnose(Record(loss, {"init_from": "outputs/clone"}), RULES).findings)
-    assert said <= 4
-    jump = [one | {"sft/loss": one["sft/loss"] + (n > 0)} for n, one in enumerate(loss)]
-    assert BY_NAME["cloning_diverges"](Record(jump, {})) is not None, "the same noise around twice the loss"
+def test_a_policy_of_exactly_no_kl_never_moves_unless_it_takes_one_update_an_iteration():
+    still = lines(
+        train__approx_kl=0.0, train__learning_rate=1e-3, train__grad_norm=1.0, rollout__return_mean=BUMPS, **FLAT
+    )
+    assert (
+        said(still, SEVERAL)
+        == said([{**line, "train/learning_rate": None} for line in still], {})
+        == ["policy_never_moves"]
+    )
+    single = SEVERAL | {"trainer": SEVERAL["trainer"] | {"minibatch_size": 64 * 16}}
+    assert said(still, single) == [], "its KL is measured before the update"
+    frozen = [line | {"train/grad_norm": 0.0} for line in still]
+    assert said(frozen, single) == ["steps_too_small"]
+    (finding,) = diagnose(Record(frozen, single)).findings
+    assert finding.set == "", "not the learning rate"
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "key"),
+    [
+        ({}, {"learning_rate": 1e-9}, "trainer.learning_rate=0.001"),
+        ({}, {"learning_rate": 0.0}, "trainer.learning_rate=1e-05"),
+        ({}, {"adam_eps": 10.0}, "trainer.adam_eps=1e-8"),
+        ({}, {"weight_decay": 500.0}, "trainer.weight_decay=0"),
+        ({"train__learning_rate": lambda step: 1e-9 * (step + 1)}, {}, "trainer.warmup_steps=0"),
+    ],
+)  # fmt: skip
+def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
+    trainer = SEVERAL["trainer"] | settings
+    metrics = {
+        "train__learning_rate": trainer["learning_rate"],
+        "train__grad_norm": 1.0,
+        "train__approx_kl": 1e-4,
+    } | changed
+    (finding,) = diagnose(Record(lines(**metrics, **FLAT), SEVERAL | {"trainer": trainer})).findings
+    assert finding.set == key
+
+
+def test_sac_with_a_few_updates_is_not_blamed_on_its_rate_or_its_critics():
+    few = {"train__q_first": -3.0, "train__return_first": -300.0, "train__updates_total": lambda step: step, **FLAT}
+    settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
+    assert said(lines(**few), settings) == ["too_few_updates"]
+    many = few | {"train__updates_total": lambda step: 1000 * step}
+    assert said(lines(**many), settings) == ["q_overestimation"]
+
+
+def test_a_reward_that_is_success_itself_is_not_accused():
+    """Sampled success, and so the return, rises by 4 points; greedy success does not."""
+    rates = {"rollout__success_rate": lambda step: 0.60 + 0.04 * min(1.0, step / 4), "rollout__num_episodes": 640}
+    run = [*lines(**rates), *evaluations(150, 152, episodes=200)]
+    sparse = [
+        line | {"rollout/return_mean": 10 * line["rollout/success_rate"]} if "rollout/success_rate" in line else line
+        for line in run
+    ]
+    assert said(sparse, {}) == []
+    turned = [{"step": n, "phase": "rl", "rollout/success_rate": max(0.0, 0.6 - 0.1 * n), "rollout/return_mean": min(0.0, -0.6 + 0.1 * n),
+               "rollout/zero_variance_group_fraction": min(1.0, 0.1 + 0.2 * n), "rollout/num_episodes": 64} for n in range(12)]  # fmt: skip
+    assert said(turned, {}) == ["return_without_success"], "minus success is not success"
+    other = [line | {"rollout/return_mean": min(2.0, 1 + 0.2 * line["step"]), "rollout/success_rate": 0.6} if "rollout/success_rate" in line else line
+             for line in run]  # fmt: skip
+    assert said(other, {}) == ["return_without_success"], "control: the return rises with something else"
+
+
+def test_groups_that_become_equal_after_a_fall_are_no_cause_and_a_falling_return_is_a_fact():
+    equal_later = {
+        "rollout__zero_variance_group_fraction": falls(0.0, 1.0),
+        "rollout__success_rate": falls(0.6, 0.0),
+        **PLAYED,
+    }
+    assert said(lines(**equal_later, rollout__return_mean=falls(0.6, 0.0)), {}) == ["return_falls"]
+    assert said(lines(**equal_later, rollout__return_mean=lambda step: min(0.6, 0.1 * step)), {}) == [
+        "return_without_success"
+    ]
+    evaluated = [
+        {"step": 6 * n, "phase": "rl", "eval/return_mean": mean, "eval/return_low": mean - 4, "eval/return_high": mean + 4}
+        for n, mean in enumerate((-55.0, -80.0, -98.0))
+    ]  # fmt: skip
+    without = {"env": {"success_return": None}}
+    assert said([*evaluated, *lines(train__approx_kl=0.01, train__entropy=0.9)], without) == ["return_falls"]
+    assert said([*evaluated, *lines(train__approx_kl=0.7, train__entropy=0.9)], without) == ["steps_too_large"], (
+        "the first cause is the larger one"
+    )
+
+
+def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pairs():
+    gain = {"total": {"successes_a": 150, "successes_b": 130, "episodes": 200, "interval": [-0.16, -0.04]}}
+    pair = evaluations(150, 130, episodes=200)
+    alone, paired = Record(pair).outcome, Record(pair, gain=gain).outcome
+    assert (alone.verdict, paired.verdict) == ("fell", "fell") and "-16.0 to -4.0" in paired.text
+    other = Record(evaluations(150, 131, episodes=200), gain=gain).outcome
+    assert "-16.0 to -4.0" not in other.text, "the pairs are those of other evaluations"
+
+
+def test_an_evaluation_against_another_model_outranks_the_loss_of_preferences():
+    """The loss falls from 0.69 to 0.1 while correct answers fall by 18.7 points."""
+    run = lines(train__loss=falls(0.69, 0.1), train__preference_accuracy=0.9)
+    recipe = {"train": {"train_policy": {"type": "dpo"}}}
+    assert Record(run, recipe).outcome.is_good
+    total = {"successes_a": 93, "successes_b": 65, "episodes": 150, "interval": [-0.28, -0.09]}
+    worse = Record(run, recipe, gain={"total": total, "unit": "questions", "a": "outputs/sft/eval/test"}).outcome
+    assert (
+        worse.verdict == "fell"
+        and not worse.is_good
+        and "62.0% (93/150)" in worse.text
+        and "-18.7 points" in worse.text
+    )
+    open_ = Record(
+        run, recipe, gain={"total": total | {"interval": [-0.3, 0.2]}, "unit": "questions", "a": "a"}
+    ).outcome
+    assert open_.verdict == "cannot_be_told", "nor does the loss then speak for it"
 
 
 def test_the_interval_of_a_change_holds_the_true_one_with_and_without_a_trend():
@@ -293,7 +380,7 @@ def test_the_interval_of_a_change_holds_the_true_one_with_and_without_a_trend():
         (((0, 50), (12, 50)), "rose", "from 0.0% (0/50) at step 0 to 24.0% (12/50) at step 10"),
         (((0, 40), (0, 40)), "did_not_rise", "a rise by 10 points is excluded"),
         (((0, 20), (1, 20)), "cannot_be_told", "To tell, set evaluation.num_episodes=200"),
-        (((45, 50), (10, 50)), "fell", "by -70 points"),
+        (((45, 50), (10, 50)), "fell", "by -70.0 points"),
         (((50, 50), (50, 50)), "did_not_rise", "nothing was left to rise"),
         (((0, 50), (40, 50), (2, 50)), "cannot_be_told", "it was 80.0% (40/50) at step 10"),
     ],
@@ -334,25 +421,16 @@ def test_a_run_that_has_only_begun_cannot_be_told():
     few = lines(rollout__reward_mean=0.1)[:3]
     outcome = Record(few, RECIPE).outcome
     assert outcome.verdict == "cannot_be_told" and "fewer than 6 steps" in str(outcome)
-    assert str(diagnose(Record(few, RECIPE), RULES)).splitlines()[1].startswith("no cause found in the metrics")
+    assert str(diagnose(Record(few, RECIPE))).splitlines()[1].startswith("no cause found in the metrics")
 
 
 def test_no_rule_blames_a_run_that_mastered_its_task():
-    """Each fault of the rules, with a success that rose to 1: only what does harm beside learning is said."""
+    """Each fault of the rules, with a success that rose to 1: only rules about other things speak."""
     mastered = lines(rollout__success_rate=lambda step: min(1.0, step / 4), **PLAYED)
     for name, (faulty, settings, *_) in CASES.items():
         run = [one | two | {"phase": "rl"} for one, two in zip(faulty, mastered, strict=False)]
-        if name not in ("lost_episodes", "parity_near_gate", "overfitted", "clone_is_bound", "clone_misses"):
-            assert diagnose(Record(run, settings), RULES).findings == [], name
-
-
-def test_two_unusual_settings_are_both_said_and_three_are_none():
-    wrong = {"adam_eps": 10.0, "adam_beta1": 0.999, "weight_decay": 100.0}
-    for count, said in ((1, 1), (2, 2), (3, 0)):
-        record = Record(lines(**FLAT), {"trainer": dict(list(wrong.items())[:count])})
-        found = diagnose(record, RULES).findings
-        assert [len(finding.set.split()) for finding in found] == ([said] if said else [])
-    assert [key for key, (low, high, usual) in USUAL.items() if not low <= usual <= high] == []
+        if BY_NAME[name] in CAUSES:
+            assert said(run, settings) == [], name
 
 
 def test_a_run_that_stays_where_it_is_seldom_collapses_and_a_mere_difference_would_say_so():
@@ -379,17 +457,16 @@ def test_a_collapse_is_two_evaluations_in_a_row_far_below_the_best_before_them()
         assert not has_collapsed(run)
 
 
-def test_the_worst_comes_first_and_the_rest_is_listed_with_its_reason():
-    clipped = {"train__clip_fraction": 0.6, "train__approx_kl": 0.2, "train__entropy": falls(0.9, 3.0)}
-    faulty = [*lines(**clipped, rollout__lost_episodes=2, **PLAYED), *evaluations(80, 5)]
-    diagnosis = diagnose(Record(faulty, SEVERAL), RULES)
+def test_the_first_cause_ends_the_search():
+    faulty = [
+        *lines(train__approx_kl=0.2, train__entropy=falls(0.9, -4.0), rollout__return_mean=BUMPS),
+        *evaluations(80, 5),
+    ]
+    diagnosis = diagnose(Record(faulty, SEVERAL))
     fell = "outcome: the success certainly fell: from 80.0% (80/100) at step 0 to 5.0% (5/100) at step 10"
     assert str(diagnosis).startswith(fell)
-    assert [finding.rule for finding in diagnosis.findings] == ["lost_episodes", "steps_too_large"]
-    assert "clip_range_closed" in diagnosis.fine and diagnosis.silent["critic_dreams"] == "no train/q_first"
-    assert diagnosis.silent["return_stays"] == "the outcome is good, or another rule has spoken"
-    listed = [finding.rule for finding in diagnosis.findings] + diagnosis.fine + list(diagnosis.silent)
-    assert sorted(listed) == sorted(BY_NAME)
+    assert [finding.rule for finding in diagnosis.findings] == ["steps_too_large"], "entropy that fell is a consequence"
+    assert diagnosis.passed == [], "the KL penalty was not measured"
 
 
 @pytest.fixture
@@ -397,7 +474,7 @@ def folder(tmp_path):
     """A run folder whose ratios are clipped."""
     path = tmp_path / "run"
     path.mkdir()
-    found = lines(train__clip_fraction=0.6, train__approx_kl=0.2, train__entropy=0.9)
+    found = lines(train__approx_kl=0.2, train__entropy=0.9)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     (path / "config.yaml").write_text(yaml.safe_dump(SEVERAL))
     return path
@@ -405,30 +482,30 @@ def folder(tmp_path):
 
 def test_the_command_prints_sentences_or_json(folder, capsys):
     assert main(["why", str(folder)]) == 0
-    first, second, *others = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("outcome: it cannot be told whether the return changed")
-    assert second.startswith("steps_too_large: 60% of the importance ratios")
-    assert "Set trainer.learning_rate=0.0003" in second
-    assert others[0].startswith("not evaluated") and any("critic_dreams" in line for line in others)
+    assert second.startswith("steps_too_large: ") and second.endswith("Set trainer.learning_rate=0.0003")
     assert main(["why", "--json", str(folder)]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
     assert found["findings"][0]["rule"] == "steps_too_large" and found["findings"][0]["steps"] == [8, 11]
     assert next(iter(found)) == "outcome" and found["outcome"]["verdict"] == "cannot_be_told"
 
 
-def test_a_manifest_tells_whether_a_policy_samples_tokens_and_a_run_without_a_finding_says_so(folder, capsys):
+def test_a_manifest_tells_whether_a_policy_samples_tokens_and_a_run_without_a_finding_says_how_many_rules_were_checked(
+    folder, capsys
+):
     certain = lines(train__entropy=lambda step: 2 * 0.5**step, rollout__return_mean=BUMPS, **FLAT)
-    healthy = lines(train__clip_fraction=0.1, train__approx_kl=0.01, rollout__success_rate=falls(0, 1), **PLAYED)
-    for run, actions, said in (
-        (certain, {"n_action_bins": 21}, "entropy_gone: The entropy is"),
-        (certain, {}, "no cause found in the metrics"),
-        (healthy, {}, "nothing else to say"),
+    healthy = lines(train__approx_kl=0.01, rollout__success_rate=falls(0, 1), **PLAYED)
+    for run, actions, words in (
+        (certain, {"n_action_bins": 21}, "entropy_collapse: "),
+        (certain, {}, "no cause found in the metrics (5 rules checked)"),
+        (healthy, {}, "no problem found (0 rules checked)"),
     ):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
         (folder / "manifest.json").write_text(json.dumps({"actions": actions}))
         assert main(["why", str(folder)]) == 0
-        first, second, *_ = capsys.readouterr().out.splitlines()
-        assert second.startswith(said) and first.startswith("outcome: the success certainly rose") == (run is healthy)
+        first, second = capsys.readouterr().out.splitlines()
+        assert second.startswith(words) and first.startswith("outcome: the success certainly rose") == (run is healthy)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
@@ -444,11 +521,11 @@ def test_the_page_lists_the_rules_that_there_are():
 
 def test_the_rate_is_that_of_a_run_that_has_gone_back():
     played = lines(train__learning_rate=lambda step: 1e-3 if step < 6 else 2.5e-4)
-    assert rate_of(Record([*played, *evaluations(80)], SEVERAL), "rl") == ("trainer.learning_rate", 2.5e-4)
+    assert rate_of(Record([*played, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 2.5e-4)
     cloning = lines(phase="sft", train__learning_rate=0.1)
-    assert rate_of(Record(cloning, SEVERAL), "rl") == ("trainer.learning_rate", 1e-3)
+    assert rate_of(Record([*cloning, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 1e-3)
     head = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
-    assert rate_of(Record(played, head), "rl") == ("algorithm.learning_rate", 5e-3)
+    assert rate_of(Record(played, head)) == ("algorithm.learning_rate", 5e-3)
 
 
 def held_out() -> list[dict]:
@@ -459,13 +536,13 @@ def held_out() -> list[dict]:
 def test_outcomes_of_runs_that_somebody_else_made_are_right_and_no_wrong_key_is_named():
     named = 0
     for run in held_out():
-        found = diagnose(Record(run["metrics"], run["config"]), RULES)
+        found = diagnose(Record(run["metrics"], run["config"]))
         assert found.outcome.verdict in run["outcome"], run["name"]
         keys = {word.partition("=")[0] for finding in found.findings for word in finding.set.split()}
         assert keys <= set(run["fault_key"]), run["name"]
         assert run["kind"] == "fault" or not found.findings, run["name"]
         named += bool(found.findings)
-    assert named == 17, "three faults leave no trace"
+    assert named == 9, "the others leave no trace in what has a physical threshold"
 
 
 def test_a_recipe_is_measured_by_the_rewards_of_its_validation_and_without_their_number_by_its_answers():
@@ -491,6 +568,6 @@ def test_returns_of_evaluations_are_compared_by_their_intervals():
 
 def test_a_policy_that_begins_trained_may_have_all_the_return_there_is():
     flat, untrained = lines(rollout__return_mean=20.0), {"env": {"success_return": None}}
-    rules = [finding.rule for finding in diagnose(Record(flat, untrained), RULES).findings]
-    assert rules == ["equal_returns"]
-    assert diagnose(Record(flat, untrained | {"init_from": "runs/a"}), RULES).findings == []
+    rules = [finding.rule for finding in diagnose(Record(flat, untrained)).findings]
+    assert rules == ["constant_return"]
+    assert diagnose(Record(flat, untrained | {"init_from": "runs/a"})).findings == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ class Finding:
     """What one rule says of a run.
 
     Attributes:
-        text: The measured value, and its usual range.
+        text: The measured value, and its threshold.
         set: Overrides to type; "" where the evidence singles out no setting.
         steps: First and last step of the evidence, as in ``metrics.jsonl``.
         rule: Name of the rule; ``diagnose`` fills it in.
@@ -93,11 +93,13 @@ class Record:
     Attributes:
         lines: Of ``metrics.jsonl``.
         manifest: Of the run, or else of its newest checkpoint.
+        gain: Paired comparison of the evaluations before (a) and after (b), as in ``compare.json``; None without one.
     """
 
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
+    gain: dict[str, Any] | None = None
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a value of the configuration by its dotted key."""
@@ -118,24 +120,29 @@ class Record:
         """Whether the policy is known to sample tokens, whose entropy is never negative."""
         return self.is_recipe or "n_action_bins" in self.manifest.get("actions", {})
 
-    def lines_with(self, *names: str) -> list[dict[str, Any]]:
-        """Return the lines that have finite values of all these metrics; of ``train/*``, from the end of the critic's warm-up.
+    def _is_warmup(self, line: dict[str, Any], name: str) -> bool:
+        """Return whether a metric is one of a warm-up: updates of the critic alone, or rollouts of random actions."""
+        if name.startswith("train/"):
+            return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
+        played = line.get("rollout/env_steps_total", math.inf)
+        return name.startswith("rollout/") and played <= self.setting("algorithm.warmup_env_steps", 0)
 
-        Raise NotMeasured without such a line.
-        """
-        of_updates = all(name.startswith("train/") for name in names)
-        warmup = self.setting("algorithm.critic_warmup_steps", 0) if of_updates else 0
-        begun = [line for line in self.lines if line["step"] >= warmup]
-        found = [line for line in begun if all(line.get(name) is not None for name in names)]
-        if not found:
-            raise NotMeasured(f"no {' and '.join(names)}")
-        return found
+    def lines_with(self, *names: str) -> list[dict[str, Any]]:
+        """Return the lines after a warm-up that have finite values of all these metrics; raise NotMeasured without such a line."""
+        lines = [
+            line
+            for line in self.lines
+            if all(line.get(name) is not None and not self._is_warmup(line, name) for name in names)
+        ]
+        if not lines:
+            raise NotMeasured
+        return lines
 
     def series(self, name: str) -> MetricSeries:
         """Return the values of a metric; raise NotMeasured if there are fewer than ``MIN_POINTS``."""
         lines = self.lines_with(name)
         if len(lines) < MIN_POINTS:
-            raise NotMeasured(f"{name} of {len(lines)} steps only; required: {MIN_POINTS}")
+            raise NotMeasured
         return MetricSeries([line["step"] for line in lines], [line[name] for line in lines])
 
     def total(self, name: str) -> float:
@@ -146,32 +153,36 @@ class Record:
         """Return step and counts of the evaluations of a phase, in their order; raise NotMeasured without any."""
         lines = [line for line in self.lines_with("eval/successes", "eval/episodes") if line["phase"] == phase]
         if not lines:
-            raise NotMeasured(f"no evaluation of phase {phase}")
+            raise NotMeasured
         return [(line["step"], Success(int(line["eval/successes"]), int(line["eval/episodes"]))) for line in lines]
 
     def answers(self) -> list[tuple[int, Success]]:
         """Return step and counts of the validations of a recipe by its rewards.
 
-        A mean reward between 0 and the full one counts as that share of right answers. Rewards between the two vary less, so that the
+        A mean reward between 0 and the full one counts as that fraction of right answers. Rewards between the two vary less, so that the
         interval of these counts is wide enough. Raise NotMeasured without validations, or with other rewards.
         """
         lines = self.lines_with("eval/reward_mean", "eval/num_answers")
-        shares = [
+        rates = [
             (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_answers"])) for line in lines
         ]
-        if not all(0 <= share <= 1 for _, share, _ in shares):
-            raise NotMeasured("rewards of the validation are not between 0 and the full one")
-        return [(step, Success(round(share * count), count)) for step, share, count in shares]
+        if not all(0 <= rate <= 1 for _, rate, _ in rates):
+            raise NotMeasured
+        return [(step, Success(round(rate * count), count)) for step, rate, count in rates]
 
-    def rollouts(self) -> list[tuple[int, Success]]:
-        """Return step and counts of the first episodes of each iteration; raise NotMeasured if these are few or have no success."""
-        if not self.has_success:
-            raise NotMeasured("the env has no success (env.success_return is null)")
-        lines = self.lines_with("rollout/success_rate", "rollout/num_episodes")
+    def rollout_ends(self, parts: int) -> list[tuple[int, Success]]:
+        """Return the counts of the first and the last of ``parts`` of the rollouts; raise NotMeasured if these are few or have no success."""
+        lines = self.lines_with("rollout/success_rate", "rollout/num_episodes") if self.has_success else []
         if len(lines) < MIN_POINTS:
-            raise NotMeasured(f"{len(lines)} iterations only; required: {MIN_POINTS}")
-        counts = ((line["step"], line["rollout/success_rate"], int(line["rollout/num_episodes"])) for line in lines)
-        return [(step, Success(round(rate * episodes), episodes)) for step, rate, episodes in counts]
+            raise NotMeasured
+        window, ends = max(1, len(lines) // parts), []
+        for part in (lines[:window], lines[-window:]):
+            counts = [int(line["rollout/num_episodes"]) for line in part]
+            successes = sum(
+                round(line["rollout/success_rate"] * count) for line, count in zip(part, counts, strict=True)
+            )
+            ends.append((part[0]["step"], Success(successes, sum(counts))))
+        return ends
 
     @property
     def has_success(self) -> bool:
@@ -179,50 +190,15 @@ class Record:
         is_given = (self.setting("env") or {}).get("success_return", 0) is not None
         return is_given or self.total("rollout/success_rate") + self.total("eval/successes") > 0
 
-    @cached_property
-    def outcome(self) -> Outcome:
-        """What became of RL, or of cloning alone: success by evaluations, or by rollouts where these cannot tell; else return or loss."""
-        measure, name, key = "return", self.return_name, "trainer.max_steps"
-        if self.is_recipe:
-            measure, key = "reward", "train.max_num_steps"
-        if self.is_preference or not any(line["phase"] == "rl" for line in self.lines):
-            measure, name = "loss", "train/loss" if self.is_preference else "sft/loss"
-            key = key if self.is_recipe else "sft.max_steps"
-        cure = f"{key}={2 * max((line['step'] for line in self.lines), default=0) + 2}"
-        found: list[Outcome] = []
-        with suppress(NotMeasured):
-            answers = self.answers()
-            if len(answers) > 1:
-                found.append(
-                    outcome_of_counts(answers, "of the validations", "validation.dataset with more rows", "reward")
-                )
-        with suppress(NotMeasured):
-            evaluations = self.evaluations("rl") if self.has_success else []
-            if len(evaluations) > 1:
-                more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
-                found.append(outcome_of_counts(evaluations, "of the evaluations", more))
-        with suppress(NotMeasured):
-            rollouts = self.rollouts()
-            window = max(1, len(rollouts) // 5)
-            ends = [(part[0][0], sum_of(part)) for part in (rollouts[:window], rollouts[-window:])]
-            found.append(outcome_of_counts(ends, f"of the rollouts ({window} iterations each)", cure))
-        with suppress(NotMeasured):
-            names = ("eval/return_mean", "eval/return_low", "eval/return_high")
-            means = [
-                (line["step"], *(line[each] for each in names))
-                for line in self.lines_with(*names)
-                if line["phase"] == "rl"
-            ]
-            if not found and len(means) > 1:
-                found.append(outcome_of_intervals(means, cure))
-        with suppress(NotMeasured):
-            values = self.series(name)
-            full = self.full_reward if measure == "reward" else math.inf
-            if not found or found[0].measure == "return":
-                found.append(outcome_of_values(measure, values.steps, values.values, cure, full))
-        text = f"fewer than {MIN_POINTS} steps so far. To tell, set {cure}"
-        found += [Outcome(UNKNOWN, measure, text, False, False, (0, 0))]
-        return next((one for one in found if one.verdict != UNKNOWN), found[0])
+    @property
+    def has_rl(self) -> bool:
+        """Whether RL has begun."""
+        return any(line["phase"] == "rl" for line in self.lines)
+
+    @property
+    def trained_phase(self) -> str:
+        """Return the last phase of training, which is ``rl`` of DPO too."""
+        return "rl" if self.has_rl or self.is_preference else "sft"
 
     @property
     def is_preference(self) -> bool:
@@ -235,10 +211,81 @@ class Record:
         given = self.setting("train.train_policy.reward_function", "one")
         return sum(given.values()) if isinstance(given, dict) else 1 if isinstance(given, str) else len(given)
 
+    @property
+    def measure(self) -> str:
+        """What training itself shows: ``return``, ``reward`` of a recipe, or ``loss`` of cloning and DPO."""
+        if self.is_preference or not self.has_rl:
+            return "loss"
+        return "reward" if self.is_recipe else "return"
 
-def sum_of(counts: Sequence[tuple[int, Success]]) -> Success:
-    """Return the sum of counts by step."""
-    return Success(sum(one.successes for _, one in counts), sum(one.episodes for _, one in counts))
+    @cached_property
+    def outcome(self) -> Outcome:
+        """What became of the run by the best evidence: evaluations, else rollouts, else return, reward or loss of training."""
+        last = max((line["step"] for line in self.lines), default=0)
+        clones = not self.is_recipe and not self.has_rl
+        key = "train.max_num_steps" if self.is_recipe else "sft.max_steps" if clones else "trainer.max_steps"
+        more_steps = f"{key}={2 * last + 2}"
+        known: list[Outcome] = []
+        for evidence in (self._answers, self._compared, self._evaluated, self._played, self._returns, self._trained):
+            if any(one.measure != "return" for one in known) and evidence in (self._returns, self._trained):
+                break  # where success was measured, neither return nor loss is the outcome
+            with suppress(NotMeasured):
+                known.append(evidence(more_steps))
+        text = f"fewer than {MIN_POINTS} steps so far. To tell, set {more_steps}"
+        known = known or [Outcome(UNKNOWN, self.measure, text, False, False, (0, 0))]
+        return next((one for one in known if one.verdict != UNKNOWN), known[0])
+
+    def _answers(self, _: str) -> Outcome:
+        answers = self.answers()
+        if len(answers) < 2:
+            raise NotMeasured
+        return outcome_of_counts(answers, "of the validations", "validation.dataset with more rows", "reward")
+
+    def _compared(self, _: str) -> Outcome:
+        """A recipe's model against the one that its evaluation names as the baseline."""
+        total = (self.gain or {}).get("total") if self.is_recipe else None
+        if self.gain is None or total is None:
+            raise NotMeasured
+        place = f"of the {self.gain['unit']}, against {self.gain['a']}"
+        return outcome_of_counts(
+            self._ends_of(total), place, "questions=<a file with more rows>", "fraction of correct answers", total["interval"]
+        )  # fmt: skip
+
+    def _ends_of(self, total: dict[str, Any]) -> list[tuple[int, Success]]:
+        steps = (0, max((line["step"] for line in self.lines), default=0))
+        counts = (total["successes_a"], total["successes_b"])
+        return [(step, Success(count, total["episodes"])) for step, count in zip(steps, counts, strict=True)]
+
+    def _evaluated(self, _: str) -> Outcome:
+        evaluations = self.evaluations("rl") if self.has_success else []
+        if len(evaluations) < 2:
+            raise NotMeasured
+        total = (self.gain or {}).get("total")
+        is_paired = total and [one for _, one in self._ends_of(total)] == [evaluations[0][1], evaluations[-1][1]]
+        more = f"evaluation.num_episodes={max(200, 2 * evaluations[-1][1].episodes)}"
+        return outcome_of_counts(
+            evaluations, "of the evaluations", more, interval=total["interval"] if is_paired else None
+        )
+
+    def _played(self, more_steps: str) -> Outcome:
+        return outcome_of_counts(self.rollout_ends(5), "of the rollouts (a fifth of the iterations each)", more_steps)
+
+    def _returns(self, more_steps: str) -> Outcome:
+        names = ("eval/return_mean", "eval/return_low", "eval/return_high")
+        means = [
+            (line["step"], *(line[name] for name in names)) for line in self.lines_with(*names) if line["phase"] == "rl"
+        ]
+        if len(means) < 2:
+            raise NotMeasured
+        total = ((self.gain or {}).get("returns") or {}).get("total")
+        is_paired = total and (total["mean_a"], total["mean_b"]) == (means[0][1], means[-1][1])
+        return outcome_of_intervals(means, more_steps, total["interval"] if is_paired else None)
+
+    def _trained(self, more_steps: str) -> Outcome:
+        loss = "train/loss" if self.is_preference else "sft/loss"
+        values = self.series(loss if self.measure == "loss" else self.return_name)
+        full = self.full_reward if self.measure == "reward" else math.inf
+        return outcome_of_values(self.measure, values.steps, values.values, more_steps, full)
 
 
 Rule = Callable[[Record], "Finding | None"]
@@ -247,18 +294,16 @@ Rule = Callable[[Record], "Finding | None"]
 
 @dataclass
 class Diagnosis:
-    """The outcome of a run, and what all rules say of it.
+    """The outcome of a run, and what the rules say of it.
 
     Attributes:
-        findings: The worst first.
-        fine: Rules that were evaluated and have nothing to say.
-        silent: Rules that could not be evaluated, and why.
+        findings: The cause that was found, if any, and what else to know.
+        passed: Rules that were checked and have nothing to say.
     """
 
     outcome: Outcome
     findings: list[Finding] = field(default_factory=list)
-    fine: list[str] = field(default_factory=list)
-    silent: dict[str, str] = field(default_factory=dict)
+    passed: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -266,49 +311,14 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """The outcome, then each finding, or a sentence that all rules found nothing."""
-        found = [f"{finding.rule}: {finding}" for finding in self.findings]
-        none = "nothing else to say" if self.outcome.is_good else "no cause found in the metrics"
-        return [str(self.outcome), *(found or [f"{none}: {len(self.fine)} rules found nothing"])]
+        """The outcome, then each finding, or else how many rules were checked."""
+        none = "no problem found" if self.outcome.is_good else "no cause found in the metrics"
+        count = f"{len(self.passed)} rule{'' if len(self.passed) == 1 else 's'} checked"
+        findings = [f"{finding.rule}: {finding}" for finding in self.findings]
+        return [str(self.outcome), *(findings or [f"{none} ({count})"])]
 
     def __str__(self) -> str:
-        lines = self.sentences
-        if self.silent:
-            reasons: dict[str, list[str]] = {}
-            for name, reason in self.silent.items():
-                reasons.setdefault(reason, []).append(name)
-            lines.append(f"not evaluated ({len(self.silent)} rules):")
-            lines += [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-        return "\n".join(lines)
-
-
-MASTERED, GOOD = "the task is mastered", "the outcome is good"
-DOES_WELL, NAMED = "the run does well, or another rule has spoken", "the outcome is good, or another rule has spoken"
-
-
-def diagnose(record: Record, rules: Mapping[str, Sequence[Rule]]) -> Diagnosis:
-    """Tell the outcome, and ask the rules, in their order, of which the condition that rules them out does not hold."""
-    outcome, diagnosis = record.outcome, Diagnosis(record.outcome)
-    for condition, rule in ((condition, rule) for condition, group in rules.items() for rule in group):
-        good, named = outcome.is_good, bool(diagnosis.findings)
-        spared = {
-            MASTERED: outcome.is_mastered,
-            GOOD: good,
-            DOES_WELL: named or (good and not outcome.is_poor),
-            NAMED: named or good,
-        }
-        try:
-            if spared.get(condition):
-                raise NotMeasured(condition)
-            finding = rule(record)
-        except NotMeasured as reason:
-            diagnosis.silent[rule.__name__] = str(reason)
-            continue
-        if finding is None:
-            diagnosis.fine.append(rule.__name__)
-        else:
-            diagnosis.findings.append(replace(finding, rule=rule.__name__))
-    return diagnosis
+        return "\n".join(self.sentences)
 
 
 def read_record(folder: str | os.PathLike) -> Record:
@@ -318,4 +328,5 @@ def read_record(folder: str | os.PathLike) -> Record:
 
 def record_of(run: RunData | TokenRun) -> Record:
     """Return what rules read of a run."""
-    return Record(run.lines, run.settings, json.loads(run.manifest or "{}"))
+    gain = run.gain if isinstance(run, RunData) else run.comparison
+    return Record(run.lines, run.settings, json.loads(run.manifest or "{}"), gain)

@@ -14,7 +14,7 @@ ROSE, FELL, DID_NOT_RISE, UNKNOWN = "rose", "fell", "did_not_rise", "cannot_be_t
 MASTERED = 0.95
 """Success rate, or share of the full reward, from which there is nothing left to learn."""
 MATTERS, SLIGHT = 0.1, 0.05
-"""A rise of success that matters, and a change that is too small to be called one."""
+"""A rise of success that matters, and a fall that is too small to be called one."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Outcome:
         text: The sentence without its verdict.
         is_good: It improved certainly, or there was nothing left to improve.
         is_mastered: There was nothing left to improve at the end.
-        is_poor: Success ends below a half.
         steps: First and last step.
     """
 
@@ -37,7 +36,6 @@ class Outcome:
     is_good: bool
     is_mastered: bool
     steps: tuple[int, int]
-    is_poor: bool = False
 
     @property
     def is_bad(self) -> bool:
@@ -54,13 +52,20 @@ class Outcome:
 
 
 def outcome_of_counts(
-    counts: Sequence[tuple[int, Success]], place: str, cure: str, measure: str = "success"
+    counts: Sequence[tuple[int, Success]],
+    place: str,
+    cure: str,
+    measure: str = "success",
+    interval: tuple[float, float] | None = None,
 ) -> Outcome:
-    """Compare the first with the last success by step (Newcombe 1998, method 10), counted in ``place``; ``cure`` would tell more."""
+    """Compare the first with the last success by step, counted in ``place``; ``cure`` would tell more.
+
+    ``interval``: 95 % interval of the change over pairs of episodes. Without one, the two count as independent (Newcombe 1998, method 10).
+    """
     (start, first), (end, last) = counts[0], counts[-1]
-    low, high = difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
+    low, high = interval or difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
     change, is_mastered = last.success_rate - first.success_rate, last.success_rate >= MASTERED
-    if low > 0 and change >= SLIGHT:
+    if low > 0:
         verdict, then = ROSE, ""
     elif high < 0 and change <= -SLIGHT:
         verdict, then = FELL, ""
@@ -73,21 +78,23 @@ def outcome_of_counts(
     step, best = max(counts, key=lambda each: each[1].success_rate)
     if best.interval[0] > max(first.interval[1], last.interval[1]):
         then = f"; it was {best} at step {step}{then}"
-    interval = f"by {100 * change:+.0f} points (95 % {100 * low:+.0f} to {100 * high:+.0f})"
-    text = f"from {first} at step {start} to {last} at step {end} {place}, {interval}{then}"
-    return Outcome(
-        verdict, measure, text, verdict == ROSE or is_mastered, is_mastered, (start, end), last.success_rate < 0.5
-    )
+    points = f"by {100 * change:+.1f} points (95 % {100 * low:+.1f} to {100 * high:+.1f})"
+    text = f"from {first} at step {start} to {last} at step {end} {place}, {points}{then}"
+    return Outcome(verdict, measure, text, verdict == ROSE or is_mastered, is_mastered, (start, end))
 
 
-def outcome_of_intervals(means: Sequence[tuple[int, float, float, float]], cure: str) -> Outcome:
+def outcome_of_intervals(
+    means: Sequence[tuple[int, float, float, float]], cure: str, interval: tuple[float, float] | None = None
+) -> Outcome:
     """Compare the first with the last mean return of evaluations: step, mean and ends of its 95 % interval.
 
-    Half-widths of independent means add in squares. A change counts from 3 % of the first mean on. A rise by a fifth of it matters.
+    ``interval``: 95 % interval of the change over pairs of episodes. Without one, half-widths of independent means add in squares. A
+    change counts from 3 % of the first mean on. A rise by a fifth of it matters.
     """
     (start, first, *ends), (end, last, *last_ends) = means[0], means[-1]
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
-    low, high, matters = change - half, change + half, 0.2 * abs(first)
+    low, high = interval or (change - half, change + half)
+    matters = 0.2 * abs(first)
     verdict, then = UNKNOWN, f". To tell, set {cure}"
     if (low > 0 or high < 0) and abs(change) >= 0.03 * abs(first):
         verdict, then = ROSE if low > 0 else FELL, ""

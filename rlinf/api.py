@@ -23,7 +23,8 @@ from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.config import search
-from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides, parse_overrides
+from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
+from rlinf.config.overrides import parse_overrides
 from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import code_values
 from rlinf.config.schema import RunConfig, build_config, section_class
@@ -93,7 +94,7 @@ def load_policy(
         config = build_config(composed)
         model = build_policy(config)
     else:
-        source = resolve_checkpoint(Path(folder).expanduser())
+        source = resolve_checkpoint(folder)
         named = [] if model_type is None else [f"model.model_type={model_type}"]
         config = read_config(source, [*overrides, *named])
         model = open_checkpoint(source, config).policy

@@ -181,9 +181,9 @@ def mark_latest(folder: str | os.PathLike) -> None:
 
 
 def follow_latest(path: str | os.PathLike) -> Path:
-    """Return ``path`` with each ``latest`` (a link, or the text file of ``mark_latest``) replaced by its target."""
+    """Return ``path`` with each ``latest`` (a link, or the text file of ``mark_latest``) replaced by its target, and ``~`` by the home."""
     found = Path()
-    for part in Path(path).parts:
+    for part in Path(path).expanduser().parts:
         place = found / part
         if part == LATEST and place.is_symlink():
             place = found / os.readlink(place)

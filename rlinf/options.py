@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
+
+LARGEST = 2**32
+"""Largest number, also as seconds, of an option without a maximum of its own; far above it numbers overflow somewhere."""
+
+PathText = Annotated[str, "path"]
+"""Type of options that may name a file or folder: a leading ``~`` means the home folder."""
+LITERAL = r"For the text ${...} itself, write '\${...}'"
 
 
 def option(
@@ -54,7 +62,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     if not isinstance(mapping, Mapping):
         found, keys = f"{path or 'The configuration'} is {override_text(mapping)!r}", ", ".join(public_fields(cls))
         raise ConfigError(f"{found}; required: a section with the keys {keys}.")
-    known, hints, values = public_fields(cls), typing.get_type_hints(cls), {}
+    known, hints, values = public_fields(cls), typing.get_type_hints(cls, include_extras=True), {}
     for key, value in mapping.items():
         dotted = f"{path}.{key}" if path else str(key)
         if key not in known:
@@ -65,7 +73,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
 
 def check_options(config: Any) -> None:
     """Raise ConfigError for a field of a dataclass that its ``option`` does not accept."""
-    hints = typing.get_type_hints(type(config))
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for name, field in public_fields(type(config)).items():
         _convert(getattr(config, name), hints[name], name, field)
 
@@ -160,7 +168,9 @@ def plain_container(mapping: Any) -> Any:
         return OmegaConf.to_container(mapping, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "a value"
-        raise ConfigError(f"{key} cannot be resolved: {str(error).splitlines()[0]}. Set {key}=<value>") from error
+        raise ConfigError(
+            f"{key} cannot be resolved: {str(error).splitlines()[0]}. Set {key}=<value>. {LITERAL}"
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -185,6 +195,8 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
+        elif isinstance(value, (int, float)) and _match("", hint)[0]:  # the number that a text looks like
+            example = f"'{dotted}=\"{override_text(value)}\"'"
         elif isinstance(value, list) and value and _match(value[0], hint)[0]:
             one, all_of_them = override_text(value[0]), ",".join(map(override_text, value))
             example = f"{dotted}={one}, or -m {dotted}={all_of_them} for one run of each"
@@ -199,9 +211,14 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"
         raise ConfigError(f"{dotted} is {override_text(converted)}; required: {what}. Set e.g. {example}")
-    if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
-        raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Set e.g. {example}")
-    return converted
+    bounds = bounds_text(field.metadata)
+    if field.metadata.get("maximum") is None and any(
+        isinstance(number, (int, float)) and abs(number) > LARGEST for number in numbers
+    ):
+        bounds = f"at most {LARGEST:,} in size"
+    elif not isinstance(converted, (int, float)) or _within(converted, field.metadata):
+        return converted
+    raise ConfigError(f"{dotted} is {override_text(converted)}; required: {bounds}. Set e.g. {example}")
 
 
 def _section_class(hint: Any) -> type | None:
@@ -238,6 +255,8 @@ def _match(value: Any, hint: Any) -> tuple[bool, Any]:
     """Return whether ``value`` is of type ``hint``, and the value as that type."""
     if hint is Any:
         return True, value
+    if hint is PathText:
+        return isinstance(value, str), os.path.expanduser(value) if isinstance(value, str) else value
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         matches = (_match(value, item) for item in typing.get_args(hint))
         return next((match for match in matches if match[0]), (False, value))

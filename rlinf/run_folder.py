@@ -1,7 +1,7 @@
 """Names of the files and folders of a run, an evaluation and a checkpoint, besides those of transformers' model folders."""
 
 # Of a run and of an evaluation
-LATEST = "latest"  # link next to the run folders of an experiment, to the one started last
+LATEST = "latest"  # link next to the run folders of an experiment, to the last one that began to have checkpoints
 LOCK_FILE, CONFIG_FILE, MANIFEST_FILE = ".lock", "config.yaml", "manifest.json"
 METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"  # written last

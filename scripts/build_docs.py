@@ -43,7 +43,7 @@ process, model or simulator starts.
   checks it and prints the numbers that follow from it, and the memory.
 - `rlinf train -m experiment=quickstart seed=0,1,2` runs once per value; runs go to
   `multirun/<experiment_name>/<date>_<time>/<number>`, single runs to `outputs/<experiment_name>/<date>_<time>`.
-  `latest` next to them names the run (or the sweep) that was started last, wherever a command takes a run folder; where
+  `latest` next to them names the run (or the sweep) that began last and has a checkpoint, for every command; where
   links are impossible it is a text file. A sweep ends with a table: each run, and mean, least and 95 % interval over
   seeds of each configuration.
 - `rlinf --install-completion` makes Tab complete commands, experiments, groups (`model=`, `env=`, `algorithm=`), keys
@@ -69,7 +69,8 @@ trainer:
   max_steps: 60
 ```
 
-A value may follow from another key: `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
+A value may follow from another key: `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`. A leading `~` of a
+path is the home folder.
 """
 
 

@@ -8,7 +8,8 @@ rows make the one mistake that pupils make: they forget to carry, or carry for n
 half of the time. It has seen both ways of continuing, so a reward for the right answer teaches it when to carry. The rows of
 test.jsonl are pairs of numbers that train.jsonl does not have, all answered correctly.
 
-The folder holds `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages) and `model`, which transformers can load.
+The folder holds `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, and for DPO chosen, the right answer, and
+rejected, the other one) and `model`, which transformers can load.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def make_rows(num_train: int, num_test: int, wrong_share: float, seed: int) -> t
             "answer": f"#### {first + second}",
             "prompt": prompt,
             "messages": [*prompt, {"role": "assistant", "content": demonstration}],
+            "chosen": worked_answer(first, second),
+            "rejected": worked_answer(first, second, carry_wrong=True),
         })  # fmt: skip
     return rows[num_test:], rows[:num_test]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf.algorithms.config import AnyAlgorithmConfig
-from rlinf.options import option
+from rlinf.options import PathText, option
 
 LARGEST_SCALE = 2.0
 """The whole range of the env, in its halves."""
@@ -96,12 +96,12 @@ class OffPolicyConfig(AnyAlgorithmConfig):
     replay_capacity: int = option(
         100_000, "Observations that the buffer holds over all envs; the oldest are replaced.", minimum=1
     )
-    replay_from: str | None = option(
+    replay_from: PathText | None = option(
         None,
         "Checkpoint or run folder whose replay buffer this run begins with. The frozen policy, what it is asked for and the env must be "
         "the same.",
     )
-    offline_dataset: str | None = option(
+    offline_dataset: PathText | None = option(
         None, "Folder of demonstrations with rewards or successes, in a format that `sft.dataset` takes; null: none."
     )
     offline_share: float = option(

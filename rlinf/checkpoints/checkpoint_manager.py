@@ -28,6 +28,7 @@ from rlinf.checkpoints.checkpoint import (
 from rlinf.checkpoints.folders import is_checkpoint, resolve_checkpoint, saved_at
 from rlinf.distributed.process_group import new_group, world_size
 from rlinf.errors import CheckpointError, ConfigError, UploadError
+from rlinf.files import mark_latest
 from rlinf.manifest import Manifest, check
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER, SAFETENSORS_FOLDER, STATE_FILE
 
@@ -70,6 +71,7 @@ class CheckpointManager:
         with_policy: Checkpoints hold ``model/`` or ``adapter/``, as for action policies.
         export: Writes ``<folder>/safetensors/final`` from the last checkpoint.
         exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
+        latest: Folder that the link ``latest`` beside it names, from the first checkpoint on; None: none does.
         uploads: Take the written folders on rank 0; at the end, an upload with ``every`` also takes all checkpoints on the
             disk. ``close`` raises their errors, when everything is on the disk.
     """
@@ -84,13 +86,14 @@ class CheckpointManager:
         with_policy: bool = True,
         export: Export | None = None,
         exports_all: bool = False,
+        latest: Path | None = None,
         uploads: Sequence[Upload] = (),
     ) -> None:
         if save_mode not in SAVE_MODES:
             raise ConfigError(f"save_mode={save_mode}; required: one of {', '.join(SAVE_MODES)}.", save_mode="async")
         self.folder, self.save_mode, self.max_keep = Path(folder), save_mode, max_keep
         self.keeps_any, self.with_policy = keeps_any, with_policy
-        self.export, self.exports_all, self.uploads = export, exports_all, list(uploads)
+        self.export, self.exports_all, self.uploads, self.latest = export, exports_all, list(uploads), latest
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._upload_failures: dict[tuple[Upload, tuple[Path, ...]], str] = {}
@@ -230,6 +233,9 @@ class CheckpointManager:
                 folders.extend(self._export(checkpoint, exported))
             if not self.keeps_any:
                 shutil.rmtree(checkpoint)
+            if self.latest is not None:
+                mark_latest(self.latest)
+                self.latest = None  # a run that begins later keeps the link
             self._upload(folders, is_last)
 
         on_rank_zero(finish, f"write {exported}", self._group)

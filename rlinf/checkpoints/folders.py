@@ -81,7 +81,7 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
 
     A checkpoint or an export is returned as it is. A run folder, or its ``checkpoints``, means the last undamaged checkpoint
-    in it. ``latest`` means the newest run.
+    in it. A folder of runs means its ``latest``, or else the one that has saved last.
     """
     path = follow_latest(path)
     if not path.exists():
@@ -95,6 +95,10 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         if damage is None:
             return folder
         _warn_once(f"{folder} is skipped: {damage}")
+    runs = [run for run in path.glob("*") if has_checkpoints(run)]
+    if runs:
+        newest = max(runs, key=lambda run: max(map(saved_at, checkpoints_in(run / run_folder.CHECKPOINTS_FOLDER))))
+        return resolve_checkpoint(path / run_folder.LATEST if path / run_folder.LATEST in runs else newest)
     looked = f"no {run_folder.STATE_FILE} in {path} or in {parent}/*"
     if found:
         looked = f"{len(found)} checkpoints in {parent} are all damaged"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rlinf.api import run_config
 from rlinf.commands.hydra_app import given_value, parse, split
-from rlinf.config.compose import parse_overrides
+from rlinf.config.overrides import parse_overrides
 from rlinf.contracts.env import PROPERTIES, check_properties
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.base import VectorEnv

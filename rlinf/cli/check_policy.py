@@ -9,7 +9,7 @@ from typing import Any
 from rlinf.cli.table import format_table
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, import_target
-from rlinf.options import from_mapping, option
+from rlinf.options import PathText, from_mapping, option
 from rlinf.recipes.load import with_overrides
 
 
@@ -17,9 +17,9 @@ from rlinf.recipes.load import with_overrides
 class PolicyCheckConfig:
     """How a folder is read."""
 
-    interpreter: str | None = option(None, "Python with lerobot, as `model.interpreter`.")
+    interpreter: PathText | None = option(None, "Python with lerobot, as `model.interpreter`.")
     override_config: dict[str, Any] = option({}, "Fields to replace, as `model.override_config`.")
-    migrate: str | None = option(None, "New folder, to be written from the folder of an old lerobot, and checked.")
+    migrate: PathText | None = option(None, "New folder, to be written from the folder of an old lerobot, and checked.")
 
 
 def check_policy(arguments: Sequence[str]) -> int:

@@ -55,7 +55,7 @@ def diagnose(arguments: Sequence[str]) -> int:
 
 def _is_checkpoint(name: str) -> bool:
     try:
-        resolve_checkpoint(Path(name).expanduser())
+        resolve_checkpoint(name)
     except CheckpointError:
         return False
     return True

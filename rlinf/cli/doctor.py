@@ -233,7 +233,8 @@ def check_choice(words: list[str]) -> list[Finding]:
     label = " ".join(words)
     try:
         from rlinf.commands.hydra_app import configure, given_value, parse
-        from rlinf.config.compose import ROOT, compose_config, parse_overrides
+        from rlinf.config.compose import ROOT, compose_config
+        from rlinf.config.overrides import parse_overrides
         from rlinf.config.search import GROUP
         from rlinf.preflight.validation import check_names
 

@@ -96,8 +96,7 @@ def launch(arguments: Sequence[str]) -> int:
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.players and not is_elsewhere:
         check_machine(partial(place_players, config, plan, device), store_room(config))
-    if not given.dry_run:
-        _check_sources(config, script)
+    _check_sources(config, script)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
     machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"
@@ -163,7 +162,7 @@ def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, s
 
 
 def _check_sources(config: RecipeConfig, script: Path | None) -> None:
-    """Refuse rewards, data and a model that are not there before anything is printed; a dry run plans for a machine that has them."""
+    """Raise for rewards, data and a model that are not there before anything is printed; what may be on the hub passes."""
     method, validation = config.train.train_policy, config.validation
     if script is None:
         if method.type == "grpo":
@@ -174,7 +173,14 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
         if validation.enable and validation.dataset.name:
             check_place(validation.dataset.name, "validation.dataset")
     model = config.policy.model_name_or_path
-    if model.startswith(("/", ".", "~")):  # of the hub's, the ranks tell
+    if model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
+        if not Path(model).exists():
+            recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
+            make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
+            either = f"Make it with {make}, or set" if make else "Set"
+            raise ConfigError(
+                f"policy.model_name_or_path={model} does not exist. {either} policy.model_name_or_path=<folder or hub id>"
+            )
         load_config(model)
 
 
@@ -194,7 +200,7 @@ def _warn_about_wandb(config: RecipeConfig) -> None:
             file=sys.stderr,
         )
         loggers.remove("wandb")
-    elif "wandb" in loggers and not os.environ.get("WANDB_API_KEY"):
+    elif "wandb" in loggers and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "disabled"):
         print("warning: WANDB_API_KEY is not set, so wandb writes offline, into the folder of the run", file=sys.stderr)
     config.logging.logger = loggers
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from textwrap import shorten
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.cli.table import format_columns, format_table
+from rlinf.cli.table import MIN_WIDTH, format_columns, format_table, terminal_width
 from rlinf.commands.hydra_app import parse, split
-from rlinf.config.compose import parse_overrides
+from rlinf.config.names import GROUP
+from rlinf.config.overrides import parse_overrides
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
-from rlinf.config.search import group_options
+from rlinf.config.search import find_experiment, group_options
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS
@@ -22,6 +25,10 @@ FALLBACK = (
     "The algorithms sac and td3 train a head on a frozen policy, from a clone or model.model_path, or mlp and cnn from scratch:\n"
     "docs/offpolicy.md."
 )
+
+
+TEMPLATE = "your_"
+"""Begins the names of files that are there to be copied."""
 
 
 def models(arguments: Sequence[str]) -> int:
@@ -40,6 +47,22 @@ def models(arguments: Sequence[str]) -> int:
         rows += [(registry.kind, *row) for row in hidden]
     print(format_table(("kind", "name", "from"), rows))
     print(f"\n{FALLBACK}\n")
-    for group in ("model", "env", "algorithm", "experiment"):
-        print(f"{f'{group}=...':<16}{format_columns(group_options(group), 16)}")
+    for group in ("model", "env", "algorithm"):
+        names = [name for name in group_options(group) if not name.startswith(TEMPLATE)]
+        print(f"{f'{group}=...':<16}{format_columns(names, 16)}")
+    names = [name for name in group_options(GROUP) if not name.startswith(TEMPLATE)]
+    width = max(map(len, names)) + 2
+    print(f"\n{'experiment=...':<{width}}where, how long, what")
+    for name in names:
+        print(
+            f"{name:<{width}}{shorten(_about(name), max(MIN_WIDTH, terminal_width() - width), placeholder=' ...')}".rstrip()
+        )
     return 0
+
+
+def _about(name: str) -> str:
+    """Return the first sentence of the comment that begins an experiment's file; nothing of another package's."""
+    path = find_experiment(name)
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines() if path else ())
+    text = " ".join(line.lstrip("# ") for line in lines)
+    return text.partition(". ")[0].partition(": rlinf ")[0].rstrip(".")

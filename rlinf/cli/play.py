@@ -15,7 +15,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.evaluation.video import write_video
-from rlinf.options import option
+from rlinf.options import PathText, option
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
 
@@ -25,7 +25,7 @@ class PlayConfig:
     """What to play, and where to show it."""
 
     episode: int = option(0, "Number in the list of evaluation episodes, from 0.", minimum=0)
-    output: str | None = option(None, "MP4 to write; null: in outputs/<experiment_name>/play.")
+    output: PathText | None = option(None, "MP4 to write; null: in outputs/<experiment_name>/play.")
     window: bool = option(True, "Also open the MP4 in the player of the desktop, where there is a display.")
 
 

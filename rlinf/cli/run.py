@@ -19,13 +19,13 @@ from rlinf.commands.hydra_app import (
     run_training,
     with_checkpoint,
 )
-from rlinf.config.compose import parse_overrides
+from rlinf.config.overrides import parse_overrides, values_of
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import check_words, from_mapping, option, public_fields, unknown_key_message
+from rlinf.options import PathText, check_words, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
@@ -117,8 +117,8 @@ def _compare(words: list[str]) -> int:
         command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and nothing else but {key}"
         found = f"`{command}` got '{' '.join([*folders, *rest])}'"
         raise ConfigError(f"{found}; required: {required}. Run {command} <baseline folder> <other folder>")
-    given = [item.value() for item in parse_overrides(rest)]
-    settings = from_mapping(EvaluationConfig, {"allow_mismatch": given[-1]} if given else {}, "evaluation")
+    given = {name.partition(".")[2]: value for name, value in values_of(rest).items()}
+    settings = from_mapping(EvaluationConfig, given, "evaluation")
     print(compare_folders(*folders, settings.allow_mismatch).table())
     written = evaluation_folder(folders[1])
     print(f"comparison: {written / COMPARISON_FILE}\nreport: {written / REPORT_FILE}")
@@ -202,7 +202,7 @@ def _check_checkpoint(arguments: Sequence[str]) -> None:
     """Refuse a folder without a checkpoint before the imports of the command, which take seconds."""
     folder = given_value([word for word in arguments if word.startswith("checkpoint=")], "checkpoint")
     if folder is not None:
-        resolve_checkpoint(Path(folder).expanduser())
+        resolve_checkpoint(folder)
 
 
 def collect(arguments: Sequence[str]) -> int:
@@ -238,23 +238,15 @@ def classifier(arguments: Sequence[str]) -> int:
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
     """Return the settings of a command whose keys are the fields of ``kind`` alone."""
     check_words(arguments, public_fields(kind))
-    given = parse_overrides(arguments)
-    for item in given:
-        if item.is_sweep_override():
-            key, _, value = item.input_line.partition("=")
-            found, cure = "lists several values; required: one. Quote a comma", f"'{key}=\"{value}\"'"
-            if kind.__annotations__.get(key, "").startswith("list"):
-                found, cure = "lacks the brackets of a list", f"'{key}=[{value}]'"
-            raise ConfigError(f"'{item.input_line}' {found}. Set {cure}")
-    return from_mapping(kind, {item.key_or_group: item.value() for item in given})
+    return from_mapping(kind, values_of(arguments))
 
 
 @dataclass
 class ExportConfig:
     """What to export, and where."""
 
-    checkpoint: str | None = option(None, "Checkpoint or run folder.")
-    output: str | None = option(None, "Folder to write; loads with `from_pretrained`.")
+    checkpoint: PathText | None = option(None, "Checkpoint or run folder.")
+    output: PathText | None = option(None, "Folder to write; loads with `from_pretrained`.")
     merge_lora: bool = option(False, "Add the adapters into the weights.")
 
 
@@ -274,7 +266,7 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
     check_writable(config.output, "output")
-    checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
+    checkpoint = resolve_checkpoint(config.checkpoint)
     hide_progress_bars()
     from rlinf.commands import export as command
 

@@ -18,7 +18,7 @@ from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.factory import env_maker
 from rlinf.commands.evaluate import conditions, digest_of_server, open_policy, sampling_of, server_untold
 from rlinf.commands.hydra_app import configure, given_value
-from rlinf.config.compose import parse_overrides
+from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS

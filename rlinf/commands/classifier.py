@@ -18,7 +18,7 @@ from rlinf.envs.success_network import SuccessClassifier, SuccessNetwork
 from rlinf.errors import ConfigError
 from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.number_formats import format_interval
-from rlinf.options import option, to_mapping
+from rlinf.options import PathText, option, to_mapping
 from rlinf.preflight.folders import check_writable
 from rlinf.preflight.refuse import refuse
 from rlinf.seeding import derive_seed
@@ -33,12 +33,12 @@ SHIFT, NOISE = 4, 4.0
 class ClassifierConfig:
     """What a success classifier learns from, and how."""
 
-    data: str | None = option(None, "LeRobotDataset of episodes that succeed and fail, as `rlinf collect` writes it.")
-    more: str | None = option(
+    data: PathText | None = option(None, "LeRobotDataset of episodes that succeed and fail, of `rlinf collect`.")
+    more: PathText | None = option(
         None, "Another one, of the same camera, size and instructions, such as a trained policy's own episodes."
     )
-    output_dir: str | None = option(None, "Folder to write, for env.success_classifier.")
-    test: str | None = option(
+    output_dir: PathText | None = option(None, "Folder to write, for env.success_classifier.")
+    test: PathText | None = option(
         None, "Dataset that measures the errors; null: data, each part by a network of the others."
     )
     camera: str | None = option(None, "Camera that it looks through; null: the first one of the dataset.")

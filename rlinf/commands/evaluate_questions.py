@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from rlinf import run_folder
+from rlinf.checkpoints.folders import checkpoints_in
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
@@ -128,9 +129,9 @@ def find_model(path: str) -> str:
 
     Args:
         path: Such a folder or id; the folder of a recipe's run, or one with several runs: the newest export; a checkpoint that was
-            exported too; ``latest``: the newest export below ``outputs``.
+            exported too, as the last one is; ``latest``: the newest export below ``outputs``.
     """
-    folder = follow_latest(Path(path).expanduser())
+    folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")
     if not folder.exists():
@@ -141,9 +142,11 @@ def find_model(path: str) -> str:
         return str(folder)
     no_lora(folder)
     if folder.parent.name == run_folder.CHECKPOINTS_FOLDER:
-        twin = folder.parents[1] / run_folder.SAFETENSORS_FOLDER / folder.name
-        if (twin / MODEL_CONFIG).is_file():
-            return str(twin)
+        run = folder.parents[1]
+        names = [folder.name, *([run_folder.FINAL_FOLDER] if checkpoints_in(folder.parent)[-1:] == [folder] else [])]
+        for twin in (run / run_folder.SAFETENSORS_FOLDER / name for name in names):
+            if (twin / MODEL_CONFIG).is_file():
+                return str(twin)
     depths = [f"{above}{run_folder.SAFETENSORS_FOLDER}/*" for above in ("", "*/", "*/*/")]
     exports = [found.parent for depth in depths for found in folder.glob(f"{depth}/{MODEL_CONFIG}")]
     if not exports:

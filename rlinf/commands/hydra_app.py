@@ -6,8 +6,8 @@ import itertools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,30 +26,25 @@ from rlinf.config import search
 from rlinf.config.compose import (
     ROOT,
     compose_config,
+    compose_normalized,
     compose_on_saved,
     explain,
     fitted,
     keys_named,
     no_such_option,
     normalize_overrides,
-    parse_overrides,
 )
+from rlinf.config.overrides import parse_overrides, values_of
 from rlinf.config.schema import RunConfig, build_config, overrides_text, typed_config
 from rlinf.config.training import ClusterConfig
-from rlinf.distributed.start import is_connected, started_here
+from rlinf.distributed.start import is_connected
 from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
-from rlinf.evaluation.config import TRAINING_SPLIT
-from rlinf.files import mark_latest
-from rlinf.memory import num_cores
 from rlinf.models.loading import hide_progress_bars
 from rlinf.options import from_mapping, override_text, public_fields
 from rlinf.preflight.folders import check_new_folder
 from rlinf.run_folder import CHECKPOINTS_FOLDER, LATEST, STATE_FILE, SUMMARY_FILE
 
 T = TypeVar("T")
-
-MOST_ENVS_PER_CORE = 1024
-"""More are warned of: they are more likely a slip of the keyboard than meant."""
 
 AUTO = "auto"
 """As ``resume``: the newest whole checkpoint, or a new run."""
@@ -60,7 +55,9 @@ POLICY_KEYS = ("checkpoint", "model", "model.model_path", "model.url")
 
 def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Return the flags of Hydra with the other words as ``overrides``, and the flags that Hydra does not know."""
-    return get_args_parser().parse_known_intermixed_args(list(arguments))
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    return parser.parse_known_intermixed_args(list(arguments))
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -73,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other; required: one of them. Leave {given[0]} out")
     search.register(args.config_dir)
-    args.overrides = normalize_overrides(args.overrides)
+    args.overrides = normalize_overrides(args.overrides, sweeps=args.multirun)
     name = args.config_name
     args.config_name = ROOT
     if name is not None and name.removesuffix(".yaml") != ROOT:
@@ -126,7 +123,7 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     checked: dict[tuple[str, ...], RunConfig] = {}
     if not only_tells:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
-            composed = compose_config(overrides, args.config_dir, args.config_name)
+            composed = compose_normalized(overrides, args.config_dir, args.config_name)
             if args.cfg:
                 typed_config(composed)
                 if args.cfg == "job" and args.package is None:  # what Hydra would compose again, twice
@@ -170,6 +167,8 @@ def _run_under_hydra(
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
     process = os.getpid()
+    outputs = [Path(config.output_dir).absolute() for config in checked.values()]
+    absent = {place for output in outputs for place in output.parents if not place.exists()}
 
     def execute(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
@@ -179,6 +178,7 @@ def _run_under_hydra(
                 config = build(fitted(composed, hydra_config.overrides.task), command)
                 check(config, command)
             config.output_dir = hydra_config.runtime.output_dir
+            _unmake(Path(config.output_dir), absent)
             check_new_folder(config)
             start(config, command)
             folders.append(Path(config.output_dir))
@@ -195,13 +195,11 @@ def _run_under_hydra(
     return folders, failures
 
 
-def mark_as_latest(folder: Path) -> None:
-    """Let ``outputs/<experiment>/latest`` name a run, or ``multirun/<experiment>/latest`` the sweep that it belongs to."""
-    names = [path.name for path in folder.absolute().parents]
-    if names[1:2] == ["outputs"]:
-        mark_latest(folder)
-    elif names[2:3] == ["multirun"]:
-        mark_latest(folder.parent)
+def _unmake(folder: Path, absent: Collection[Path]) -> None:
+    """Remove the empty folder that Hydra has made for a run, and those above it that were ``absent``; the run makes them again."""
+    for place in (folder, *(parent for parent in folder.parents if parent in absent)):
+        with suppress(OSError):  # it holds something
+            place.rmdir()
 
 
 def build(composed: DictConfig, command: str) -> RunConfig:
@@ -220,29 +218,9 @@ def check(config: RunConfig, command: str) -> None:
 
 
 def start(config: RunConfig, command: str) -> None:
-    """Make the folder of a checked configuration, print its numbers and what a resumed run changes, and run."""
+    """Run a checked configuration."""
     from rlinf.commands import train as training
-    from rlinf.distributed.process_group import resolve_device
-    from rlinf.preflight.derived import format_derived
-    from rlinf.preflight.placement import ranks_by_ray
-    from rlinf.preflight.saved import changes_since
 
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    mark_as_latest(Path(config.output_dir))
-    print(format_derived(config), flush=True)
-    if config.resume is not None:
-        folder = resolve_checkpoint(config.resume)
-        for change in changes_since(read_saved_config(folder), config):
-            print(f"changed since {folder.name}: {change}", flush=True)
-    ranks, cores = started_here(config.cluster.num_processes), num_cores()
-    if ranks > cores and not ranks_by_ray(config) and resolve_device(config.cluster.device, ranks) == "cpu":
-        print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
-    envs_per_core = config.rollout.num_envs / cores
-    if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
-        given = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores"
-        print(f"warning: {given}, which simulate them one after the other; each takes memory too", flush=True)
-    if config.evaluation.split == "train":
-        print(f"warning: {TRAINING_SPLIT}", flush=True)
     hide_progress_bars()
     getattr(training, command)(config)
 
@@ -253,7 +231,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     Its configuration is the one stored in the checkpoint, with the overrides laid over it; a chosen experiment (or a
     config of the user) is composed afresh instead.
     """
-    folder = resolve_checkpoint(Path(resumed).expanduser())
+    folder = resolve_checkpoint(resumed)
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
     if search.GROUP in keys or args.config_name != ROOT:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
@@ -305,19 +283,13 @@ def own_settings(arguments: Sequence[str], kind: type[T]) -> tuple[Namespace, T]
     """Parse a command's words, of which the fields of ``kind`` are its own settings and the others Hydra's."""
     own = [word for word in arguments if word.partition("=")[0] in public_fields(kind)]
     args = parse([word for word in arguments if word not in own])
-    return args, from_mapping(kind, {item.key_or_group: item.value() for item in parse_overrides(own)})
+    return args, from_mapping(kind, values_of(own))
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the value of the last override of ``key``, or None; raise ConfigError if it lists several values."""
-    given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
-    if not given or given[-1].value() is None:
-        return None
-    if given[-1].is_sweep_override():
-        text = given[-1].input_line
-        cure = f"Quote a path with a comma in it. Set '{key}=\"{text.partition('=')[2]}\"'"
-        raise ConfigError(f"'{text}' lists several values; required: one. {cure}")
-    return str(given[-1].value())
+    """Return the value of the last override of ``key``, or None."""
+    value = values_of(word for word in overrides if word.partition("=")[0].lstrip("+") == key).get(key)
+    return None if value is None else str(value)
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
@@ -333,7 +305,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
     else:
-        folder = resolve_checkpoint(Path(checkpoint).expanduser())
+        folder = resolve_checkpoint(checkpoint)
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
         # How many had trained it, and where, says nothing about this command.

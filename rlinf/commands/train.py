@@ -18,6 +18,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.cluster.factory import describe_places, env_maker
 from rlinf.cluster.player import player_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
@@ -55,15 +56,18 @@ from rlinf.distributed.sums import maximum
 from rlinf.engines.config import VllmOptions
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError, RLinfError
+from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
+from rlinf.memory import num_cores
 from rlinf.models.base_weights import trained_names
 from rlinf.models.weights_in_files import check_read, how_read
 from rlinf.number_formats import format_count
 from rlinf.options import override_text, to_mapping
-from rlinf.preflight.derived import learns_head, sharding_choice
+from rlinf.preflight.derived import format_derived, learns_head, sharding_choice
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.placement import Placement, ranks_by_ray
+from rlinf.preflight.saved import changes_since
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FAILED_BATCH_FOLDER
@@ -82,6 +86,9 @@ from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker, rl_trainer_config, sft_trainer_config
 
 logger = logging.getLogger("rlinf")
+
+MOST_ENVS_PER_CORE = 1024
+"""More are warned of: they are more likely a slip of the keyboard than meant."""
 
 
 @dataclass
@@ -191,21 +198,31 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         folder,
         config.trainer,
         to_mapping(config),
-        checkpoints=CheckpointManager(folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep),
+        checkpoints=CheckpointManager(
+            folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep, latest=_latest_of(folder)
+        ),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
         resumed_from=resumed_from,
     )
-    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None
     phase = "rl" if config.trainer.max_steps > 0 else "sft"
     loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
     episodes = None if players is None else RemoteEpisodes(players, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
     parts = Parts(config, loop, worker, sync, evaluator, fingerprint)
     if config.trainer.max_steps == 0:
-        return Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
-    cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
-    return Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
+        run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
+    else:
+        cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
+        run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
+    loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None  # the first to write into the folder
+    return run
+
+
+def _latest_of(folder: Path) -> Path | None:
+    """Return what ``outputs/<experiment>/latest`` or ``multirun/<experiment>/latest`` is to name: a run, or the sweep around it."""
+    names = [path.name for path in folder.absolute().parents]
+    return folder if names[1:2] == ["outputs"] else folder.parent if names[2:3] == ["multirun"] else None
 
 
 def _fit_to_gpu(config: RunConfig, memory: int) -> bool | int:
@@ -403,13 +420,34 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     has_engine = config.rollout.backend == "vllm" and (reservation is None or reservation.group is None)
     if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
-    while (back := _execute(config, reservation)) is not None:
-        config = replace(config, resume=str(back.checkpoint), init_from=None)
-
-
-def _execute(config: RunConfig, reservation: Reservation | None) -> RolledBack | None:
-    """Build and execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
     run = build(config, reservation)
+    if rank() == 0:
+        announce(config)
+    while (back := _execute(run, config)) is not None:
+        config = replace(config, resume=str(back.checkpoint), init_from=None)
+        run = build(config, reservation)
+
+
+def announce(config: RunConfig) -> None:
+    """Print the numbers of a run that begins, what a resumed one changes, and what may be a slip of the keyboard."""
+    print(format_derived(config), flush=True)
+    if config.resume is not None:
+        folder = folders.resolve_checkpoint(config.resume)
+        for change in changes_since(read_saved_config(folder), config):
+            print(f"changed since {folder.name}: {change}", flush=True)
+    ranks, cores = started_here(config.cluster.num_processes), num_cores()
+    if ranks > cores and not ranks_by_ray(config) and resolve_device(config.cluster.device, 1) == "cpu":
+        print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
+    envs_per_core = config.rollout.num_envs / cores
+    if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
+        given = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores"
+        print(f"warning: {given}, which simulate them one after the other; each takes memory too", flush=True)
+    if config.evaluation.split == "train":
+        print(f"warning: {TRAINING_SPLIT}", flush=True)
+
+
+def _execute(run: Run, config: RunConfig) -> RolledBack | None:
+    """Execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
     stop_signal = run.loop.stop_signal
     try:
         with stop_signal.handled():

@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
 from rlinf.config import search
+from rlinf.config.overrides import parse_overrides, quoted, unreadable
 from rlinf.config.plugins import load_plugins
 from rlinf.config.presets import KEY as PRESET
 from rlinf.config.presets import apply_preset
@@ -38,7 +38,7 @@ from rlinf.config.schema import (
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
-from rlinf.options import closest, from_mapping, public_fields
+from rlinf.options import LITERAL, closest, from_mapping, public_fields
 
 ROOT = "train"
 """Name of the packaged primary config."""
@@ -46,12 +46,13 @@ ROOT = "train"
 _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 
 
-def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections."""
-    result, overrides = [], list(overrides)
-    any_keys = [
-        key for key, hint in field_types().items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))
-    ]
+def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[str]:
+    """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, new keys in free-form sections, text without quotes.
+
+    With ``sweeps``, ``a,b`` is one value after the other, else text for keys that take text.
+    """
+    result, overrides, types = [], list(overrides), field_types()
+    any_keys = [key for key, hint in types.items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
     for position, override in enumerate(overrides):
         match = _KEY.match(override)
@@ -63,7 +64,8 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
         # The keys of ``env`` and ``algorithm`` are those of the class that was chosen; ``build_config`` checks them against it.
         if not prefix and (key.startswith(free) or key in any_keys):
             prefix = "++"
-        result.append(f"{prefix}{key}{value}")
+        many = sweeps or str not in (types.get(key), *typing.get_args(types.get(key)))
+        result.append(quoted(f"{prefix}{key}{value}", many, sweeps, interpolates=True))
     return result
 
 
@@ -91,7 +93,11 @@ def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None,
 
     ``overrides`` are as on the command line, ``config_dir`` has the user's own groups and experiments, ``root`` is the primary config.
     """
-    overrides = normalize_overrides(overrides)
+    return compose_normalized(normalize_overrides(overrides), config_dir, root)
+
+
+def compose_normalized(overrides: list[str], config_dir: str | None = None, root: str = ROOT) -> DictConfig:
+    """Compose like ``compose_config`` from overrides that are normalised, or that a sweep has made of such."""
     search.register(config_dir)
     try:
         _load_named_plugins(overrides)
@@ -151,25 +157,21 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return ConfigError(no_such_option(group, name, error.options or []))
     if isinstance(error, OverrideParseException):
-        written = str(error.override).removeprefix("++")  # which ``normalize_overrides`` may have added
-        key, _, value = written.partition("=")
-        hint = "Quote it for the shell if it holds brackets, commas or spaces, e.g. 'model.image_size=[224,224]'"
-        if "=" in value and not value.startswith(("[", "{")):
-            hint = f"A value with '=' in it needs quotes of its own. Set '{key}=\"{value}\"'"
-        return ConfigError(f"The override '{written}' cannot be read: {first_line(error)}. {hint}")
+        return unreadable(error)
     if isinstance(error, yaml.YAMLError):
-        return ConfigError(f"A YAML file cannot be read: {' '.join(str(error).split())}")
+        return ConfigError(f"A YAML file cannot be read: {reason_of(error)}")
     ambiguous = re.match(r"Ambiguous value for argument '(?:\+\+)?([^=]+)=(.*)'", str(error))
     if ambiguous:
         key, value = ambiguous.groups()
         sweep = f"Run rlinf train -m {key}={value} for one run per value"
-        return ConfigError(f"{key}={value} holds several values. {sweep}, or set '{key}=[{value}]' for a list")
+        either = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a text"
+        return ConfigError(f"{key}={value} holds several values. {sweep}, or {either}")
     match = re.search(r"Could not (?:override|append to config|delete from config)[^']*'?([\w./@-]+)'?", str(error))
     if match:
         override = next((item for item in parse_overrides(overrides) if item.key_or_group == match[1]), None)
         if override is not None and (message := _unknown_key(override, root)):
             return ConfigError(message)
-    return ConfigError(first_line(error))
+    return ConfigError(reason_of(error))
 
 
 def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
@@ -221,17 +223,17 @@ def _unknown_key(override: Override, root: str) -> str | None:
     return None
 
 
-def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar; raise ConfigError if one does not follow it."""
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise explain(error, []) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def reason_of(error: BaseException) -> str:
+    """Return in one line what an error of Hydra, OmegaConf or the YAML parser says, with file and line where it knows them."""
+    inner = error
+    while not str(inner).strip() and (inner.__cause__ or inner.__context__) is not None:
+        inner = inner.__cause__ or inner.__context__
+    mark = getattr(inner, "problem_mark", None)
+    if mark is not None:
+        hint = " Indent with spaces" if "'\\t'" in inner.problem else ""
+        return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {inner.problem}.{hint}"
+    hint = f". {LITERAL}" if isinstance(inner, (GrammarParseError, InterpolationResolutionError)) else ""
+    return (str(inner).strip().splitlines() or [type(inner).__name__])[0] + hint
 
 
 def compose_on_saved(

@@ -29,6 +29,7 @@ from rlinf.evaluation.config import EvaluationConfig
 from rlinf.files import follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.options import (
+    PathText,
     from_mapping,
     option,
     override_of,
@@ -48,20 +49,20 @@ class RunConfig:
 
     experiment_name: str = option("default", "Names the run folder; by default, the name of the experiment file.")
     seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
-    output_dir: str | None = option(
+    output_dir: PathText | None = option(
         None, "Run folder; null: outputs/<experiment_name>/<date>_<time> under the folder where the command runs."
     )
-    checkpoint: str | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
-    dataset: str | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
-    resume: str | None = option(
+    checkpoint: PathText | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
+    dataset: PathText | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
+    resume: PathText | None = option(
         None,
         "Checkpoint or run folder to continue: weights, optimiser, counters and random state. auto: the newest whole checkpoint of "
         "output_dir, or else of the experiment; without one, a new run.",
     )
-    init_from: str | None = option(
+    init_from: PathText | None = option(
         None, "Checkpoint or run folder whose weights start this run, and nothing else of it."
     )
-    plugins: list[str] = option(
+    plugins: list[PathText] = option(
         [], "Python modules or .py files to import first; they register models, envs, algorithms."
     )
     model: ModelConfig = option(ModelConfig(), "The policy network.")
@@ -97,6 +98,10 @@ SOURCES = (
 def section_class(section: str, name: str) -> type:
     """Return the configuration dataclass that ``section.name`` selects."""
     registry = REGISTRIES[section]
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{section}.name is {override_text(name)}; required: one name. Set {section}={getattr(RunConfig(), section).name}"
+        )
     if name not in registry:
         fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
         found = f"{section}.name is {override_text(name)!r}, which is not registered"
@@ -248,7 +253,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
         owner = reduce(getattr, sections, config)
         path = getattr(owner, key, None)  # not every algorithm has all of them
         if path is not None and LATEST in Path(path).parts:
-            setattr(owner, key, str(follow_latest(Path(path).expanduser())))
+            setattr(owner, key, str(follow_latest(path)))
     return config
 
 

@@ -7,6 +7,8 @@ differences from the defaults, used as ``experiment=name``, ``+experiment=name``
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rlinf.config.names import GROUP, packaged_experiments
 from rlinf.config.plugins import user_folders
 from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError
+from rlinf.files import decode_text
 from rlinf.models import MODELS
 from rlinf.models.config import ModelConfig
 from rlinf.options import to_mapping
@@ -52,7 +55,7 @@ def find_experiment(name: str) -> Path | None:
 
 
 class GroupSource(FileConfigSource):
-    """Shows the packaged groups to Hydra, each laid over the defaults of its dataclass."""
+    """Shows the groups of a folder to Hydra, each laid over the defaults of its dataclass unless it is laid over another of its group."""
 
     @staticmethod
     def scheme() -> str:
@@ -61,12 +64,22 @@ class GroupSource(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         result = super().load_config(config_path)
         section, _, _ = config_path.rpartition("/")
-        if section:
-            cls = type(getattr(RunConfig(), section))
-            if section in REGISTRIES:
-                cls = section_class(section, result.config.name)
-            result.config = OmegaConf.merge(to_mapping(cls()), result.config)
+        default, config = getattr(RunConfig(), section, None), result.config
+        if not dataclasses.is_dataclass(default) or not isinstance(config, DictConfig) or _has_base(config, section):
+            return result
+        if section in REGISTRIES:
+            default = section_class(section, config.get("name", default.name))()
+        result.config = OmegaConf.merge(to_mapping(default), config)
         return result
+
+
+def _has_base(config: DictConfig, section: str) -> bool:
+    """Whether the defaults list of a group's YAML names another YAML of the group, which brings the defaults of the dataclass."""
+    items = config.get("defaults", [])
+    bases = [item for item in items if isinstance(item, str) and item != "_self_"]
+    return bool(bases) or any(
+        key.startswith(f"/{section}@") for item in items if isinstance(item, DictConfig) for key in item
+    )
 
 
 class ExperimentSource(FileConfigSource):
@@ -144,7 +157,7 @@ class RLinfSearchPath(SearchPathPlugin):
             if element.path == PACKAGE:
                 element.path = f"{GroupSource.scheme()}://{Path(__file__).parent}"
         for folder in user_folders:
-            search_path.append("user", f"file://{folder}")
+            search_path.append("user", f"{GroupSource.scheme()}://{folder}")
             search_path.append("user experiments", f"{ExperimentSource.scheme()}://{folder}")
         search_path.append("rlinf experiments", f"{ExperimentSource.scheme()}://{packaged_experiments()}")
         for point in installed_points().select(group="rlinf.configs"):
@@ -172,7 +185,9 @@ def register(config_dir: str | None = None) -> None:
             other_name = path.with_name(f"my_{path.name}")
             taken = f"{path} has the name of a file of rlinf, which Hydra takes"
             raise ConfigError(f"{taken}. Rename it, e.g. {other_name}")
+        decode_text(path.read_bytes(), path)  # raises where it is not UTF-8; Hydra would not name the file
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
+    OmegaConf.register_new_resolver("home", os.path.expanduser, replace=True)
     plugins = Plugins.instance()
     plugins.register(GroupSource)
     plugins.register(ExperimentSource)

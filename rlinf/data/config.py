@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlinf.errors import ConfigError
-from rlinf.options import option, override_text
+from rlinf.options import PathText, option, override_text
 
 GOOD, BAD = "good", "bad"
 """What a row's prompt says of its actions (``sft.advantage_share``). A policy acts worse behind long texts that it has never read."""
@@ -73,7 +73,7 @@ class SFTConfig:
     """Behaviour cloning of a dataset or, without one, of the scripted expert. It runs before RL if `max_steps` > 0."""
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
-    dataset: str | None = option(
+    dataset: PathText | None = option(
         None,
         "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory.",
     )

@@ -15,7 +15,7 @@ import numpy as np
 from rlinf.data.damage import damaged, import_reader
 from rlinf.envs.libero.tasks import instruction
 from rlinf.errors import ConfigError, RLinfError, did_you_mean
-from rlinf.options import option, override_text
+from rlinf.options import PathText, option, override_text
 
 CONTROL_FREQ_HZ = 20
 """Env steps per second of robosuite, where a file does not say its own."""
@@ -25,8 +25,10 @@ CONTROL_FREQ_HZ = 20
 class ConvertConfig:
     """What `rlinf convert` reads, and where it writes."""
 
-    source: str | None = option(None, "HDF5 file, or folder of such files (.hdf5, .h5), of robomimic or of LIBERO.")
-    dataset: str | None = option(None, "New folder of the LeRobotDataset.")
+    source: PathText | None = option(
+        None, "HDF5 file, or folder of such files (.hdf5, .h5), of robomimic or of LIBERO."
+    )
+    dataset: PathText | None = option(None, "New folder of the LeRobotDataset.")
     task: str | None = option(None, "Instruction of all episodes; null: what each file says.")
     cameras: list[str] | None = option(
         None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels)."

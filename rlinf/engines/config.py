@@ -23,6 +23,7 @@ class VllmOptions:
         None,
         "Bytes of the key-value cache; null: enough for all envs, on a GPU what gpu_memory_utilization leaves.",
         minimum=1,
+        maximum=2**50,
     )
     gpu_memory_utilization: float | None = option(
         None,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rlinf.errors import ConfigError, closest, did_you_mean
 from rlinf.memory import num_cores
-from rlinf.options import option, override_text
+from rlinf.options import PathText, option, override_text
 
 SMALL_GPU = 40 * 10**9
 """Bytes of a GPU below which simulators that draw on it leave too little to the policy."""
@@ -41,7 +41,7 @@ class EnvConfig:
     )
     success_bonus: float = option(1.0, "Reward added at the step of success.")
     terminate_on_success: bool = option(True, "End the episode at success.")
-    success_classifier: str | None = option(
+    success_classifier: PathText | None = option(
         None,
         "Folder of `rlinf classifier`, which decides on success by the picture after each env step; null: the simulator does.",
     )

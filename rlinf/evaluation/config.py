@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.options import option
+from rlinf.options import PathText, option
 
 NUM_ROWS = 16
 """Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
@@ -39,7 +39,7 @@ class EvaluationConfig:
         True,
         "Record the simulator's fingerprint (what it shows and does in a few fixed episodes), and warn if it has changed since.",
     )
-    compare: str | None = option(
+    compare: PathText | None = option(
         None, "Folder of an earlier evaluation on the same episodes, to compare with pair by pair (McNemar's test)."
     )
     stop_when: str | float | None = option(

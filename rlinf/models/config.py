@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.options import option
+from rlinf.options import PathText, option
 
 MAX_EXP_GAP = 1.05
 """Largest accepted mean of exp |log-prob - log-prob of the same token elsewhere|, which rounding to 16 bits explains."""
@@ -28,7 +28,7 @@ class ModelConfig:
     """Which policy, from where, and how it is run. The keys of the guide `adding_a_model.md` keep their names."""
 
     model_type: str = option("openvla", "Registered model type (`rlinf models` lists them).")
-    model_path: str | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
+    model_path: PathText | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
     override_config: dict[str, Any] = option(
         {}, "Fields of the checkpoint's config.json to replace (only with `model_path`)."
@@ -48,7 +48,7 @@ class ModelConfig:
         minimum=0,
     )
     api_key_env: str | None = option(None, "Environment variable that holds the key of the server at `url`.")
-    interpreter: str | None = option(
+    interpreter: PathText | None = option(
         None,
         "Python that runs a policy of lerobot (`model=lerobot`); null: this one where it has lerobot, else RLINF_LEROBOT_PYTHON, else "
         "`.venv-lerobot`. See lerobot.md.",
@@ -76,7 +76,7 @@ class ModelConfig:
     image_size: list[int] | None = option(None, "[height, width] that the model sees; null: from the checkpoint.")
     is_lora: bool = option(False, "Train low-rank adapters (and the value head) instead of all weights.")
     lora: LoraConfig = option(LoraConfig(), "Adapter settings.")
-    lora_path: str | None = option(None, "Adapter folder to continue from (needs is_lora).")
+    lora_path: PathText | None = option(None, "Adapter folder to continue from (needs is_lora).")
     value_head: bool = option(True, "Add a value head (PPO needs one).")
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
     features: str = option(
@@ -113,6 +113,6 @@ class ModelConfig:
 class TokenizerConfig:
     """Where tokenizer and processors are loaded from."""
 
-    tokenizer_model: str | None = option(
+    tokenizer_model: PathText | None = option(
         None, "Folder or hub id; null: `model.model_path`, else the packaged tiny tokenizer."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
+from rlinf.tracking.config import check_project
 
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
@@ -116,6 +117,8 @@ def _check_train(config: RecipeConfig) -> None:
         raise ConfigError(
             f"logging.logger names '{unknown[0]}'; required: any of {', '.join(LOGGERS)}. Set logging.logger=[console,wandb]"
         )
+    if "wandb" in map(str.lower, config.logging.logger):
+        check_project("logging.project_name", config.logging.project_name)
     lora = config.policy.lora
     if lora is not None and isinstance(lora.target_modules, str):
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.number_formats import GIB
-from rlinf.options import option
+from rlinf.options import PathText, option
 
 TYPES = ("sft", "grpo", "dpo")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -30,7 +30,9 @@ _REWARDS = "A name, a list of names that are summed, or a section of name and we
 class DatasetConfig:
     """Where rows come from. A dataset script may read them elsewhere."""
 
-    name: str = option("", "Name on the hub, folder of `save_to_disk`, file (jsonl, json, parquet, csv) or folder.")
+    name: PathText = option(
+        "", "Name on the hub, folder of `save_to_disk`, folder, or jsonl, json, parquet or csv file."
+    )
     subset: str = option("", "Subset (configuration) of a dataset on the hub.")
     revision: str = option("", "Branch, tag or commit on the hub.")
     split: str | list[str] = option("train", "Split, or splits that are joined.")
@@ -135,7 +137,9 @@ class CkptConfig:
         "async", "async: written while training goes on; sync: training waits.", choices=("async", "sync")
     )
     export_safetensors: bool = option(True, "Also export every checkpoint as safetensors; false: only the last one.")
-    chunk_bytes: int = option(4 * GIB, "Most bytes of a safetensors file, unless one tensor alone has more.", minimum=1)
+    chunk_bytes: int = option(
+        4 * GIB, "Most bytes of a safetensors file, unless one tensor alone has more.", minimum=1, maximum=2**50
+    )
     merge_lora: bool = option(True, "Export adapters added to the weights; false: as an adapter folder of PEFT.")
     upload_hf: bool = option(False, "Upload the final safetensors to the hub; needs HF_TOKEN with write access.")
     hf_repo_name: str | None = option(None, "Repository on the hub: a name, or owner/name.")
@@ -157,7 +161,7 @@ class TrainConfig:
 
     train_policy: TrainPolicyConfig = option(TrainPolicyConfig(), "Method and data.")
     ckpt: CkptConfig = option(CkptConfig(), "Checkpoints.")
-    resume: bool | str = option(
+    resume: bool | PathText = option(
         False,
         "true or auto: go on from the newest whole checkpoint below output_dir, if there is one; or a checkpoint or run folder.",
     )
@@ -168,9 +172,9 @@ class TrainConfig:
         "Rows of one optimiser step on all ranks of a replica; in GRPO its answers, prompts times n_generation.",
         minimum=1,
     )
-    output_dir: str = option("./outputs", "Folder of the runs; each makes its own below it, named by timestamp.")
+    output_dir: PathText = option("./outputs", "Folder of the runs; each makes its own below it, named by timestamp.")
     timestamp: str = option("", "Name of the run's folder; empty: the present time as %Y%m%d%H%M%S.")
-    seed: int | None = option(None, "Seed of everything random; null: 0.", minimum=0)
+    seed: int | None = option(None, "Seed of everything random; null: 0.", minimum=0, maximum=2**63 - 1)
 
     optm_name: str = option("AdamW", "Optimiser.", choices=("AdamW", "Adam"))
     optm_lr: float = option(1e-6, "Learning rate after the warm-up.", minimum=0)
@@ -273,7 +277,7 @@ class LoraConfig:
 class PolicyConfig:
     """The trained model."""
 
-    model_name_or_path: str = option("", "Folder or hub id of a model that transformers can load.")
+    model_name_or_path: PathText = option("", "Folder or hub id of a model that transformers can load.")
     model_max_length: int = option(4096, "Most tokens of a row, or of a prompt with its answer.", minimum=2)
     model_gradient_checkpointing: bool = option(
         True, "Recompute blocks in the backward pass: less memory, about a third more time."

@@ -68,7 +68,8 @@ class DPOTrainer(TokenTrainer):
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
         named["train/cut_row_fraction"] = num_cut / self.batch_size
         named["train/equal_pair_fraction"] = num_equal / self.batch_size
-        shown = {"Cut rows": num_cut, "Equal pairs": num_equal} if num_cut or num_equal else {}
+        shown = {"Accuracy": metrics["accuracy"], "Margin": metrics["reward_margin"]}
+        shown |= {"Cut rows": num_cut, "Equal pairs": num_equal} if num_cut or num_equal else {}
         return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
@@ -92,7 +93,7 @@ class DPOTrainer(TokenTrainer):
         sums = totals.tolist() if len(totals) else [0.0] * len(names)
         means = [total / len(rows) for total in sum_over_ranks(sums)]
         metrics = dict(zip(names, means, strict=True))
-        text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}"
+        text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}, margin {metrics['reward_margin']:.4f}"
         return Validation(-metrics["loss"], {"eval/loss": metrics["loss"]} | _preference_metrics(metrics, "eval"), text)
 
     def _batch(self, pairs: list[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:

@@ -12,12 +12,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import rlinf
-from rlinf.config.compose import first_line, parse_overrides
+from rlinf.config.compose import reason_of
+from rlinf.config.overrides import values_of
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.files import decode_text
 from rlinf.options import from_mapping, override_text, plain_container, public_fields
@@ -90,9 +90,10 @@ def find_recipe(name: str) -> Path:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the sections of a TOML file, or of a YAML file that Hydra composes with its defaults list."""
+    text = decode_text(path.read_bytes(), path)
     if path.suffix == ".toml":
         try:
-            return tomllib.loads(decode_text(path.read_bytes(), path))
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}.") from error
     GlobalHydra.instance().clear()
@@ -100,7 +101,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         with initialize_config_dir(str(path.parent.absolute()), version_base="1.3", job_name="rlinf"):
             return plain_container(compose(path.name))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{path} cannot be composed: {first_line(error)}") from error
+        raise ConfigError(f"{path} cannot be composed: {reason_of(error)}") from error
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig, list[str]]:
@@ -122,17 +123,10 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
 
 
 def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a mapping with ``key=value`` laid over it; raise ConfigError for anything but an override of one value."""
-    config = OmegaConf.create(mapping)
-    for word, parsed in zip(overrides, parse_overrides(overrides), strict=True):
-        if parsed.is_delete() or parsed.is_sweep_override():
-            raise ConfigError(f"'{word}' deletes a key or lists several values; required: key=value, with one value.")
-        key = parsed.key_or_group
-        try:
-            OmegaConf.update(config, key, parsed.value(), merge=False, force_add=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"'{word}' cannot be applied: {first_line(error)}") from error
-    return plain_container(config)
+    """Lay ``key=value`` over a mapping, and return it; raise ConfigError for a key inside a value."""
+    for key, value in values_of(overrides).items():
+        _put(mapping, key, value)
+    return mapping
 
 
 def translate(mapping: dict[str, Any]) -> list[str]:
@@ -233,6 +227,11 @@ def _holder(mapping: Any, dotted: str) -> dict[str, Any] | None:
 
 def _put(mapping: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, key = dotted.split(".")
-    for section in sections:
-        mapping = mapping.setdefault(section, {})
+    for depth, section in enumerate(sections, 1):
+        if mapping.get(section) is None:
+            mapping[section] = {}
+        mapping = mapping[section]
+        if not isinstance(mapping, dict):
+            path = ".".join(sections[:depth])
+            raise ConfigError(f"The key '{dotted}' is unknown: {path} is {override_text(mapping)}. Set {path}=<value>")
     mapping[key] = value

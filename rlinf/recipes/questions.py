@@ -10,7 +10,7 @@ from typing import Any
 
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import option
+from rlinf.options import PathText, option
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.messages import IMAGE_MARK, check_messages, images_of, system_of, text_parts
 from rlinf.recipes.packers import ChatPacker, text_tokens
@@ -52,11 +52,11 @@ class QuestionRanksConfig:
 class QuestionsConfig:
     """Keys of ``rlinf evaluate questions=...``."""
 
-    checkpoint: str = option(
+    checkpoint: PathText = option(
         "", "Folder or hub id of a model, folder of a recipe's run, or latest: the newest run below outputs/."
     )
-    questions: str = option("", "File of questions: jsonl, json, csv, tsv or parquet.")
-    output_dir: str | None = option(
+    questions: PathText = option("", "File of questions: jsonl, json, csv, tsv or parquet.")
+    output_dir: PathText | None = option(
         None, "Folder of the result; null: eval/<file> in the run, or for another model outputs/questions/<time>."
     )
     answer_type: str | None = option(
@@ -87,7 +87,7 @@ class QuestionsConfig:
     )  # fmt: skip
     device: str = option("auto", "auto: a GPU if there is one.", choices=("auto", "cpu"))
     cluster: QuestionRanksConfig = option(QuestionRanksConfig(), "Ranks.")
-    compare: str | None = option(None, "Folder of an earlier evaluation on the same questions, to compare with.")
+    compare: PathText | None = option(None, "Folder of an earlier evaluation on the same questions, to compare with.")
     file_per_question: bool = option(
         False, "Also write <output_dir>/questions/<category>/<video or id>.json, each with is_correct."
     )

@@ -46,13 +46,16 @@ from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFE
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import Tracker
+from rlinf.tracking.tracker import Tracker, read_metrics
 from rlinf.training.loop import Loop
 from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
+
+SHOWN_AT_THE_END = ("eval/reward_mean", "eval/preference_accuracy", "eval/preference_margin", "eval/loss")
+"""Metrics of a validation in the closing table, if it has them."""
 
 
 def run(
@@ -76,8 +79,7 @@ def run(
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
-    # Elsewhere than on a terminal the log has a line for each step already.
-    progress = Progress(updates=rank() == 0 and sys.stderr.isatty())
+    progress = Progress(updates=rank() == 0)
     with ExitStack() as stack:
         stack.callback(progress.close)  # after the last line of the log
         stack.enter_context(_shown_logs(progress))
@@ -134,6 +136,7 @@ def _run_in(
             export=exporter,
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
             uploads=uploads,
+            latest=folder,
         )
         data = describe_data(config, trainer) | describe_model(policy)
         loop = Loop(
@@ -155,8 +158,10 @@ def _run_in(
         loop.fit(trainer)
         checkpoints.wait()
         if rank() == 0:
-            write_text(folder / SUMMARY_FILE, json.dumps(summary(loop, train.train_policy.type), indent=1))
-            logger.info("Report: %s", write_report(folder))
+            reached = summary(loop, train.train_policy.type)
+            write_text(folder / SUMMARY_FILE, json.dumps(reached, indent=1))
+            report = write_report(folder)
+            print(closing_table(reached, read_metrics(folder)), f"report: {report}", sep="\n", flush=True)
 
 
 def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
@@ -199,6 +204,25 @@ def summary(loop: Loop, kind: str) -> dict[str, Any]:
         "best_validation": None if best is None else {"checkpoint": best, "score": state.scores[best]},
         "model": str(loop.folder / SAFETENSORS_FOLDER / FINAL_FOLDER),
     }
+
+
+def closing_table(reached: dict[str, Any], lines: list[dict[str, Any]]) -> str:
+    """Return the lines that end a run: its first and last validation, the best one, what training took, and where the model is."""
+    evaluated = [line for line in lines if "eval/loss" in line or "eval/reward_mean" in line]
+    ends = {"first": evaluated[0], "last": evaluated[-1]} if evaluated else {}
+    keys = [key for key in SHOWN_AT_THE_END if any(key in line for line in ends.values())]
+    table = (
+        [f"{'validation':10}" + "".join(f"  {key.removeprefix('eval/').replace('_', ' '):>19}" for key in keys)]
+        if ends
+        else []
+    )
+    table += [f"{name:10}" + "".join(f"  {line[key]:19.4g}" for key in keys) for name, line in ends.items()]
+    if best := reached["best_validation"]:
+        table.append(f"best checkpoint: {best['checkpoint']}")
+    table.append(
+        f"training took {reached['train_wall_s']:.0f} s, {reached['steps']} steps, {reached['tokens']:,.0f} tokens"
+    )
+    return "\n".join([*table, f"model: {reached['model']}"])
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:

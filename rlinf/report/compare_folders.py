@@ -71,7 +71,7 @@ def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Compa
 
 def evaluation_folder(path: str | os.PathLike) -> Path:
     """Return the folder of an evaluation, given itself, its ``result.json``, or the run that it closed."""
-    folder = follow_latest(Path(path).expanduser())
+    folder = follow_latest(path)
     folder = folder.parent if folder.name == RESULT_FILE else folder
     if (folder / RESULT_FILE).is_file():
         return folder

@@ -23,9 +23,10 @@ from rlinf.number_formats import format_interval
 from rlinf.options import override_text
 from rlinf.report.charts import NUM_COLOURS, SMALL, Series, legend
 from rlinf.report.page import card, write_page
+from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_data import Evaluation, RunData, closing_tags, read_run
 from rlinf.report.run_page import RL_CURVES, with_axes
-from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
+from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, LATEST, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
 
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
 """Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
@@ -136,12 +137,16 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
 
 
 def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
-    """Return run folders, following ``latest``; a sweep folder means all of its runs."""
+    """Return run folders, following ``latest``; a folder in a run means the run, one of several runs all of them, of recipes the newest."""
     found: dict[Path, Path] = {}
     for name in folders:
-        folder = follow_latest(Path(name).expanduser())
+        folder = follow_latest(name)
+        if folder.parent.name == CHECKPOINTS_FOLDER:
+            folder = folder.parents[1]
         below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
         below.sort(key=lambda path: (len(path.name), path.name))  # job 2 before job 10
+        if below and is_token_folder(below[-1]):
+            below = [follow_latest(folder / LATEST) if folder / LATEST in below else below[-1]]
         is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:
             if not place.is_dir():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlinf.options import option
+from rlinf.options import PathText, option
 
 
 @dataclass
 class RobotConfig:
     """How a policy acts in real time, and how far the simulated robot is from its simulator."""
 
-    arm: str | None = option(
+    arm: PathText | None = option(
         None,
         "YAML file with lerobot's configuration of a robot (type, port, cameras), which acts in place of a row of the env; null: the env.",
     )
@@ -38,7 +38,7 @@ class RobotConfig:
         minimum=0.001,
     )
     max_failures: int = option(3, "Calls of the policy in a row that may fail before the command ends.", minimum=1)
-    teleoperator: str = option(
+    teleoperator: PathText = option(
         "none",
         "Who may take over: none; scripted: the env's expert, as a person who watches; else a YAML file with lerobot's configuration of a "
         "teleoperator (type, port).",
@@ -49,7 +49,7 @@ class RobotConfig:
         "met, in the env's units.",
         minimum=1e-6,
     )
-    record: str | None = option(
+    record: PathText | None = option(
         None, "Folder to which the episodes are added, a LeRobotDataset with the column `intervention`; null: none."
     )
     first_episode: int = option(0, "Episodes of the split that are left out before the first.", minimum=0)
@@ -70,7 +70,7 @@ class RobotConfig:
         "127.0.0.1", "Address on which the page is served; 0.0.0.0: other machines see it, too, if they know its path."
     )
     page_port: int = option(8020, "Port of the page; 0: any that is free.", minimum=0, maximum=65535)
-    blind: str | None = option(
+    blind: PathText | None = option(
         None,
         "Checkpoint, or address of a server if model.url is one, of a second policy: both play each episode, in an order that is drawn, and "
         "nobody is told which one acts until all are played; then they are compared, with this one as the baseline.",

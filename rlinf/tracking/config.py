@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from rlinf.errors import ConfigError
 from rlinf.options import option
 
 
@@ -16,3 +18,11 @@ class TrackingConfig:
     wandb_project: str = option("rlinf", "Weights & Biases project.")
     wandb_name: str | None = option(None, "Name of the run in Weights & Biases; null: the name of its folder.")
     progress: bool = option(True, "Show one live line with success, steps/s and time left.")
+
+
+def check_project(key: str, name: str) -> None:
+    """Raise ConfigError for a name of a project, the value of ``key``, that Weights & Biases would not take."""
+    fit = re.sub(r"[/\\#?%:]", "-", name)[:128]
+    if fit != name:
+        taken = "at most 128 letters without any of /\\#?%:"
+        raise ConfigError(f"{key} is '{name}'; required by Weights & Biases: {taken}. Set {key}={fit}")

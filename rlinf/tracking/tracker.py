@@ -104,7 +104,7 @@ class Tracker:
         if config.tensorboard:
             writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
             self._tensorboard = writer(str(self.folder / TENSORBOARD_FOLDER), purge_step=resume_step)
-        if config.wandb:
+        if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
             self._wandb = self._open_wandb(config, run_config)
 
     def _open_wandb(self, config: TrackingConfig, run_config: dict[str, Any]) -> Any:
@@ -120,7 +120,7 @@ class Tracker:
         except wandb.errors.Error as error:
             logger.warning(
                 "Weights & Biases takes no metrics (%s); the run continues without it, and they are in %s. For the next run, use a "
-                "valid WANDB_API_KEY, WANDB_MODE=offline, or tracking.wandb=false",
+                "valid WANDB_API_KEY, WANDB_MODE=offline or WANDB_MODE=disabled",
                 " ".join(str(error).split()), self.folder / METRICS_FILE,
             )  # fmt: skip
             return None

@@ -17,7 +17,8 @@ import rlinf
 from rlinf.api import _quoted, run_config
 from rlinf.cli import main
 from rlinf.commands.export import export
-from rlinf.config.compose import compose_config, parse_overrides
+from rlinf.config.compose import compose_config
+from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS
 from rlinf.envs.gymnasium.env import GymnasiumConfig

@@ -19,5 +19,5 @@ def started(monkeypatch):
 
     calls = []
     for name in ("train", "sft"):
-        monkeypatch.setattr(run, name, lambda config, name=name: calls.append((name, config)))
+        monkeypatch.setattr(run, name, lambda config, name=name: (run.announce(config), calls.append((name, config))))
     return calls

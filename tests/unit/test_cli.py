@@ -11,9 +11,12 @@ import yaml
 
 from rlinf import cli
 from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
-from rlinf.cli.table import format_columns, format_table
+from rlinf.cli.table import MIN_WIDTH, format_columns, format_table
 from rlinf.commands import hydra_app
-from rlinf.errors import NonFiniteError, RankError
+from rlinf.commands import train as training
+from rlinf.config.names import options_of as options_of_folder
+from rlinf.config.names import packaged_experiments
+from rlinf.errors import ConfigError, NonFiniteError, RankError
 from rlinf.options import to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +49,17 @@ def test_paragraphs_of_help_fit_the_terminal(monkeypatch):
     # The folders of a sweep have an equals sign: ``trainer.learning_rate=1e-4``.
     [("train output_dir", "runs/lr=1e-4"), ("evaluate checkpoint", "runs/lr=1e-4"), ("collect dataset", "runs/lr=1e-4"),
      ("train resume", "runs/lr=1e-4"), ("evaluate checkpoint", "runs/a,b"), ("collect checkpoint", "runs/a,b"),
-     ("train resume", "runs/a,b")],
+     ("train resume", "runs/a,b"), ("train output_dir", "o/José"), ("evaluate checkpoint", "o/a: $1 #2 'x'"),
+     ("train resume", "日本/x y")],
 )  # fmt: skip
-def test_a_path_with_an_equals_sign_or_a_comma_gets_the_quotes_to_type(command, path, capsys):
+def test_a_path_with_an_equals_sign_or_a_comma_or_any_letters_needs_no_quotes(command, path, tmp_path, capsys):
     name, key = command.split()
-    assert main([name, f"{key}={path}"]) == EXIT_USER_ERROR
-    assert f"Set '{key}=\"{path}\"'" in capsys.readouterr().err
+    (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    place = tmp_path / path if key in ("checkpoint", "resume") else tmp_path / "file" / path
+    assert main([name, f"{key}={place}", *([] if key in ("checkpoint", "resume") else SMALL)]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert f"{place}" in error and "cannot be read" not in error and "several values" not in error
 
 
 @pytest.mark.parametrize("command", ["evaluate", "audit", "serve", "play", "collect", "export"])
@@ -65,11 +73,22 @@ def test_a_folder_that_comes_first_is_the_checkpoint(command, tmp_path, capsys):
     assert f"{run} holds no usable checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [[], ["output_dir=new/newer/run"]])
+def test_a_start_that_is_rejected_while_its_parts_are_built_leaves_no_folder(place, here, monkeypatch, capsys):
+    def reject(*_):
+        raise ConfigError("the parts do not fit")
+
+    monkeypatch.setattr(training, "_policy", reject)
+    assert main(["train", *SMALL, *place]) == EXIT_USER_ERROR
+    assert "the parts do not fit" in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
 def test_train_runs_in_one_folder_below_the_present_one_or_in_output_dir(here, started, capsys):
     assert main(["train", *SMALL]) == 0
     ((name, config),) = started
     folder = Path(config.output_dir)
-    assert name == "train" and folder.is_dir() and folder.parent == here / "outputs" / "tabletop_ppo_mlp"
+    assert name == "train" and not folder.exists() and folder.parent == here / "outputs" / "tabletop_ppo_mlp"
     assert Path.cwd() == here
     assert "samples" in capsys.readouterr().out
     assert main(["train", *SMALL, "output_dir=my runs/first"]) == 0
@@ -123,7 +142,7 @@ def test_sft_shows_no_plan_of_an_rl_phase_that_it_does_not_run(here, started, ca
 
 
 def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, monkeypatch):
-    monkeypatch.setattr("rlinf.commands.hydra_app.num_cores", lambda: 2)
+    monkeypatch.setattr("rlinf.commands.train.num_cores", lambda: 2)
     ranks = ["cluster.device=cpu", "cluster.num_processes=4"]
     assert main(["train", *SMALL, *ranks]) == 0
     assert (
@@ -289,12 +308,15 @@ def test_export_shows_its_usage_and_refuses_a_folder_that_is_full_or_cannot_be_w
 
 def test_models_lists_what_is_registered_and_which_groups_there_are(capsys):
     assert main(["models"]) == 0
-    table, fallback, groups = capsys.readouterr().out.split("\n\n")
+    table, fallback, groups, experiments = capsys.readouterr().out.split("\n\n")
     assert all(name in table for name in ("openvla", "mlp", "pi0", "hf_vla", "tabletop", "ppo", "grpo"))
     assert "HFModel" in fallback and "hf_vla" in fallback
     options = options_of(groups)
-    assert list(options) == ["model", "env", "algorithm", "experiment"]
-    assert "openvla_tiny" in options["model"] and "quickstart" in options["experiment"]
+    assert list(options) == ["model", "env", "algorithm"]
+    assert "openvla_tiny" in options["model"] and "your_model" not in options["model"]
+    about = dict(line.split(None, 1) for line in experiments.splitlines()[1:])
+    assert about["quickstart"].startswith("CPU, 2 minutes: ") and "your_config" not in about and len(about) > 60
+    assert all("CPU" in text or "GPU" in text for text in about.values()), "where it runs, of each"
 
 
 def options_of(groups: str) -> dict[str, list[str]]:
@@ -337,7 +359,12 @@ def test_tables_and_lists_are_no_wider_than_the_terminal(monkeypatch, capsys):
         " " * 20 + "name_1  name_3  name_5  name_7",
     ]
     assert main(["models"]) == 0
-    assert max(map(len, capsys.readouterr().out.split("\n\n")[2].splitlines())) <= 60
+    _, _, groups, experiments = capsys.readouterr().out.split("\n\n")
+    assert max(map(len, groups.splitlines())) <= 60
+    assert (
+        max(map(len, experiments.splitlines()))
+        <= len(max(options_of_folder(packaged_experiments()), key=len)) + 2 + MIN_WIDTH
+    )
 
 
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])

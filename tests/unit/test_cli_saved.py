@@ -189,3 +189,24 @@ def test_a_run_without_a_checkpoint_names_the_newest_one_beside_it(tmp_path):
     (tmp_path / "latest").symlink_to("2026-01-03")
     with pytest.raises(CheckpointError, match=r"The newest run beside it that has one is .*2026-01-02$"):
         resolve_checkpoint(tmp_path / "latest")
+
+
+def test_a_folder_of_runs_means_its_latest_or_else_the_one_that_saved_last(tmp_path, monkeypatch):
+    from rlinf.checkpoints.folders import resolve_checkpoint
+    from rlinf.report.runs import run_folders
+
+    monkeypatch.setattr("rlinf.checkpoints.folders.damage_of", lambda *_: None)
+    for run, saved_at in (("1", 20.0), ("2", 10.0)):
+        checkpoint = tmp_path / run / "checkpoints" / "step_000001"
+        checkpoint.mkdir(parents=True)
+        state = {"format": 1, "saved_at": saved_at, "world_size": 1, "loop_state": {"phase": "step", "step": 1}}
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        (tmp_path / run / "metrics.jsonl").write_text("")
+        (tmp_path / run / "config.yaml").write_text("train: {train_policy: {type: sft}}\n")
+    first, second = (tmp_path / run / "checkpoints" / "step_000001" for run in "12")
+    assert resolve_checkpoint(tmp_path) == first and resolve_checkpoint(tmp_path / "2") == second
+    (tmp_path / "latest").symlink_to("2")
+    assert resolve_checkpoint(tmp_path) == second
+    assert run_folders([second]) == [tmp_path / "2"]
+    monkeypatch.setattr("rlinf.report.runs.is_token_folder", lambda folder: True)
+    assert run_folders([tmp_path]) == [tmp_path / "2"], "of recipes' runs the newest"

@@ -24,6 +24,7 @@ from rlinf.models.config import ModelConfig
 from rlinf.options import from_mapping, public_fields, to_mapping
 from rlinf.preflight.derived import derive
 from rlinf.preflight.validation import validate
+from rlinf.recipes.load import read_recipe
 from rlinf.rollout.config import RolloutConfig
 
 SEED_KEYS = {
@@ -225,6 +226,51 @@ def test_users_folder_adds_experiments_and_groups(tmp_path):
         build("experiment=mine")
     with pytest.raises(ConfigError, match="is not a folder"):
         build(config_dir=str(tmp_path / "nowhere"))
+
+
+def test_a_users_group_lies_over_the_schema_of_its_section(tmp_path):
+    for name, text in (
+        ("model/mine", "model_type: mlp\n"), ("model/over", "defaults: [mlp, _self_]\nprecision: bf16\n"), ("model/typo", "presicion: bf16\n"),
+        ("env/table", "name: tabletop\ntasks: [reach]\n"), ("algorithm/mine", "name: grpo\n"),
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    mine = build(
+        "model=mine",
+        "model.is_lora=true",
+        "env=table",
+        "algorithm=mine",
+        "algorithm.scale_by_std=false",
+        config_dir=str(tmp_path),
+    )
+    assert (mine.model.model_type, mine.model.is_lora) == ("mlp", True)
+    assert mine.env.tasks == ["reach"] and not mine.algorithm.scale_by_std
+    over = build("model=over", config_dir=str(tmp_path)).model
+    assert over.precision == "bf16" and over.init_config == build("model=mlp").model.init_config, "of the one below"
+    for words, key in ((["model=typo"], "model.presicion"), (["model=mine", "model.is_lorra=true"], "model.is_lorra")):
+        with pytest.raises(ConfigError, match=f"no key '{key}'.*Did you mean"):
+            build(*words, config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("word", ["env.name=[1,2]", "algorithm.name=[1,2]", "env.name={a: 1}", "algorithm.name=3"])
+def test_a_name_that_is_no_text_is_one_sentence_with_the_group_to_type(word):
+    with pytest.raises(ConfigError, match=f"^{word.partition('=')[0]} is ") as error:
+        build(word)
+    section = word.partition(".")[0]
+    assert getattr(build(str(error.value).rpartition("Set ")[2]), section) == getattr(build(), section)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [(b"trainer: {max_steps: 2}\nseed: 1\ntrainer: {}\n", 3, "duplicate"), (b"trainer:\n\tmax_steps: 2\n", 2, "spaces"),
+     (b"experiment_name: a: b\n", 1, "mapping"), (b"# x\nexperiment_name: Jos\xe9\n", 2, "UTF-8")],
+)  # fmt: skip
+def test_a_file_that_is_no_yaml_is_named_with_line_and_reason(tmp_path, text, line, reason):
+    (tmp_path / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"(mine.yaml, line {line}\b|Line {line} of .*mine.yaml).*{reason}"):
+        build("experiment=mine", config_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"(mine.yaml, line {line}\b|Line {line} of .*mine.yaml).*{reason}"):
+        read_recipe(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize(

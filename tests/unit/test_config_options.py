@@ -1,16 +1,31 @@
 """Typed options: what is accepted, what is refused, and whether the message says what to type."""
 
+import re
+import shlex
 from dataclasses import dataclass, fields
+from functools import reduce
+from typing import get_args
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from rlinf.cli.check_policy import PolicyCheckConfig
+from rlinf.cli.play import PlayConfig
+from rlinf.cli.run import ExportConfig
+from rlinf.commands.classifier import ClassifierConfig
+from rlinf.commands.convert import ConvertConfig
+from rlinf.commands.serve import ServeConfig
 from rlinf.config.compose import compose_config
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.overrides import values_of
+from rlinf.config.schema import RunConfig, build_config, field_types, section_class
 from rlinf.config.training import TrainerConfig
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, option, override_text, to_mapping, type_name
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.load import keys_of
+from rlinf.recipes.questions import QuestionsConfig
+from rlinf.robot.config import RobotConfig
 
 
 @dataclass
@@ -164,3 +179,82 @@ def test_numbers_out_of_bounds_are_refused_with_a_value_that_works(words, messag
     with pytest.raises(ConfigError) as error:
         build_config(compose_config(words))
     assert message in str(error.value)
+
+
+def test_numbers_far_beyond_any_use_are_refused_before_they_overflow_somewhere():
+    """Without a maximum of its own an option takes 2**32; each key of the whole configuration is tried with 1e21."""
+    for mapping, key in (({"count": 10**21}, "count"), ({"inner": {"rate": 1e21}}, "inner.rate"), ({"sizes": [1, 10**21]}, "sizes"),
+                         ({"scales": [-1e21]}, "scales")):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"^{key} is .*required: at most"):
+            from_mapping(Outer, mapping)
+    assert from_mapping(Outer, {"count": 2**32, "inner": {"rate": 1e9}}).count == 2**32
+    for config in (RunConfig(), RecipeConfig()):
+        for key, hint in field_types(config).items():
+            number = next((kind(1e21) for kind in (int, float) if kind in (hint, *get_args(hint))), None)
+            section, _, name = key.rpartition(".")
+            owner = reduce(getattr, section.split(".") if section else [], config)
+            if number is not None and owner is not None:
+                with pytest.raises(ConfigError, match=f"^{key} is "):
+                    from_mapping(type(owner), {name: number}, section)
+
+
+def test_a_number_for_a_text_gets_the_quotes_to_type():
+    with pytest.raises(ConfigError) as error:
+        from_mapping(Outer, {"name": 5})
+    (typed,) = shlex.split(str(error.value).rpartition("Set e.g. ")[2])
+    assert from_mapping(Outer, values_of([typed])).name == "5"
+
+
+def test_every_path_of_every_command_begins_at_home(monkeypatch, tmp_path):
+    """An option whose help speaks of a file or folder to read or write is marked as a path; these speak of them and are names."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = {
+        "experiment_name",
+        "timestamp",
+        "subset",
+        "camera",
+        "cameras",
+        "state_key",
+        "allow_mismatch",
+        "task",
+        "wandb_name",
+        "page_host",
+    }
+    classes = [
+        RunConfig,
+        RecipeConfig,
+        QuestionsConfig,
+        ConvertConfig,
+        ClassifierConfig,
+        ExportConfig,
+        PlayConfig,
+        PolicyCheckConfig,
+        RobotConfig,
+        ServeConfig,
+        *(section_class("env", name) for name in ("gymnasium", "libero")),
+        section_class("algorithm", "sac"),
+    ]
+    unmarked, marked = [], 0
+    for cls in classes:
+        for key, field in keys_of(cls):
+            name, text = key.rpartition(".")[2], field.metadata["help"]
+            is_text = (
+                re.search("str|PathText", str(field.type))
+                and "dict" not in str(field.type)
+                and not field.metadata["choices"]
+            )
+            if is_text and name not in named and re.search(r"[Ff]older|[Ff]ile\b|MP4|[Cc]heckpoint|dataset", text):
+                marked += 1
+                unmarked += [] if "PathText" in str(field.type) else [f"{cls.__name__}.{key}"]
+    assert marked > 30 and not unmarked
+    assert from_mapping(RunConfig, {"init_from": "~/x", "plugins": ["~/p.py", "m"]}).plugins == [
+        f"{tmp_path}/p.py",
+        "m",
+    ]
+    recipe = {"train": {"output_dir": "~/o", "train_policy": {"dataset": {"name": "~"}, "system_prompt": "~/x"}}}
+    train = from_mapping(RecipeConfig, recipe).train
+    assert (train.output_dir, train.train_policy.dataset.name, train.train_policy.system_prompt) == (
+        f"{tmp_path}/o",
+        str(tmp_path),
+        "~/x",
+    )

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import rlinf
 from rlinf.algorithms import ALGORITHMS
-from rlinf.config.compose import compose_config, normalize_overrides, parse_overrides
+from rlinf.config.compose import compose_config, normalize_overrides
+from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv

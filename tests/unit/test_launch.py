@@ -190,13 +190,24 @@ def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that
     assert "Make it with python scripts/make_arithmetic_data.py arithmetic" in said and calls == []
 
 
-@pytest.mark.parametrize("word", ["train.train_policy.dataset.name=./no.jsonl", "policy.model_name_or_path=/no/model"])
-def test_what_is_not_there_is_refused_before_the_plan_is_printed_and_planned_by_a_dry_run(recipe, calls, capsys, word):
-    assert main(["launch", "--config", recipe(), word]) == 2
+@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize(
+    ("word", "maker"),
+    [("train.train_policy.dataset.name=./no.jsonl", ""), ("policy.model_name_or_path=/no/model", ""), ("policy.model_name_or_path=no/such/model", ""),
+     ("policy.model_name_or_path=arithmetic/model", "scripts/make_arithmetic_data.py arithmetic"),
+     ("policy.model_name_or_path=./outputs/arithmetic_sft/latest/safetensors/final", "rlinf launch --config arithmetic_sft")],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_before_the_plan_is_printed(recipe, calls, capsys, word, maker, is_dry):
+    assert main(["launch", "--config", recipe(), word, *["--dry-run"] * is_dry]) == 2
     told = capsys.readouterr()
-    assert told.out == "" and "Error: " in told.err and calls == []
-    assert main(["launch", "--config", recipe(), word, "--dry-run"]) == 0
-    assert "recipe:" in capsys.readouterr().out
+    key = word.partition("=")[0]
+    assert (
+        told.out == ""
+        and f"{word} does not exist" in told.err
+        and f"{key}=<" in told.err
+        and maker in told.err
+        and calls == []
+    )
     assert all((ROOT / script).is_file() for script in MAKERS.values())
 
 

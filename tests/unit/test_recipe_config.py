@@ -136,6 +136,39 @@ def test_overrides_change_any_key():
     assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
 
 
+def test_text_of_a_recipe_and_of_its_overrides_is_taken_letter_by_letter(tmp_path, recipe):
+    for text in ("Put the answer in ${}$", "${policy.device}", "a, b = José: 'x'"):
+        path = tmp_path / "mine.toml"
+        path.write_text(
+            f'[policy]\nmodel_name_or_path = "m"\n[train.train_policy]\nsystem_prompt = "{text}"\n', encoding="utf-8"
+        )
+        assert load_recipe(str(path))[0].train.train_policy.system_prompt == text
+        assert recipe(f"train.train_policy.system_prompt={text}")[0].train.train_policy.system_prompt == text
+    assert recipe("policy.lora.r=4")[0].policy.lora.r == 4, "a section that is null by default"
+    with pytest.raises(ConfigError, match="train.epoch is 6.*Set train.epoch=<value>"):
+        recipe("train.epoch=6", "train.epoch.more=1")
+
+
+def test_a_yaml_recipe_writes_a_dollar_as_the_message_says(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for text in ("${}", "${nowhere}"):
+        lines = "policy: {{model_name_or_path: m}}\ntrain: {{train_policy: {{system_prompt: '{}'}}}}\n"
+        path.write_text(lines.format(text))
+        with pytest.raises(ConfigError) as error:
+            load_recipe(str(path))
+        escaped = str(error.value).rpartition("write '")[2].rstrip("'").replace("${...}", text)
+        path.write_text(lines.format(escaped))
+        assert load_recipe(str(path))[0].train.train_policy.system_prompt == text
+
+
+def test_a_project_that_weights_and_biases_would_refuse_is_named_before_the_run(recipe):
+    with pytest.raises(ConfigError, match="^logging.project_name is 'team/proj'.*Set logging.project_name=team-proj"):
+        recipe("logging.logger=[wandb]", "logging.project_name=team/proj")
+    assert recipe("logging.logger=[wandb]", "logging.project_name=team-proj") and recipe(
+        "logging.project_name=team/proj"
+    )
+
+
 def test_a_yaml_recipe_may_build_on_another(tmp_path):
     (tmp_path / "base.yaml").write_text("policy: {model_name_or_path: m}\ntrain: {epoch: 3, seed: 1}\n")
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ntrain: {seed: 2}\n")
@@ -190,7 +223,7 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("policy.lora=3", "required: a section with the keys r, lora_alpha"),
         ("logging.logger=[tensorbord]", "logging.logger names 'tensorbord'"),
         ("rollout.backend=trtllm", "that engine is not available; required: vllm or torch. Set rollout.backend=vllm"),
-        ("train.epoch=1,2", "required: key=value, with one value"),
+        ("train.epoch=1,2", "train.epoch is '1,2'"),
         ("~train.epoch", "required: key=value"),
     ],
 )  # fmt: skip

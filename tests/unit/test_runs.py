@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from rlinf.cli import main
+from rlinf.commands.train import _latest_of
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
@@ -81,16 +82,11 @@ def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
     assert sorted(os.listdir(tmp_path)) == ["latest"]
 
 
-def test_train_marks_its_run_and_a_sweep_its_folder(here, started):
-    small = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
-    assert main(["train", *small]) == 0
-    (folder,) = (path for path in (here / "outputs" / "tabletop_ppo_mlp").iterdir() if not path.is_symlink())
-    assert os.readlink(here / "outputs" / "tabletop_ppo_mlp" / "latest") == folder.name
-    assert main(["train", "-m", *small, "seed=0"]) == 0
-    sweep = here / "multirun" / "tabletop_ppo_mlp"
-    assert (sweep / "latest" / "0").is_dir() and not (here / "outputs" / "0").exists()
-    assert main(["train", *small, "output_dir=elsewhere/mine"]) == 0
-    assert os.listdir(here / "elsewhere") == ["mine"], "only folders that rlinf names itself get a latest"
+def test_latest_names_the_run_or_its_sweep_where_rlinf_names_the_folder(here):
+    assert _latest_of(Path("outputs/mine/1")) == Path("outputs/mine/1")
+    assert _latest_of(here / "outputs/mine/1") == here / "outputs/mine/1"
+    assert _latest_of(Path("multirun/mine/1/0")) == Path("multirun/mine/1")
+    assert _latest_of(Path("elsewhere/mine")) is None
 
 
 def test_interval_of_a_mean_equals_a_worked_example():

@@ -127,6 +127,17 @@ def test_a_full_disk_names_the_file_of_metrics(tmp_path):
             tracker._file.close()
 
 
+def test_disabled_weights_and_biases_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # importing it would raise
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    monkeypatch.setenv("WANDB_MODE", "offline")  # the control
+    with pytest.raises(MissingDependencyError):
+        Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {})
+
+
 def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, monkeypatch, caplog):
     class Refusing(FakeWandb):
         class errors:
@@ -142,7 +153,7 @@ def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, mon
         tracker.log(0, {"train/loss": 1.0})
     assert steps_of(tmp_path) == [("rl", 0)]
     (said,) = (record.getMessage() for record in caplog.records)
-    assert "WANDB_API_KEY invalid: API key must have" in said and "tracking.wandb=false" in said
+    assert "WANDB_API_KEY invalid: API key must have" in said and "WANDB_MODE=disabled" in said
 
 
 def test_the_real_wandb_refuses_a_key_with_the_error_that_is_caught(tmp_path, monkeypatch, caplog):

@@ -32,7 +32,7 @@ from rlinf.envs.libero.tasks import (
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.options import option
+from rlinf.options import PathText, option
 from rlinf.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class LiberoConfig(ProcessEnvConfig):
     max_scenes: int = option(
         10, "Tasks that a worker process keeps in memory, about 0.5 GB each; building one takes 2 to 7 s.", minimum=1
     )
-    assets_dir: str | None = option(
+    assets_dir: PathText | None = option(
         None, "LIBERO's folder of meshes and textures; null: RLINF_LIBERO_ASSETS, or where LIBERO itself keeps it."
     )
 

@@ -192,7 +192,7 @@ class HFModel(nn.Module):
 
 class _AsRead(GenerationConfig):
     def validate(self, *args: Any, **kwargs: Any) -> None:
-        """Accept what was read: transformers reads, but does not write, a temperature without ``do_sample``, and the like."""
+        """Accept settings that transformers reads and does not write: a temperature without ``do_sample``, and the like."""
 
 
 def accept_saving(model: Any) -> Any:

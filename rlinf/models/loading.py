@@ -70,7 +70,7 @@ def check_hub(path: str | Path) -> None:
     reason = hub_fault()
     if reason is not None and not isinstance(try_to_load_from_cache(str(path), "config.json"), str):
         hint = "Check the connection, or name a folder"
-        raise CheckpointError(f"'{path}' is no folder and not in the cache, and {reason}. {hint}")
+        raise CheckpointError(f"'{path}' is neither a folder nor in the cache, and {reason}. {hint}")
 
 
 def hub_fault() -> str | None:

@@ -92,7 +92,7 @@ class RunGroup:
 
     @property
     def texts(self) -> tuple[str, str, str, str]:
-        """Mean, least and interval of success, and the return with its interval; "-" for what was not measured."""
+        """Mean, least and interval of success, and the return with its interval; "-" where nothing was measured."""
         if self.success is None:
             return "-", "-", "-", self._return_text
         mean, *ends = self.success

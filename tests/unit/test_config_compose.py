@@ -230,7 +230,7 @@ def test_users_folder_adds_experiments_and_groups(tmp_path):
 
 def test_a_users_group_lies_over_the_schema_of_its_section(tmp_path):
     for name, text in (
-        ("model/mine", "model_type: mlp\n"), ("model/over", "defaults: [mlp, _self_]\nprecision: bf16\n"), ("model/typo", "presicion: bf16\n"),
+        ("model/mine", "model_type: mlp\n"), ("model/over", "defaults: [mlp, _self_]\nprecision: bf16\n"), ("model/typo", "precison: bf16\n"),
         ("env/table", "name: tabletop\ntasks: [reach]\n"), ("algorithm/mine", "name: grpo\n"),
     ):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -247,7 +247,7 @@ def test_a_users_group_lies_over_the_schema_of_its_section(tmp_path):
     assert mine.env.tasks == ["reach"] and not mine.algorithm.scale_by_std
     over = build("model=over", config_dir=str(tmp_path)).model
     assert over.precision == "bf16" and over.init_config == build("model=mlp").model.init_config, "of the one below"
-    for words, key in ((["model=typo"], "model.presicion"), (["model=mine", "model.is_lorra=true"], "model.is_lorra")):
+    for words, key in ((["model=typo"], "model.precison"), (["model=mine", "model.is_lorra=true"], "model.is_lorra")):
         with pytest.raises(ConfigError, match=f"no key '{key}'.*Did you mean"):
             build(*words, config_dir=str(tmp_path))
 

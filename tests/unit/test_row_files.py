@@ -135,9 +135,9 @@ def test_a_line_ends_at_a_newline_only_and_blank_lines_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.jsonl", b'{"answer": "a"}\n{"answer": "caf\xe9"}\n', 2),
-        ("a.json", b'[{"answer": "a"},\n\n{"answer": "caf\xe9"}]', 3),
-        ("a.csv", b"question,answer\nq,a\nq,caf\xe9\n", 3),
+        ("a.jsonl", b'{"answer": "a"}\n{"answer": "se\xf1or"}\n', 2),
+        ("a.json", b'[{"answer": "a"},\n\n{"answer": "se\xf1or"}]', 3),
+        ("a.csv", b"question,answer\nq,a\nq,se\xf1or\n", 3),
         ("a.jsonl", '{"answer": "a"}'.encode("utf-16"), 1),
         ("a.jsonl", b'{"answer": "a"}\n{"answer": \n', 2),
         ("a.jsonl", b'{"answer": "a"}\n{"answer": "\\ud83d"}\n', 2),

@@ -103,7 +103,7 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
 
 
 def refuse_unread(row: Mapping[str, Any]) -> None:
-    """Raise BadRowError for a column that would change the training and that nothing reads."""
+    """Raise BadRowError for a column that would change the learned tokens and that nothing reads."""
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
         if name != "input" or "instruction" in row:

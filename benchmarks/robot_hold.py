@@ -42,7 +42,7 @@ def watch() -> None:
     """Note each action that is sent from now on."""
     send = RobotEpisodes._send
 
-    def noted(self: RobotEpisodes, action: np.ndarray | None, last: np.ndarray) -> np.ndarray:
+    def noted(self: RobotEpisodes, action: np.ndarray | None, last: np.ndarray) -> tuple[np.ndarray, bool, bool]:
         SENT.append((time.monotonic(), action is None))
         return send(self, action, last)
 

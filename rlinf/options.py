@@ -236,12 +236,11 @@ def bounds_text(metadata: Mapping[str, Any]) -> str:
 
 def keys_help(kind: type, width: int) -> str:
     """Return each key of a configuration dataclass with its default, choices, bounds and meaning."""
-    lines = []
-    for name, default in to_mapping(kind()).items():
-        field = public_fields(kind)[name]
+    lines, defaults, indent = [], to_mapping(kind()), " " * 6
+    for name, field in public_fields(kind).items():
         limits = " | ".join(map(override_text, field.metadata["choices"] or ())) or bounds_text(field.metadata)
-        lines.append(f"  {name}={override_text(default)}{limits and f'  ({limits})'}")
-        lines.append(textwrap.fill(field.metadata["help"], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        lines.append(f"  {name}={override_text(defaults[name])}{limits and f'  ({limits})'}")
+        lines.append(textwrap.fill(field.metadata["help"], width, initial_indent=indent, subsequent_indent=indent))
     return "\n".join(lines)
 
 

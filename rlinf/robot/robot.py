@@ -15,8 +15,7 @@ from rlinf.seeding import derive_seed
 from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 
 LOST = OSError
-"""Errors of a device that cost one reading or action, not the episode: lerobot's cameras and buses raise TimeoutError and
-ConnectionError, a serial port whose cable is pulled other kinds of OSError."""
+"""Errors of a device that cost one reading or action, not the episode: TimeoutError, ConnectionError, others of a pulled cable."""
 
 
 class EpisodeVoidError(Exception):
@@ -116,10 +115,7 @@ def answer_of(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
-    """Return the numbers ``names`` of what a robot or a teleoperator says, float32 ``[D]``.
-
-    Raise ConnectionError for NaN and infinity, which cost one reading, and ConfigError for text and the like.
-    """
+    """Return numbers of a reading, float32 ``[D]``; raise ConnectionError for NaN and infinity, ConfigError for text and the like."""
     numbers = []
     for name in names:
         value = (values or {}).get(name)

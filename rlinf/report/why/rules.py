@@ -82,13 +82,11 @@ def constant_return(record: Record) -> Finding | None:
         return None
     if record.setting("init_from") and record.outcome.measure == "return" and returns.values[0] > 0:
         raise NotMeasured  # a trained policy may have all the return that there is
-    text = f"Every iteration has the return {returns.values[0]:.4g}: the reward does not depend on the actions"
+    text = f"Every iteration has the return {returns.values[0]:.4g}, whatever the actions were: there is nothing to learn from"
     if record.is_recipe:
         if median(record.series("rollout/truncated_fraction").late) >= 0.3:
             raise NotMeasured  # answers that are cut before their end say nothing of their rewards
         text = f"Every answer has the reward {returns.values[0]:g}: its function or column does not fit, or no answer is right"
-    elif not any(returns.values) and record.setting("env.reward_mode") == "sparse":
-        text = "No episode has a reward, which is sparse: nothing can be learnt before the first success"
     return Finding(text, "", returns.all_steps)
 
 
@@ -110,10 +108,8 @@ def steps_too_small(record: Record) -> Finding | None:
     """AdamW moves no weight by more than 1e-4 in the whole run, or its epsilon exceeds the norm of the gradient."""
     name, (key, rate) = "sft" if record.trained_phase == "sft" else "train", rate_of(record)
     used, norms = record.series(f"{name}/learning_rate"), [line.get(f"{name}/grad_norm") for line in record.lines]
-    eps, norm = (
-        record.setting("trainer.adam_eps", 0.0),
-        max((one for one in norms if one is not None), default=math.inf),
-    )
+    eps = record.setting("trainer.adam_eps", 0.0)
+    norm = max((value for value in norms if value is not None), default=math.inf)
     updates, mean = num_updates(record, used.steps)[0], fmean(used.values)
     # The first moment over the root of the second is at most about 1, and less for gradients below epsilon.
     way = mean * updates * (1.0 if math.isinf(norm) else norm / (norm + eps) if norm else 0.0)
@@ -196,7 +192,7 @@ def entropy_collapse(record: Record) -> Finding | None:
 def too_few_updates(record: Record) -> Finding | None:
     """An off-policy run has made fewer updates than its target critics take to follow the critics (1 / `algorithm.tau`)."""
     line = record.lines_with("train/updates_total")[-1]
-    updates, needed = line["train/updates_total"], 1 / record.setting("algorithm.tau", 0.005)
+    updates, needed = line["train/updates_total"], 1 / (record.setting("algorithm.tau") or 0.005)
     if updates >= needed:
         return None
     text = f"The run has made {updates:.0f} updates, and target critics follow within {needed:.0f} (1 / algorithm.tau): nothing can be learnt yet"

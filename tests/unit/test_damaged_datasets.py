@@ -200,9 +200,6 @@ def test_rlds_images_of_another_size_than_described_are_refused(rlds):
         open_rlds(rlds).rows(np.array([0]))
 
 
-# -- rows, episodes, files and rate are compared -----------------------------------------------------------------------------
-
-
 def change_parquet(path: Path, name: str, values: list, kind=None) -> None:
     """Replace a column, or add one, or (None) drop it."""
     table = pq.read_table(path)
@@ -332,8 +329,6 @@ def test_names_of_the_axes_as_a_map_are_read(lerobot):
     assert describe_dataset(lerobot).image_shapes[FRONT] == (height, width)
 
 
-# -- which frame of a video a row shows --------------------------------------------------------------------------------------
-
 GRID = np.arange(10) / 30
 JITTER = np.random.default_rng(0).uniform(0, 0.02, 10)
 FRAMES_OF_ROWS = {
@@ -419,9 +414,6 @@ def test_templates_of_paths_that_lead_nowhere_are_refused(filmed, template):
         open_lerobot(filmed)
 
 
-# -- rows without an image are left out --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", [b"", b"no image"])
 def test_rows_without_a_readable_image_are_left_out_on_request(lerobot, content, caplog):
     expected = open_lerobot(lerobot).rows(np.arange(12))[0].images["front"]
@@ -443,9 +435,6 @@ def test_rows_without_a_readable_image_are_left_out_on_request(lerobot, content,
     change_column(lerobot, FRONT, lambda values: [{"bytes": content, "path": None}] * 12)
     with pytest.raises(UnreadableRowError, match="12 of 12"):
         lerobot_dataset.open_dataset(lerobot, {"front": FRONT}, None, skip_unreadable=True)
-
-
-# -- columns of the actions and the state ------------------------------------------------------------------------------------
 
 
 def rename(folder: Path, old: str, new: str) -> None:
@@ -519,9 +508,6 @@ def test_another_rate_than_the_envs_is_a_warning_that_can_be_accepted(lerobot, c
     caplog.clear()
     open_dataset(sft_of(folder, words), env_of(rate=12.5))
     assert not caplog.text
-
-
-# -- RLDS --------------------------------------------------------------------------------------------------------------------
 
 
 def change_features(folder: Path, change: Callable[[dict], None]) -> None:

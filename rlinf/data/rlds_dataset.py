@@ -240,7 +240,7 @@ def open_dataset(
 
 def _blobs(blobs: Any, length: int | None, name: str) -> Blobs:
     if not len(blobs):
-        raise ValueError(f"it has no steps: there is no {name}")
+        raise ValueError(f"it has no steps, because {name} is empty")
     if not isinstance(blobs, Blobs) or length not in (None, len(blobs.offsets)):
         raise ValueError(f"an episode of {length} steps has another number of values of {name}")
     return blobs

@@ -80,7 +80,7 @@ class VideoReader:
         return np.unique(np.array([time for time in packets if time is not None], dtype=np.int64))
 
     def frame_at(self, time: int) -> np.ndarray:
-        """Return the frame of a presentation time, uint8 ``[H, W, 3]``; raise ConfigError if there is none."""
+        """Return the frame of a presentation time, uint8 ``[H, W, 3]``; raise ConfigError without one."""
         try:
             if self._frame is None or not 0 <= time - self._frame.pts <= 4 * self._step:
                 self._container.seek(time - self._step, stream=self._stream)

@@ -139,13 +139,13 @@ def locked_folder(folder: Path) -> Iterator[None]:
                         place.rmdir()
 
 
-def lock(file: IO[str], busy: str) -> None:
-    """Lock an open file until it is closed; raise ``ConfigError(busy)`` if another process holds the lock.
+def lock(file: IO[str], busy: str | None) -> None:
+    """Lock an open file until it is closed; raise ``ConfigError(busy)`` if another process holds the lock, or wait for it (None).
 
     Some cluster file systems have no locks; there only a warning is logged.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise ConfigError(busy) from error
     except OSError as error:

@@ -77,6 +77,7 @@ class Manifest:
         renderer: ``MUJOCO_GL``, set when a graphics backend is chosen.
         simulators: Version of each package in the env class's ``packages``; must match exactly.
         probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
+        fps: Rows a second of what the policy has learned from, or None: a policy acts at the same rate.
         policy_version: Number of weight updates behind the policy.
         seed: Seed of the run.
         git_revision: Commit of the code, if it is in a git repository.
@@ -97,6 +98,7 @@ class Manifest:
     seed: int
     simulators: dict[str, str] = field(default_factory=dict)
     probe: dict[str, Any] | None = None
+    fps: float | None = None
     git_revision: str | None = None
     questions: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -152,8 +154,10 @@ class Manifest:
                 raise ValueError(f"'files' names '{name}', which is not a file of the folder with its SHA-256")
 
     def flatten(self) -> dict[str, Any]:
-        """Return dotted field names to values, without ``files`` and ``probe``."""
-        return _flatten({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe")})
+        """Return dotted field names to values, without ``files``, ``probe`` and ``fps``."""
+        return _flatten(
+            {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe", "fps")}
+        )
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def _play(configs: list[RunConfig], settings: RobotConfig, output: Path, stack: 
     stack.callback(env.close)
     opened = [open_evaluation(each, env, settings.first_episode) for each in configs]
     check_conditions(*(each.manifest for each in opened), config.evaluation.allow_mismatch)
+    settings = replace(settings, fps=settings.fps or opened[1].manifest.fps)
     here, plays = replace(config, output_dir=str(output)), 2 * len(opened[0].specs)
     acting, person = robot_of(here, env, settings, plays, starts, stack)
     sides, present = [], {"device": device, "robot": settings.conditions(), "seed": config.seed}

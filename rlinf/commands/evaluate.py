@@ -181,6 +181,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
                 stack.callback(players.close)
                 episodes = RemoteEpisodes(players, _most_envs(settings))
             if robot is not None:
+                robot = replace(robot, fps=robot.fps or opened.manifest.fps)
                 wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
                 acting, person = robot_of(config, env, robot, len(opened.specs), wanted, stack)
                 episodes = stack.enter_context(on_robot(config, env, acting, person, opened, robot))
@@ -218,7 +219,7 @@ def robot_of(
     if settings.arm is not None:
         arm = connected_robot(settings.arm)
         stack.callback(disconnect, arm)
-        acting = Arm(arm, env, 0.5 / settings.fps)
+        acting = Arm(arm, env, 0.5 / settings.rate)
     person: Teleoperator | None = None
     if settings.teleoperator == "scripted":
         person = ScriptedPerson(row, settings)
@@ -256,7 +257,7 @@ def on_robot(
     if settings.record is not None:
         kept = Path(config.output_dir) / run_folder.ROBOT_EPISODES_FOLDER
         recorder = EpisodeRecorder(
-            Path(settings.record).expanduser(), kept, max(1, round(settings.fps)), to_mapping(config.env)
+            Path(settings.record).expanduser(), kept, max(1, round(settings.rate)), to_mapping(config.env)
         )
     computes = partial(autocast, opened.model, config.model.precision)
     return RobotEpisodes(policy, acting, env_spec(config), settings, computes, person, recorder)
@@ -478,6 +479,8 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
         model = policy_for(config, env)
         opened = Opened(None, None, model, build_manifest(config, model, policy_version=0))
     model, manifest, saved = opened.policy, opened.present, opened.manifest
+    if saved is not None:
+        manifest.fps = saved.fps
     for mismatch in opened.differences:
         if mismatch.must_match:
             warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")

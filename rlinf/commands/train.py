@@ -180,7 +180,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     dataset = _dataset(config, env, state, resumed_from)
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
-    model = _policy(config, env, dataset, resumed_from, fingerprint)
+    model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
     if recomputed:
         from rlinf.models.blocks import repeated_blocks, set_training_options  # imports torch's compiler
 
@@ -209,7 +209,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
     episodes = None if players is None else RemoteEpisodes(players, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
-    parts = Parts(config, loop, worker, sync, evaluator, fingerprint)
+    parts = Parts(config, loop, worker, sync, evaluator, fingerprint, fps)
     if config.trainer.max_steps == 0:
         run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
     else:
@@ -317,14 +317,18 @@ def _policy(
     dataset: StoredDemonstrations | None,
     resumed_from: Path | None,
     fingerprint: dict[str, Any] | None,
-) -> torch.nn.Module:
-    """Build the policy, or load the one that is resumed or begun with, whose conditions must fit."""
+) -> tuple[torch.nn.Module, float | None]:
+    """Build the policy, or load the one that is resumed or begun with, whose conditions must fit.
+
+    Also return the rate of what it learns from: the dataset's, else what the loaded policy has learned at, else the env's.
+    """
     source, trainer = resumed_from or config.init_from, config.trainer
+    fps = env.metadata.get("render_fps") if dataset is None else dataset.info.fps
     # Ranks that share the weights read them once it is known who holds what.
     may_shard = trainer.sharding == "auto" and world_size() > 1 and not learns_head(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
-        return policy_for(config, env, dataset, deferred)
+        return policy_for(config, env, dataset, deferred), fps
     # A new run may go on in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
     if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_share is not None:
@@ -333,7 +337,7 @@ def _policy(
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
     for line in compare_fingerprints(opened.manifest.probe, fingerprint):
         logger.warning("the simulator has changed since %s was made: %s", opened.folder, line)
-    return opened.policy
+    return opened.policy, fps if dataset is not None or opened.manifest.fps is None else opened.manifest.fps
 
 
 def _on_ranks(

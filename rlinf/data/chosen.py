@@ -57,7 +57,7 @@ def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray
     each row occurs three times as often, every third time without its label.
     """
     if not needs_outcomes(config):
-        return dataset
+        return ChosenRows(dataset, np.flatnonzero(~dataset.unreadable)) if dataset.unreadable.any() else dataset
     outcomes, last_rows, num_rows = dataset.outcomes, dataset.last_rows, len(dataset)
     by_person, succeeded = rows_of_person(dataset), np.zeros(num_rows, dtype=bool)
     is_helped = np.zeros(num_rows, dtype=bool)
@@ -70,7 +70,7 @@ def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray
         "successes": succeeded,
         "interventions": by_person,
         "corrected": by_person | (succeeded & ~is_helped),
-    }[config.rows]
+    }[config.rows] & ~dataset.unreadable
     if not kept.any():
         raise ConfigError(
             f"{dataset.info.folder} has {num_rows} rows, and sft.rows={config.rows} chooses none of them (successful episodes: "

@@ -80,12 +80,17 @@ class SFTConfig:
     cameras: list[str] | None = option(
         None, "Cameras of the dataset that are used as `env.cameras`, in the same order; null: the same names."
     )
-    state_key: str | None = option(
-        None,
-        "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS).",
+    action_key: str | list[str] | None = option(
+        None, "Column of the dataset with the actions, or columns, which are joined; null: action."
+    )
+    state_key: str | list[str] | None = option(
+        None, "Column, or columns, with the robot's state; null: observation.state (LeRobot), observation/state (RLDS)."
+    )
+    skip_unreadable_rows: bool = option(
+        False, "Leave out rows without a readable image, all of which are read to tell; false: they are an error."
     )
     allow_mismatch: list[str] = option(
-        [], "Keys of `env` in which the dataset, where `rlinf collect` wrote it, may differ from the present env."
+        [], "Keys of `env` in which a dataset of `rlinf collect` may differ; fps: any dataset may have another rate."
     )
     rows: str = option(
         "all",

@@ -8,10 +8,14 @@ from types import ModuleType
 from rlinf.errors import ConfigError, MissingDependencyError
 
 
-def damaged(place: object, reason: str | Exception) -> ConfigError:
+class UnreadableRowError(ConfigError):
+    """A row of a dataset has no readable image."""
+
+
+def damaged(place: object, reason: str | Exception, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """Return the error that a dataset, or one of its files, is damaged or incomplete."""
     text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
-    return ConfigError(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use another one")
+    return kind(f"{place} is damaged or incomplete ({text}). Copy the dataset again, or use another one")
 
 
 def import_reader(module: str, wanted_by: str, files: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,16 @@ import numpy as np
 
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.config import SFTConfig
+from rlinf.data.damage import UnreadableRowError
 from rlinf.data.lerobot_format import IMAGES, INFO
-from rlinf.data.stored import DatasetInfo, StoredDemonstrations
+from rlinf.data.stored import DatasetInfo, StoredDemonstrations, column_names
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import override_text
+
+logger = logging.getLogger("rlinf")
+
+SKIP = "Set sft.skip_unreadable_rows=true to leave such rows out"
 
 READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: rlds_dataset}
 """File that identifies a format, to the module with its ``describe`` and ``open_dataset``."""
@@ -35,19 +42,37 @@ def open_dataset(
     """
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder)
-    if info.action_dim != env.action_dim:
+    actions, width = action_columns(info, sft.action_key, env.action_dim)
+    if width != env.action_dim:
         raise ConfigError(
-            f"The actions of {info.folder} have {info.action_dim} numbers, but actions of env.name={env.config.name} have "
+            f"The actions of {info.folder} have {width} numbers, but actions of env.name={env.config.name} have "
             f"{env.action_dim}. Set sft.dataset=<another folder>, or env=<another env>"
         )
     cameras = env.config.cameras
     columns = dict(zip(cameras, image_columns(info, cameras, sft.cameras), strict=True))
-    state = state_column(info, sft.state_key)
-    has_state = env.state_dim > 0 and state is not None and info.state_dims[state] == env.state_dim
-    dataset = _reader(folder).open_dataset(info.folder, columns, state if has_state else None, outcomes)
+    state, state_dim = state_columns(info, sft.state_key)
+    _compare_rates(info, env, sft.allow_mismatch)
+    try:
+        dataset = _reader(folder).open_dataset(
+            info.folder, columns, state if 0 < env.state_dim == state_dim else None, outcomes,
+            action_key=actions, skip_unreadable=sft.skip_unreadable_rows,
+        )  # fmt: skip
+        dataset.rows(np.zeros(1, dtype=np.int64))  # unreadable images are reported before the weights load
+    except UnreadableRowError as error:
+        raise error.finished(f"{str(error).rstrip('.')}. {SKIP}") from error
     env.check_statistics(env.config, dataset.statistics())
-    dataset.rows(np.zeros(1, dtype=np.int64))  # unreadable images are reported before the weights load
     return dataset
+
+
+def _compare_rates(info: DatasetInfo, env: VectorEnv, allow_mismatch: Sequence[str]) -> None:
+    """Warn of rows at another rate than the env's steps; a dataset may have rounded it to a whole number."""
+    rate = env.metadata.get("render_fps")
+    if info.fps and rate and abs(info.fps - rate) >= max(1, 0.05 * rate) and "fps" not in allow_mismatch:
+        logger.warning(
+            "%s has %g rows a second, and env.name=%s takes %g steps a second, so a cloned action takes another time than in the "
+            "dataset. Set 'sft.allow_mismatch=%s' if that is meant",
+            info.folder, info.fps, env.config.name, rate, override_text([*allow_mismatch, "fps"]),
+        )  # fmt: skip
 
 
 def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequence[str] | None) -> list[str]:
@@ -72,14 +97,31 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
     return found
 
 
-def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
-    """Return the state's column, ``state_key`` or the usual one; None if the dataset lacks the usual one."""
+def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wanted: int) -> tuple[list[str], int]:
+    """Return the columns of the actions and their joint width; raise ConfigError, with columns of width ``wanted``, if one is missing."""
+    names, known = column_names(action_key or "action"), dict(info.state_dims)
+    known |= {"action": info.action_dim} if info.action_dim else {}
+    missing = next((name for name in names if name not in known), None)
+    if missing is None:
+        return names, sum(known[name] for name in names)
+    likely = [name for name in known if "action" in name] or [*known, "<column>"]
+    fix = f"sft.action_key={next((name for name in likely if known.get(name) == wanted), likely[0])}"
+    if len(likely) > 1 and sum(known.get(name, 0) for name in likely) == wanted:
+        fix = f"'sft.action_key={override_text(likely)}'"
+    columns = ", ".join(f"{name} ({width})" for name, width in known.items())
+    raise ConfigError(f"{info.folder} has no numbers '{missing}' for the actions, but {columns or 'none'}. Set {fix}")
+
+
+def state_columns(info: DatasetInfo, state_key: str | Sequence[str] | None) -> tuple[list[str], int]:
+    """Return the columns of the state, those of ``state_key`` or the usual one, and their joint width; none without the usual one."""
+    names = column_names(info.state_key if state_key is None else state_key)
+    missing = next((name for name in names if name not in info.state_dims), None)
+    if missing is None:
+        return names, sum(info.state_dims[name] for name in names)
     if state_key is None:
-        return info.state_key if info.state_key in info.state_dims else None
-    if state_key not in info.state_dims:
-        hint = f"{did_you_mean(state_key, info.state_dims)} Set sft.state_key=null"
-        raise ConfigError(f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint}")
-    return state_key
+        return [], 0
+    hint = f"{did_you_mean(missing, info.state_dims)} Set sft.state_key=null"
+    raise ConfigError(f"sft.state_key is '{missing}', which {info.folder} does not have.{hint}")
 
 
 def _reader(folder: str | os.PathLike, key: str = "sft.dataset") -> ModuleType:

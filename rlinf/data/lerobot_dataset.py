@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 
 from rlinf.data import lerobot_format as layout
 from rlinf.data.damage import damaged
-from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
-from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
+from rlinf.data.frames import EncodedFrames, VideoFrames
+from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
 from rlinf.errors import ConfigError
 
 OWN_FILE = "rlinf.json"
@@ -24,104 +25,182 @@ OWN_FILE = "rlinf.json"
 OUTCOMES = (layout.EXECUTED, layout.REWARD, layout.DONE, layout.TRUNCATED, layout.SUCCESS, layout.INTERVENTION)
 """Columns of the executed actions and of their consequences."""
 
+EPISODE_COLUMNS = re.compile(
+    r"episode_index|length|dataset_(from|to)_index|(data|videos/.+)/(chunk_index|file_index|from_timestamp)"
+)
+"""Columns of ``meta/episodes`` that are read; the others are statistics."""
+ROW_KINDS = {name: "float64" if kind == "float32" else kind for name, kind in layout.ROW_COLUMNS.items()}
+
 
 def describe(folder: Path) -> DatasetInfo:
     """Read the dataset's description; raise ConfigError if that fails or the format has another version."""
     info = layout.read_info(folder)
     features = info["features"]
-    shapes = {name: feature["shape"] for name, feature in features.items() if feature["dtype"] in ("image", "video")}
+    images = {name: feature for name, feature in features.items() if feature["dtype"] in ("image", "video")}
     vectors = {
         name: math.prod(feature["shape"])
         for name, feature in features.items()
-        if feature["dtype"] in ("float32", "float64") and name not in layout.ROW_COLUMNS and len(feature["shape"]) == 1
+        if NUMBERS.fullmatch(feature["dtype"]) and name not in layout.ROW_COLUMNS and len(feature["shape"]) < 2
     }
     return DatasetInfo(
         folder=folder,
         format="LeRobotDataset v3.0",
         num_episodes=info["total_episodes"],
-        image_shapes={name: _height_width(shape, features[name].get("names")) for name, shape in shapes.items()},
+        image_shapes={name: _height_width(name, image) for name, image in images.items()},
         state_dims={name: width for name, width in vectors.items() if name not in (layout.ACTION, layout.EXECUTED)},
         state_key=layout.STATE,
         action_dim=vectors.get(layout.ACTION, 0),
-        packages=("pyarrow", "av") if "video" in (feature["dtype"] for feature in features.values()) else ("pyarrow",),
+        packages=("pyarrow", "av") if "video" in (image["dtype"] for image in images.values()) else ("pyarrow",),
         env=_recorded_env(folder / "meta" / OWN_FILE),
         num_rows=info["total_frames"],
         has_rewards=layout.REWARD in features,
         says_success=layout.SUCCESS in features,
         says_intervention=layout.INTERVENTION in features,
+        fps=info["fps"],
     )
 
 
 def open_dataset(
-    folder: Path, cameras: Mapping[str, str], state_key: str | None, outcomes: bool = False
-) -> StoredDemonstrations:
-    """Read the numbers of all rows, and locate the frames of ``cameras`` (name in the env to column).
+    folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
+    action_key: str | Sequence[str] = layout.ACTION, skip_unreadable: bool = False,
+) -> StoredDemonstrations:  # fmt: skip
+    """Read the numbers of all rows, locate the frames of ``cameras`` (name in the env to column), and compare rows, episodes and files.
 
-    With ``outcomes``, also the consequences of the actions, as far as the dataset tells them.
+    Several columns of the state, or of the actions, are joined. With ``outcomes``, also the consequences of the actions, as far as the
+    dataset tells them. With ``skip_unreadable``, rows without a readable image are left out instead of raising UnreadableRowError.
     """
     pa = layout.import_pyarrow(f"Reading {folder}")
-    info = layout.read_info(folder)
-    names = [name for name in (layout.ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
-    names += [name for name in OUTCOMES if outcomes and name in info["features"]]
+    info, description = layout.read_info(folder), describe(folder)
+    action_keys, state_keys = column_names(action_key), column_names(state_key)
+    told = OUTCOMES if action_keys == [layout.ACTION] else OUTCOMES[1:]  # executed_action belongs to action
+    told = [name for name in told if outcomes and name in info["features"]]
+    kinds = dict.fromkeys(told) | dict.fromkeys([*action_keys, *state_keys], "float32") | ROW_KINDS
+    dims = {layout.EXECUTED: description.action_dim, layout.ACTION: description.action_dim, **description.state_dims}
+    widths = {name: (dims.get(name, 1), kind) for name, kind in kinds.items()}
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
-    try:
-        parts = _read_rows(pa, folder, names, spools)
-        episodes = pa.concat_tables(
-            [pa.parquet.read_table(path) for path in sorted((folder / layout.EPISODES_FOLDER).glob("*/*.parquet"))],
-            promote_options="permissive",
-        )
-        tasks = _tasks(pa.parquet.read_table(folder / layout.TASKS))
-    except ConfigError:
-        raise
-    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
-        raise damaged(folder, error) from error
-    num_rows = sum(len(part["index"]) for part in parts)
-    found, told = (num_rows, episodes.num_rows), (info["total_frames"], info["total_episodes"])
+    episodes = _episodes(pa, folder, info)
+    columns = _read_rows(pa, folder, widths, spools)
+    rows = {name: columns[name][:, 0] for name in ROW_KINDS}
+    found, told = (len(rows["index"]), len(episodes["episode_index"])), (info["total_frames"], info["total_episodes"])
     if found != told:
         counts = "it has {} rows and {} episodes, but its description says {} and {}"
         raise damaged(folder, counts.format(*found, *told))
-    if not parts:
-        raise damaged(folder, "data/ holds no rows")
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    order = np.argsort(columns["index"], kind="stable")
-    columns = {name: values[order] for name, values in columns.items()}
-    twice = np.flatnonzero(np.diff(columns["index"]) == 0)
-    if len(twice):
-        raise damaged(folder, f"data/ holds two rows with the index {columns['index'][twice[0]]}")
-    unknown = columns["task_index"][(columns["task_index"] < 0) | (columns["task_index"] >= len(tasks))]
-    if len(unknown):
-        raise damaged(folder, f"a row has the task_index {unknown[0]}, but {layout.TASKS} has {len(tasks)} tasks")
-    description = describe(folder)
-    frames: dict[str, Frames] = {}
+    order = np.argsort(rows["index"], kind="stable")
+    columns, rows = ({name: values[order] for name, values in each.items()} for each in (columns, rows))
+    if len(twice := np.flatnonzero(np.diff(rows["index"]) == 0)):
+        raise damaged(folder, f"data/ holds two rows with the index {rows['index'][twice[0]]}")
+    tasks = _tasks(pa, folder)
+    numbers = sorted(tasks)
+    if len(unknown := np.setdiff1d(rows["task_index"], numbers)):
+        raise damaged(
+            folder, f"a row has the task_index {unknown[0]}, but {layout.TASKS} has {', '.join(map(str, numbers))}"
+        )
+    actions = np.concatenate([columns[name] for name in action_keys], axis=1)
+    dataset = StoredDemonstrations(
+        description, {}, np.concatenate([columns[name] for name in state_keys], axis=1) if state_keys else None, actions,
+        np.searchsorted(numbers, rows["task_index"]), [tasks[number] for number in numbers], rows["episode_index"],
+        outcomes=_outcomes(columns, actions) if outcomes else None,
+    )  # fmt: skip
+    episode = _check_rows(folder, info["fps"], rows, episodes)
     for camera, key in cameras.items():
         shape = description.image_shapes[key]
         if key in spools:
-            frames[camera] = spools[key].frames(order, shape)
+            dataset.frames[camera] = spools[key].frames(order, shape)
         else:
-            frames[camera] = _video_frames(folder, info, key, episodes, columns, shape)
-    numbers = [columns[name].astype(np.float32).reshape(num_rows, -1) for name in (layout.ACTION, state_key) if name]
-    actions, state = numbers[0], numbers[1] if state_key else None
-    return StoredDemonstrations(
-        description, frames, state, actions, columns["task_index"], tasks, columns["episode_index"],
-        outcomes=_outcomes(columns, actions) if outcomes else None,
-    )  # fmt: skip
+            dataset.frames[camera] = _video_frames(folder, info, key, episodes, episode, rows["timestamp"], shape)
+    return dataset.check_images(skip_unreadable)
+
+
+def _tables(pa: ModuleType, path: Path, names: Collection[str] | None = None, by_group: bool = False) -> Iterator[Any]:
+    """Yield the columns ``names`` of a parquet file, at once or by groups of rows; raise ConfigError if it is damaged or lacks one."""
+    try:
+        with pa.parquet.ParquetFile(path) as file:
+            known, groups = file.schema_arrow.names, range(file.num_row_groups)
+            if missing := sorted(set(names or ()) - set(known)):
+                raise ConfigError(f"{path} has no column '{missing[0]}', but {', '.join(known)}. Use another dataset")
+            for group in groups if by_group else (groups,):
+                yield file.read_row_groups([group] if by_group else group, columns=names)
+    except (OSError, pa.ArrowException) as error:
+        raise damaged(path, error) from error
 
 
 def _read_rows(
-    pa: ModuleType, folder: Path, names: list[str], spools: Mapping[str, _ImageSpool]
-) -> list[dict[str, np.ndarray]]:
-    """Return the columns ``names`` of each row group, and copy the images, because parquet cannot read single rows."""
-    parts = []
-    for path in sorted((folder / "data").glob("*/*.parquet")):
-        for spool in spools.values():
-            spool.source = path
-        with pa.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=[*names, *spools])
-                parts.append({name: _numbers(table.column(name)) for name in names})
-                for key, spool in spools.items():
-                    spool.append(table.column(key))
-    return parts
+    pa: ModuleType, folder: Path, widths: Mapping[str, tuple[int, str | None]], spools: Mapping[str, _ImageSpool]
+) -> dict[str, np.ndarray]:
+    """Return columns of numbers, ``[T, width]`` each, and copy the images, because parquet cannot read single rows."""
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in widths}
+    if not (paths := sorted((folder / "data").glob("*/*.parquet"))):
+        raise damaged(folder, "data/ holds no rows")
+    for path in paths:
+        (table,) = _tables(pa, path, list(widths))
+        for name, (width, kind) in widths.items():
+            parts[name].append(_numbers(pa, table.column(name), f"{name} of {path}", width, kind))
+        for table in _tables(pa, path, list(spools), by_group=True) if spools else ():
+            for key, spool in spools.items():
+                spool.append(table.column(key), path)
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | None) -> np.ndarray:
+    """Return a column of numbers, ``width`` in each row, as ``[T, width]``; raise ConfigError if it holds others, or ``kind`` would change one."""
+    flat, kinds = column.combine_chunks(), pa.types
+    lengths = np.ones(len(flat), dtype=np.int64)
+    if kinds.is_list(flat.type) or kinds.is_large_list(flat.type) or kinds.is_fixed_size_list(flat.type):
+        lengths = pa.compute.fill_null(pa.compute.list_value_length(flat), 0).to_numpy(zero_copy_only=False)
+        flat = flat.flatten()
+    if not (kinds.is_floating(flat.type) or kinds.is_integer(flat.type) or kinds.is_boolean(flat.type)):
+        raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use another dataset")
+    if len(wrong := np.flatnonzero(lengths != width)):
+        found = f"row {wrong[0]} has {lengths[wrong[0]]} numbers"
+        raise damaged(place, f"{found}, but its description says {width}; so do {len(wrong)} of {len(lengths)} rows")
+    if flat.null_count:
+        raise damaged(place, f"row {flat.is_null().to_numpy(zero_copy_only=False).argmax() // width} lacks a number")
+    try:
+        return (flat if kind is None else flat.cast(kind)).to_numpy(zero_copy_only=False).reshape(-1, width)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{place} does not fit into {kind} ({error}). Use another dataset") from error
+
+
+def _episodes(pa: ModuleType, folder: Path, info: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the numbers of ``meta/episodes`` in the order of the episodes, ``[E]`` each; raise ConfigError if a data file is missing."""
+    place = folder / layout.EPISODES_FOLDER
+    tables = [table for path in sorted(place.glob("*/*.parquet")) for table in _tables(pa, path)]
+    try:
+        table, found = pa.concat_tables(tables, promote_options="permissive").sort_by("episode_index"), {}
+    except pa.ArrowException as error:
+        raise damaged(place, error) from error
+    for name in filter(EPISODE_COLUMNS.fullmatch, table.column_names):
+        kind = "float64" if "timestamp" in name else "int64"
+        found[name] = _numbers(pa, table.column(name), f"{name} of {place}", 1, kind)[:, 0]
+    files = zip(found.get("data/chunk_index", ()), found.get("data/file_index", ()), strict=False)
+    for chunk, file in sorted(set(files)):
+        layout.file_of(folder, info, "data_path", layout.DATA, chunk_index=chunk, file_index=file)
+    return found
+
+
+def _check_rows(
+    folder: Path, fps: float | None, rows: Mapping[str, np.ndarray], episodes: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Compare rows with ``meta/episodes``, frame numbers and the rate; return the position of each row's episode there, int64 ``[N]``."""
+    ids, first, episode, counts = np.unique(rows["episode_index"], True, True, True)
+    starts = rows["index"][first]
+    found = {"episode_index": ids, "length": counts, "dataset_from_index": starts, "dataset_to_index": starts + counts}
+    for name, values in found.items():
+        known = episodes.get(name, values)
+        if not np.array_equal(known, values):
+            at = int(np.flatnonzero(known[: len(values)] != values[: len(known)])[:1].sum())
+            told = f"{name} of episode {ids[at]} is {values[at]} by its rows, but {known[at]} by"
+            raise damaged(folder, f"{told} {layout.EPISODES_FOLDER}")
+    wanted = np.arange(len(episode)) - first[episode]
+    if len(wrong := np.flatnonzero(rows["frame_index"] != wanted)):
+        row = wrong[0]
+        found = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
+        raise damaged(folder, f"{found}; required: {wanted[row]}, its place in the episode")
+    steps = np.diff(rows["timestamp"])[np.diff(episode) == 0]
+    if fps is not None and len(steps) and not abs(np.median(steps) * fps - 1) < 0.1:
+        stamps = f"the time stamps of its rows are {np.median(steps):.4f} s apart"
+        raise damaged(folder, f"{stamps}, but {layout.INFO} says fps={fps:g}")
+    return episode
 
 
 def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
@@ -145,16 +224,22 @@ class _ImageSpool:
         self.folder, self.key = folder, key
         self.file = tempfile.TemporaryFile()
         self.lengths: list[int] = []
-        self.source: Path | None = None
-        """The parquet file being read."""
+        self.faults: dict[int, str] = {}
 
-    def append(self, column: Any) -> None:
+    def append(self, column: Any, source: Path) -> None:
+        """Copy the images of a column of the parquet file ``source``."""
+        if min(getattr(column.type, "get_field_index", lambda _: -1)(name) for name in ("bytes", "path")) < 0:
+            required = "required: images (bytes, path). Use another camera"
+            raise ConfigError(f"{self.key} of {source} is a column of {column.type}; {required}")
         for value in column.to_pylist():
-            if value is None or (value["bytes"] is None and not value["path"]):
-                raise ValueError(f"row {len(self.lengths)} has no image '{self.key}', in {self.source}")
-            encoded = value["bytes"]
-            if encoded is None:  # the image is a file next to the parquet files
-                encoded = layout.path_inside(self.folder, value["path"]).read_bytes()
+            encoded, reason = (value or {}).get("bytes"), f"no image '{self.key}', in {source}"
+            if encoded is None and value and value["path"]:  # the image is a file next to the parquet files
+                try:
+                    encoded = layout.path_inside(self.folder, value["path"]).read_bytes()
+                except OSError as error:
+                    reason = str(error)
+            if not encoded:
+                self.faults[len(self.lengths)], encoded = reason, b""
             self.file.write(encoded)
             self.lengths.append(len(encoded))
 
@@ -164,31 +249,26 @@ class _ImageSpool:
         offsets = np.cumsum(lengths) - lengths
         names = [f"{self.folder} ({self.key})"]
         zeros = np.zeros(len(order), dtype=np.int64)
-        return EncodedFrames([self.file], zeros, offsets[order], lengths[order], shape, names)
+        faults = {int(row): self.faults[order[row]] for row in np.flatnonzero(lengths[order] == 0)}
+        return EncodedFrames([self.file], zeros, offsets[order], lengths[order], shape, names, faults)
 
 
 def _video_frames(
-    folder: Path, info: Mapping[str, Any], key: str, episodes: Any, columns: Mapping[str, np.ndarray],
-    shape: tuple[int, int],
+    folder: Path, info: Mapping[str, Any], key: str, episodes: Mapping[str, np.ndarray], episode: np.ndarray,
+    stamps: np.ndarray, shape: tuple[int, int],
 ) -> VideoFrames:  # fmt: skip
-    """Locate each row in its video: start of the episode in the file plus time since the start of the episode."""
+    """Locate each row in its video: start of the row's ``episode`` in the file, plus time since then."""
     try:
         names = ("chunk_index", "file_index", "from_timestamp")
-        chunks, files, starts = (episodes.column(f"videos/{key}/{name}").to_pylist() for name in names)
-        number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
-        position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
+        chunks, files, starts = (episodes[f"videos/{key}/{name}"] for name in names)
     except KeyError as error:
-        raise damaged(folder, f"{layout.EPISODES_FOLDER} lacks the column or the episode {error}") from error
+        raise damaged(folder, f"{layout.EPISODES_FOLDER} lacks the column {error}") from error
     numbers, file_ids = np.unique(np.stack([chunks, files], axis=1), axis=0, return_inverse=True)
     paths = [
-        layout.path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
+        layout.file_of(folder, info, "video_path", layout.VIDEOS, video_key=key, chunk_index=chunk, file_index=file)
         for chunk, file in numbers.tolist()
     ]
-    for path in paths:
-        if not path.is_file():
-            raise damaged(folder, f"{path} is missing")
-    seconds = np.asarray(starts, np.float64)[position] + columns["timestamp"].astype(np.float64)
-    return VideoFrames(paths, file_ids[position], seconds, shape)
+    return VideoFrames.locate(paths, file_ids[episode], starts[episode], stamps, shape)
 
 
 def _recorded_env(path: Path) -> dict[str, Any]:
@@ -197,26 +277,35 @@ def _recorded_env(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["env"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, error) from error
 
 
-def _numbers(column: Any) -> np.ndarray:
-    """Return a column of numbers as ``[T]``, or one of lists of equal length as ``[T, D]``."""
-    flat = column.combine_chunks()
-    if hasattr(flat, "flatten") and flat.type.num_fields == 1:
-        return flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), -1)
-    return flat.to_numpy(zero_copy_only=False)
+def _tasks(pa: ModuleType, folder: Path) -> dict[int, str]:
+    """Return the instructions by ``task_index``; their column is the index of a pandas frame, and may have any name."""
+    path = folder / layout.TASKS
+    (table,) = _tables(pa, path)
+    texts = [field.name for field in table.schema if "string" in str(field.type)]
+    usual = [name for name in ("task", "__index_level_0__") if name in texts]
+    if "task_index" not in table.column_names or not (usual or len(texts) == 1):
+        required = "required: task_index, and the instructions as 'task'. Use another dataset"
+        raise ConfigError(f"{path} has the columns {', '.join(table.column_names)}; {required}")
+    numbers = _numbers(pa, table.column("task_index"), f"task_index of {path}", 1, "int64")[:, 0].tolist()
+    instructions = table.column((*usual, *texts)[0]).to_pylist()
+    if None in instructions or len(set(numbers)) < len(numbers):
+        raise damaged(path, "a task has no instruction, or two tasks have the same number")
+    return dict(zip(numbers, instructions, strict=True))
 
 
-def _tasks(table: Any) -> list[str]:
-    """Return the instructions by ``task_index``; their column is the index of a pandas frame and may have any name."""
-    (text,) = [name for name in table.column_names if name != "task_index"]
-    found = dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
-    return [found[number] for number in range(len(found))]
-
-
-def _height_width(shape: tuple[int, ...], names: Any) -> tuple[int, int]:
+def _height_width(name: str, feature: Mapping[str, Any]) -> tuple[int, int]:
     """Return (height, width) of ``[H, W, C]`` or ``[C, H, W]``, told apart by the axes' names or the size of C."""
-    channels_first = str(names[0]).startswith("channel") if names else shape[0] == 3 != shape[-1]
+    shape, axes = feature["shape"], feature.get("names")
+    if isinstance(axes, dict) and len(axes) == 1:
+        (axes,) = axes.values()
+    if len(shape) not in (2, 3) or min(shape) < 1:
+        required = "required: [height, width, channels]. Use another dataset"
+        raise ConfigError(f"The image '{name}' has the shape {list(shape)}; {required}")
+    channels_first = len(shape) == 3 and shape[0] == 3 != shape[-1]
+    if len(shape) == 3 and isinstance(axes, (list, dict)) and axes:
+        channels_first = str(next(iter(axes))).startswith("channel")
     return (shape[1], shape[2]) if channels_first else (shape[0], shape[1])

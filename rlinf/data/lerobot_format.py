@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlinf.data.damage import import_reader
+from rlinf.data.damage import damaged, import_reader
 from rlinf.errors import ConfigError
 
 VERSION = "v3.0"
@@ -43,30 +45,47 @@ ROW_COLUMNS = {
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
     """Return the module ``pyarrow``, with ``pyarrow.parquet``."""
-    import_reader("pyarrow.parquet", wanted_by, "parquet files")
+    for part in ("parquet", "compute"):
+        import_reader(f"pyarrow.{part}", wanted_by, "parquet files")
     return import_reader("pyarrow", wanted_by, "parquet files")
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Read ``meta/info.json``; raise ConfigError if that fails or the format has another version."""
-    path = folder / INFO
+    """Read ``meta/info.json``; raise ConfigError if that fails, a value that is read is of another kind, or the format has another version."""
+    path, place = folder / INFO, "it"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
-        version, features = info["codebase_version"], info["features"]
-        for feature in features.values():
-            feature["dtype"], feature["shape"] = feature["dtype"], tuple(feature["shape"])
-        info["total_frames"], info["total_episodes"] = int(info["total_frames"]), int(info["total_episodes"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        for place in ("codebase_version", "features", "total_frames", "total_episodes"):
+            info[place] = index(info[place]) if place.startswith("total") else info[place]
+        place = "fps"
+        if info.setdefault(place) is not None and not 0 < info[place] < 1e6:
+            raise ValueError(f"{info[place]}; required: rows a second")
+        for name, feature in info["features"].items():
+            place = f"features.{name}"
+            feature["dtype"], feature["shape"] = str(feature["dtype"]), tuple(map(index, feature["shape"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _not_a_description(path, f"{place}: {type(error).__name__}: {error}") from error
+    if not str(info["codebase_version"]).startswith("v3."):
         raise ConfigError(
-            f"{path} cannot be read as the description of a LeRobotDataset ({reason}). Use another folder"
-        ) from error
-    if not str(version).startswith("v3."):
-        raise ConfigError(
-            f"{folder} is a LeRobotDataset of version {version}; required: {VERSION}. Convert it with lerobot's script "
+            f"{folder} is a LeRobotDataset of version {info['codebase_version']}; required: {VERSION}. Convert it with lerobot's script "
             "convert_dataset_v21_to_v30, or use another folder"
         )
     return info
+
+
+def _not_a_description(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path} cannot be read as the description of a LeRobotDataset ({reason}). Use another folder")
+
+
+def file_of(folder: Path, info: Mapping[str, Any], key: str, usual: str, **numbers: Any) -> Path:
+    """Return the path of a file by the template ``info[key]``; raise ConfigError if that is none, or the file is missing."""
+    try:
+        name = info.get(key, usual).format(**numbers)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _not_a_description(folder / INFO, f"{key}: {info[key]!r}; required: {usual}") from error
+    if not (path := path_inside(folder, name)).is_file():
+        raise damaged(folder, f"{path} is missing")
+    return path
 
 
 def path_inside(folder: Path, path: str) -> Path:

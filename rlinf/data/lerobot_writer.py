@@ -156,6 +156,12 @@ class LeRobotWriter:
             columns[layout.EXECUTED] = np.asarray((more or {}).get(layout.EXECUTED, actions), np.float32)
         if layout.INTERVENTION in self.extras:
             columns[layout.INTERVENTION] = np.asarray(more[layout.INTERVENTION], bool)
+        for name, values in columns.items():
+            if values.size != length * self.widths.get(name, 1) or len(values) != length:
+                required = f"{self.widths.get(name, 1)} in each of {length} rows"
+                raise ConfigError(
+                    f"'{name}' of episode {episode_index} has {values.size} numbers; required: {required}"
+                )
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:
@@ -203,10 +209,16 @@ class LeRobotWriter:
         pa.parquet.write_table(pa.Table.from_pylist(self._episodes), episodes, compression="snappy")
         for name, content in self.about.items():
             write_text(self._partial / "meta" / name, json.dumps(content, indent=1))
-        if os.path.lexists(self.folder):
-            self.abort()
-            raise ConfigError(f"'{self.folder}' was created by somebody else meanwhile. Set dataset=<a new folder>")
-        os.rename(self._partial, self.folder)
+        try:
+            if os.path.lexists(self.folder):
+                raise FileExistsError(self.folder)
+            os.rename(self._partial, self.folder)
+        except OSError as error:
+            instead = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
+            os.rename(self._partial, instead)
+            raise ConfigError(
+                f"'{self.folder}' was created by another process meanwhile. The episodes are in '{instead}'"
+            ) from error
         return self.folder
 
     def abort(self) -> None:

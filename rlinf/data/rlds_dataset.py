@@ -15,7 +15,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,7 +24,7 @@ from crc32c import crc32c
 
 from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames
-from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
+from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
 from rlinf.errors import ConfigError
 
 HEADER = struct.Struct("<QI")
@@ -139,22 +139,28 @@ INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_in
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read the dataset's description; raise ConfigError if it lacks actions, an instruction or the training split."""
+    """Read the dataset's description; raise ConfigError if it lacks actions, an instruction or the training split.
+
+    A camera whose images may have any size (-1) has the size of the first one.
+    """
     try:
         features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
         about = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
         splits = {split["name"]: split for split in about["splits"]}
         num_episodes = sum(map(int, splits[SPLIT]["shardLengths"]))
-        vectors = {key: math.prod(shape) for key, (kind, shape) in features.items() if kind.startswith("float")}
+        vectors = {key: math.prod(shape) for key, (kind, shape) in features.items() if NUMBERS.fullmatch(kind)}
         shapes = {key: shape[:2] for key, (kind, shape) in features.items() if kind == "image"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
             f"dataset_info.json with a split '{SPLIT}'. Use another folder"
         ) from error
     needed = {ACTION: ACTION in vectors, INSTRUCTIONS[0]: _instruction_of(features)}
     if missing := " and no ".join(name for name, there in needed.items() if not there):
-        raise ConfigError(f"The dataset {folder} has no {missing}; it has {', '.join(features)}. Use another folder")
+        has = ", ".join(f"{name} ({kind})" for name, (kind, _) in features.items())
+        raise ConfigError(f"The dataset {folder} has no {missing}; it has {has}. Use another folder")
+    if free := [key for key, shape in shapes.items() if len(shape) < 2 or min(shape) < 1]:
+        shapes |= _first_sizes(folder, free)
     return DatasetInfo(
         folder=folder,
         format="RLDS",
@@ -163,21 +169,28 @@ def describe(folder: Path) -> DatasetInfo:
         state_dims=_observed(vectors),
         state_key="state",
         action_dim=vectors[ACTION],
-        has_rewards=REWARD in vectors,
+        has_rewards=REWARD in features,
     )
 
 
 def open_dataset(
-    folder: Path, cameras: Mapping[str, str], state_key: str | None, outcomes: bool = False
-) -> StoredDemonstrations:
+    folder: Path, cameras: Mapping[str, str], state_key: str | Sequence[str] | None, outcomes: bool = False, *,
+    action_key: str | Sequence[str] = "action", skip_unreadable: bool = False,
+) -> StoredDemonstrations:  # fmt: skip
     """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data).
 
-    With ``outcomes``, also rewards and whether an episode ended by its own rules, as far as the dataset tells.
+    Columns of the state, or of the actions, are joined. With ``outcomes``, also rewards and whether an episode ended by its own rules,
+    as far as the dataset tells. ``skip_unreadable``: see ``StoredDemonstrations.check_images``.
     """
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
     files: list[BinaryIO] = [open(path, "rb") for path in paths]
+    widths = {ACTION: info.action_dim} | {f"{OBSERVATION}{key}": width for key, width in info.state_dims.items()}
+    action_keys, state_keys = (
+        [ACTION if key == "action" else f"{OBSERVATION}{key}" for key in column_names(keys)]
+        for keys in (action_key, state_key)
+    )
     actions, states, tasks, task_ids = [], [], {}, []
     told: dict[str, list[np.ndarray]] = {REWARD: [], TERMINAL: []} if outcomes else {}
     episode_ids: list[np.ndarray] = []
@@ -190,41 +203,67 @@ def open_dataset(
             try:
                 for begin, end in records(data):
                     found = parse_example(data, begin, end)
-                    actions.append(np.asarray(found[ACTION], np.float32).reshape(-1, info.action_dim))
-                    length = len(actions[-1])
-                    if state_key is not None:
-                        states.append(np.asarray(found[OBSERVATION + state_key], np.float32).reshape(length, -1))
+                    offsets, lengths = _blobs(found[instruction], None, instruction)
+                    length = len(offsets)
+                    for parts, keys in ((actions, action_keys), (states, state_keys)):
+                        columns = [_numbers(found[key], length, widths[key], key) for key in keys]
+                        parts += [np.concatenate(columns, axis=1)] * bool(columns)
                     for key, parts in told.items():
                         if key in found:
-                            parts.append(np.asarray(found[key], np.float32).reshape(length))
+                            parts.append(_numbers(found[key], length, 1, key)[:, 0])
                     for camera, key in cameras.items():
-                        images[camera].append(_one_per_step(found[OBSERVATION + key], length, key))
-                    offsets, lengths = _one_per_step(found[instruction], length, instruction)
+                        images[camera].append(_blobs(found[OBSERVATION + key], length, key))
                     texts = [bytes(data[a : a + n]).decode() for a, n in zip(offsets, lengths, strict=True)]
                     task_ids.append(np.array([tasks.setdefault(text, len(tasks)) for text in texts], dtype=np.int64))
                     episode_ids.append(np.full(length, len(episode_ids)))
                     file_ids.append(np.full(length, number))
             except (ValueError, KeyError, IndexError) as error:
-                raise damaged(paths[number], error) from error
+                raise damaged(f"Episode {len(episode_ids)} in {paths[number]}", error) from error
     if not actions or len(actions) != info.num_episodes:
         raise damaged(folder, f"it has {len(actions)} episodes, but its description says {info.num_episodes}")
     where, frames = np.concatenate(file_ids), {}
     for camera, blobs in images.items():
         offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
-        frames[camera] = EncodedFrames(files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths)
+        faults = {row: f"no image in {paths[where[row]]}" for row in np.flatnonzero(lengths == 0).tolist()}
+        frames[camera] = EncodedFrames(
+            files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths, faults
+        )
     rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
     found = None
     if outcomes:
         rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
         found = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
     state = np.concatenate(states) if states else None
-    return StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
+    dataset = StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
+    return dataset.check_images(skip_unreadable)
 
 
-def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:
-    if not isinstance(blobs, Blobs) or len(blobs.offsets) != length:
-        raise ValueError(f"an episode of {length} actions has another number of values of {name}")
+def _blobs(blobs: Any, length: int | None, name: str) -> Blobs:
+    if not len(blobs):
+        raise ValueError(f"it has no steps, because {name} is empty")
+    if not isinstance(blobs, Blobs) or length not in (None, len(blobs.offsets)):
+        raise ValueError(f"an episode of {length} steps has another number of values of {name}")
     return blobs
+
+
+def _numbers(values: Any, length: int, width: int, name: str) -> np.ndarray:
+    if isinstance(values, Blobs) or values.size != length * width:
+        raise ValueError(f"an episode of {length} steps has not {width} numbers of {name} in each")
+    return values.astype(np.float32).reshape(length, width)
+
+
+def _first_sizes(folder: Path, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return (height, width) of the first image of columns."""
+    first = np.zeros(1, np.int64)
+    for path in sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))[:1]:
+        with open(path, "rb") as file, memoryview(path.read_bytes()) as data:
+            try:
+                found = parse_example(data, *next(records(data)))
+                images = {key: EncodedFrames([file], first, *found[key], (), [path]) for key in keys}
+            except (ValueError, KeyError, IndexError, TypeError, StopIteration) as error:
+                raise damaged(path, error) from error
+            return {key: each.read(first).shape[1:3] for key, each in images.items()}
+    return {}
 
 
 def _observed(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,4 +287,5 @@ def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, t
             if kind in feature:
                 about = feature[kind]
                 shape = tuple(int(size) for size in about.get("shape", {}).get("dimensions", ()))
-                yield path, (about["dtype"] if kind == "tensor" else kind, shape)
+                packed = f" in the encoding '{about['encoding']}'" if about.get("encoding", "none") != "none" else ""
+                yield path, (f"{about['dtype']}{packed}" if kind == "tensor" else kind, shape)

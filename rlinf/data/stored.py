@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.damage import damaged
+from rlinf.data.damage import UnreadableRowError, damaged
 from rlinf.data.frames import Frames
 from rlinf.data.rows import following_rows
 from rlinf.data.statistics import normalization_statistics
+from rlinf.errors import ConfigError
 from rlinf.types import Observation
+
+logger = logging.getLogger("rlinf")
 
 DESCRIPTIONS = ("meta/info.json", "meta/stats.json", "dataset_info.json", "features.json")
 """Description files of the two formats."""
+NUMBERS = re.compile(r"u?int\d+|float\d+")
+"""Kinds of columns that may be actions or a state."""
+
+
+def column_names(key: str | Sequence[str] | None) -> list[str]:
+    """Return the columns that a setting names."""
+    return [key] if isinstance(key, str) else list(key or ())
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,8 @@ class DatasetInfo:
     Attributes:
         image_shapes: Camera column to (height, width).
         state_dims: Columns that may serve as state, to their widths; ``state_key`` is the usual one.
-        action_dim: ``D``; 0 without actions.
+        action_dim: ``D``, the width of the column ``action``; 0 without it.
+        fps: Rows a second; None: unknown.
         env: The env section of the configuration it was collected with; empty if unknown.
         num_rows: None: unknown before it is opened.
         has_rewards, says_success, says_intervention: It tells the reward of each row, whether the goal was reached, or whether a
@@ -50,6 +63,7 @@ class DatasetInfo:
     has_rewards: bool = False
     says_success: bool = False
     says_intervention: bool = False
+    fps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class StoredDemonstrations:
 
     ``frames`` maps each camera of the env, in its order, to the frames of its column. ``task_ids``, int64 ``[N]``,
     index ``tasks``, which are instructions. ``last_rows``, int64 ``[N]``, are the last rows of the rows' episodes.
-    ``chunk_len`` is ``C``.
+    ``chunk_len`` is ``C``. Of rows that are ``unreadable``, bool ``[N]``, nobody is to learn: they show the nearest row's images.
     """
 
     info: DatasetInfo
@@ -102,6 +116,28 @@ class StoredDemonstrations:
         self.num_episodes = len(ends)
         if len(np.unique(self.episode_ids)) != len(ends):
             raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
+        self.unreadable = np.zeros(len(self.actions), dtype=bool)
+        self._shown = np.arange(len(self.actions))
+
+    def check_images(self, skip: bool) -> StoredDemonstrations:
+        """Raise UnreadableRowError at the first row that is known to have no image. With ``skip``, read all and leave such rows out."""
+        faults = dict(fault for frames in self.frames.values() for fault in frames.faults.items())
+        for row in np.setdiff1d(np.arange(len(self)), list(faults)).tolist() if skip else ():
+            try:
+                self.rows(np.array([row]))
+            except UnreadableRowError as error:
+                faults[row] = str(error)
+        if not faults:
+            return self
+        row = min(faults)
+        reason = f"{len(faults)} of {len(self)} rows have no image; row {row} (episode {self.episode_ids[row]}): {faults[row]}"
+        if not skip or len(faults) == len(self):
+            raise damaged(self.info.folder, reason, UnreadableRowError)
+        logger.warning("%s is used without them: %s", self.info.folder, reason)
+        self.unreadable[list(faults)] = True
+        readable = np.flatnonzero(~self.unreadable)
+        self._shown = readable[np.searchsorted((readable[1:] + readable[:-1]) / 2, np.arange(len(self)))]
+        return self
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -124,10 +160,14 @@ class StoredDemonstrations:
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
         """Return the observations of rows ``index`` (int64 ``[B]``) and their actions, float32 ``[B, C, D]``.
 
-        An episode's last action is repeated past its end.
+        An episode's last action is repeated past its end. Raise UnreadableRowError for a row without a readable image.
         """
+        try:
+            images = {camera: frames.read(self._shown[index]) for camera, frames in self.frames.items()}
+        except ConfigError as error:
+            raise UnreadableRowError(str(error)) from error
         observation = Observation(
-            images={camera: frames.read(index) for camera, frames in self.frames.items()},
+            images=images,
             state=None if self.state is None else self.state[index],
             instruction=[self.tasks[task] for task in self.task_ids[index]],
         )

@@ -64,30 +64,39 @@ class VideoReader:
             raise damaged(path, f"it cannot be read as a video: {type(error).__name__}: {error}") from error
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
-        self._frames = self._container.decode(self._stream)
-        self._frame, self._half = None, Fraction(1, 2) / Fraction(self._stream.average_rate)
+        self.time_base = Fraction(self._stream.time_base)
+        rate = self._stream.average_rate or self._stream.guessed_rate or 30
+        self._step = max(1, int(1 / (rate * self.time_base)))  # from a frame to the next
+        self._frames, self._frame = iter(()), None
 
-    def frame_at(self, seconds: float) -> np.ndarray:
-        """Return the frame shown at ``seconds``, uint8 ``[H, W, 3]``; raise ConfigError without any within half a frame."""
+    def times(self) -> np.ndarray:
+        """Return the presentation times of all frames in units of ``time_base``, increasing int64 ``[F]``; nothing is decoded."""
         try:
-            if self._frame is None or not 0 <= seconds - self._time() < 8 * self._half:
-                self._container.seek(int((seconds - float(self._half)) / self._stream.time_base), stream=self._stream)
+            packets = [packet.pts for packet in self._container.demux(self._stream) if not packet.is_discard]
+        except self._errors as error:
+            raise damaged(self.path, error) from error
+        if set(packets) <= {None}:
+            raise damaged(self.path, "it has no frames with time stamps")
+        return np.unique(np.array([time for time in packets if time is not None], dtype=np.int64))
+
+    def frame_at(self, time: int) -> np.ndarray:
+        """Return the frame of a presentation time, uint8 ``[H, W, 3]``; raise ConfigError without one."""
+        try:
+            if self._frame is None or not 0 <= time - self._frame.pts <= 4 * self._step:
+                self._container.seek(time - self._step, stream=self._stream)
                 self._frames = self._container.decode(self._stream)
                 self._frame = next(self._frames, None)
-            while self._frame is not None and self._time() < seconds - self._half:
+            while self._frame is not None and self._frame.pts < time:
                 self._frame = next(self._frames, None)
         except self._errors as error:
-            raise self._missing(seconds, f"{type(error).__name__}: {error}") from error
-        if self._frame is None or abs(self._time() - seconds) > self._half:
-            raise self._missing(seconds, "the file ends earlier, or has a gap")
+            raise self._missing(time, f"{type(error).__name__}: {error}") from error
+        if self._frame is None or self._frame.pts != time:
+            raise self._missing(time, "the file ends earlier, or has a gap")
         return self._frame.to_ndarray(format="rgb24")
 
-    def _time(self) -> float:
-        return float(self._frame.pts * self._stream.time_base)
-
-    def _missing(self, seconds: float, reason: str) -> ConfigError:
+    def _missing(self, time: int, reason: str) -> ConfigError:
         self._frame = None
-        return damaged(self.path, f"no frame at {seconds:.3f} s: {reason}")
+        return damaged(self.path, f"no frame at {float(time * self.time_base):.3f} s: {reason}")
 
     def close(self) -> None:
         self._container.close()

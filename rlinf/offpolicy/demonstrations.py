@@ -50,6 +50,8 @@ def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all
     for last in np.unique(dataset.last_rows):
         first = int(np.searchsorted(dataset.last_rows, last))
         rows = slice(first, int(last) + 1)
+        if dataset.unreadable[rows].any():  # its transitions would have a gap
+            continue
         success = np.zeros(rows.stop - first, dtype=bool)
         if which == "assumed":
             success[-1] = True

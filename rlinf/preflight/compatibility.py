@@ -13,7 +13,7 @@ import torch
 
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.config import SFTConfig
-from rlinf.data.formats import describe_dataset, image_columns, state_column
+from rlinf.data.formats import action_columns, describe_dataset, image_columns, state_columns
 from rlinf.data.lerobot_format import INTERVENTION, SUCCESS
 from rlinf.data.stored import DatasetInfo
 from rlinf.distributed.process_group import resolve_device
@@ -276,16 +276,16 @@ def check_dataset(
                 f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
                 f"{mended}, or {instead}",
             )
-    if info.action_dim != config.model.action_token_len:
-        found, required = f"The actions of {info.folder} have {info.action_dim} numbers", config.model.action_token_len
-        fix = f"model.action_token_len={info.action_dim}, or {instead}"
+    columns, width = action_columns(info, sft.action_key, config.model.action_token_len)
+    if width != config.model.action_token_len:
+        found, required = f"The actions of {info.folder} have {width} numbers", config.model.action_token_len
+        fix = f"model.action_token_len={width}, or {instead}"
         refuse(found, f"model.action_token_len={required}", fix)
-    column, wanted = state_column(info, sft.state_key), ENVS.get(env.name).state_width(env)
-    given = 0 if column is None else info.state_dims[column]
+    (columns, given), wanted = state_columns(info, sft.state_key), ENVS.get(env.name).state_width(env)
     reads_state = policy is not None and policy[0].reads_state(policy[1])
     if wanted and given != wanted and (reads_state or sft.state_key is not None):
         same = [name for name, width in info.state_dims.items() if width == wanted]
-        found = f"The state of {info.folder} ({column or info.state_key}) has width {given}"
+        found = f"The state of {info.folder} ({', '.join(columns) or info.state_key}) has width {given}"
         refuse(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
     return info
 
@@ -294,7 +294,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
     """Check that rows of a collected dataset mean the same in the present env (action repeats, camera flips, physics)."""
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
-        if name not in present:
+        if name not in present and name != "fps":
             hint = did_you_mean(name, present)
             raise ConfigError(f"sft.allow_mismatch names '{name}', which is not a key of env.{hint}")
     free = {*ENVS.get(config.env.name).free_settings, *KEYS_OF_THE_COLUMNS, *allowed}

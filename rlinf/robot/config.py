@@ -16,7 +16,9 @@ class RobotConfig:
         None,
         "YAML file with lerobot's configuration of a robot (type, port, cameras), which acts in place of a row of the env; null: the env.",
     )
-    fps: float = option(20.0, "Actions a second.", minimum=0.1, maximum=1000)
+    fps: float | None = option(
+        None, "Actions a second; null: as the policy has learned, else 20.", minimum=0.1, maximum=1000
+    )
     execution: str = option(
         "overlap",
         "overlap: the next chunk is computed while this one is executed, and begins with the action whose time has come; wait: the robot "
@@ -86,6 +88,11 @@ class RobotConfig:
         "Deviation of the Gaussian noise on each number that the simulated robot executes, in halves of its range.",
         minimum=0,
     )
+
+    @property
+    def rate(self) -> float:
+        """Actions a second."""
+        return 20.0 if self.fps is None else self.fps
 
     def conditions(self) -> dict[str, Any]:
         """Return the settings that an evaluation keeps when it goes on: all but the page's address."""

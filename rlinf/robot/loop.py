@@ -174,7 +174,7 @@ class RobotEpisodes:
     def _episode(self, spec: EpisodeSpec) -> EpisodeResult:
         settings, robot, time, timing = self.settings, self.robot, self.time, self.timing
         instruction = robot.begin(spec)
-        schedule, period = ChunkSchedule(settings.execution == "overlap", self.displaces), 1 / settings.fps
+        schedule, period = ChunkSchedule(settings.execution == "overlap", self.displaces), 1 / settings.rate
         row: Observation | None = None
         step = due = seen_at = seen_step = 0
         # Positions are limited, and held, from where the robot is: 0 may be far away.
@@ -283,10 +283,10 @@ class RobotEpisodes:
 
     def _ask(self, schedule: ChunkSchedule, row: Observation, seen_at: int, seen_step: int, due: int) -> None:
         """Take an answer that is there, and ask for the next chunk when it is time; without an action, wait for half a period."""
-        time, grace_s = self.time, GRACE / self.settings.fps
+        time, grace_s = self.time, GRACE / self.settings.rate
         if time.is_asked and (answer := time.answer(0.0)) is not None:
             self._take(answer, schedule, due)
-        lead = lead_steps(max(self._latencies, default=0.0), grace_s, self.settings.fps)
+        lead = lead_steps(max(self._latencies, default=0.0), grace_s, self.settings.rate)
         if not time.is_asked and seen_step > self._asked_step and schedule.asks(due, lead):
             time.ask(row, seen_at)
             self._asked_step = seen_step

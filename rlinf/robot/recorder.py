@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.lerobot_dataset import OWN_FILE, describe, open_dataset
-from rlinf.data.lerobot_format import IMAGES, INTERVENTION, STATE
+from rlinf.data.lerobot_format import IMAGES, INTERVENTION, STATE, read_info
 from rlinf.data.lerobot_writer import LeRobotWriter
-from rlinf.files import replace_folder, write_bytes, write_text
+from rlinf.errors import ConfigError
+from rlinf.files import lock, replace_folder, write_bytes, write_text
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 CAMERA = "camera."
@@ -30,7 +31,7 @@ class EpisodeRecorder:
     """Keeps each episode on disk as soon as it ends, and adds all to a dataset.
 
     Args:
-        folder: The dataset; new, or one that a recorder wrote.
+        folder: The dataset; new, or one that a recorder wrote at the same rate.
         kept: Where the episodes lie until then, a file each; a process that goes on finds them there.
         fps: Rows a second.
         env: The env section of the configuration, which the dataset records.
@@ -39,6 +40,8 @@ class EpisodeRecorder:
     def __init__(self, folder: Path, kept: Path, fps: int, env: Mapping[str, Any]) -> None:
         self.folder, self.kept, self.fps = folder, kept, fps
         self.env = recorded_env(env)
+        if folder.exists():
+            self._check(fps=fps)
         self.begin()
 
     def begin(self) -> None:
@@ -71,8 +74,15 @@ class EpisodeRecorder:
     def write(self, results: Sequence[EpisodeResult]) -> Path | None:
         """Add the kept episodes of ``results`` to the dataset and delete their files; return its folder, or None without any row.
 
-        A dataset that exists is written anew, and stays whole until the larger one is there.
+        A dataset that exists is written anew, and stays whole until the larger one is there. Another process that adds to it is waited
+        for. Raise ConfigError if it has become one of other columns or another rate; the episodes stay kept.
         """
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.folder.with_name(f".{self.folder.name}.lock"), "a", encoding="utf-8") as file:
+            lock(file, None)
+            return self._write(results)
+
+    def _write(self, results: Sequence[EpisodeResult]) -> Path | None:
         former = self.folder.with_name(f".{self.folder.name}.old")
         if former.exists() and not self.folder.exists():
             os.rename(former, self.folder)  # a process was killed between the two renames of `replace_folder`
@@ -94,12 +104,22 @@ class EpisodeRecorder:
                 video=False,
                 more=[INTERVENTION],
             ) as writer:
+                if known:
+                    self._check(fps=self.fps, env=self.env, features=writer.info["features"])
                 for episode in chain(_stored(self.folder) if known else (), map(_read, paths)):
                     writer.add_episode(**episode)
                 writer.about[OWN_FILE] = {"env": self.env, "sources": [*known, source]}
             replace_folder(partial, self.folder)
         shutil.rmtree(self.kept, ignore_errors=True)
         return self.folder if paths else None
+
+    def _check(self, **wanted: Any) -> None:
+        """Raise ConfigError if the dataset has another rate, env or columns."""
+        info = read_info(self.folder) | {"env": describe(self.folder).env}
+        for key, value in wanted.items():
+            if (found := json.loads(json.dumps(info[key]))) != value:
+                fix = f"fps={found:g}, or record=<a new folder>" if key == "fps" else "record=<a new folder>"
+                raise ConfigError(f"record={self.folder} has {key}={found}; required: {value}, as the robot. Set {fix}")
 
     def _path(self, spec: EpisodeSpec) -> Path:
         return self.kept / f"{spec.task_id}_{spec.init_state_id}_{spec.seed}.npz"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ class Parts:
         worker: Scores and updates the policy.
         sync: Brings new weights to the rollout policy.
         fingerprint: Fingerprint of the simulator, which every manifest records.
+        fps: Rows a second of what the policy learns from, which every manifest records; None: unknown.
         warned_of_clipping: The run has warned that numbers of actions are cut.
     """
 
@@ -49,6 +50,7 @@ class Parts:
     sync: WeightPush
     evaluator: Evaluator
     fingerprint: dict[str, Any] | None = None
+    fps: float | None = None
     warned_of_clipping: bool = False
 
 
@@ -167,8 +169,9 @@ class ActionTrainer:
 
     def manifest(self) -> Manifest:
         """Return the conditions of the present policy."""
-        version, policy = self.loop.state.policy_version, self.sync.rollout_model
-        return build_manifest(self.parts.config, policy, policy_version=version, fingerprint=self.parts.fingerprint)
+        version, policy, parts = self.loop.state.policy_version, self.sync.rollout_model, self.parts
+        found = build_manifest(parts.config, policy, policy_version=version, fingerprint=parts.fingerprint)
+        return replace(found, fps=parts.fps)
 
     @cached_property
     def _tells_success(self) -> bool:

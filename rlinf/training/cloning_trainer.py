@@ -14,6 +14,8 @@ from rlinf.data.advantages import label_rows
 from rlinf.data.augment import augment
 from rlinf.data.chosen import chosen
 from rlinf.data.config import BAD, GOOD
+from rlinf.data.damage import UnreadableRowError
+from rlinf.data.formats import SKIP
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
@@ -86,7 +88,7 @@ class CloningTrainer(ActionTrainer):
     def update(self, step: int) -> Update:
         """Take an optimiser step."""
         start, config = time.monotonic(), self.parts.config
-        observation, actions = self._batches.next()
+        observation, actions = self._next_batch()
         self._waits.append(time.monotonic() - start)
         go_on()  # the batch has its deadline, and the update has one
         noise = derive_seed(config.seed, "sft noise", step)
@@ -103,6 +105,21 @@ class CloningTrainer(ActionTrainer):
         if is_logged:
             self._waits, self._times = [], []
         return Update(metrics, {"loss": found["loss"]}, is_logged)
+
+    def _next_batch(self) -> tuple[Observation, Tensor]:
+        """Return this rank's rows. If a rank cannot read its own, save and raise UnreadableRowError on all (a collective call)."""
+        reason = None
+        try:
+            batch = self._batches.next()
+        except (UnreadableRowError, OSError) as error:
+            reason = str(error)
+        if any_rank(reason is not None):
+            way_on = ""
+            if self.loop.state.done:
+                self.loop.save_unsaved()
+                way_on = f", with resume={self.loop.folder}, where all steps so far are saved"
+            raise UnreadableRowError(f"{next(filter(None, gather_objects(reason))).rstrip('.')}. {SKIP}{way_on}")
+        return batch
 
     def evaluation_due(self, last: bool) -> str | None:
         """Return the tag of the evaluation after every ``sft.eval_every`` steps but the last."""

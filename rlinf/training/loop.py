@@ -226,6 +226,13 @@ class Loop:
         is_over = trainer.last_tag in state.evaluations or (trainer.ends_run and trainer.is_done())
         if not any_rank(self.stop_signal.number is not None) or is_over:
             return
+        self.save_unsaved()
+        phase = "" if state.phase == "step" else f" of phase {state.phase}"
+        raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
+
+    def save_unsaved(self) -> None:
+        """Save steps that no checkpoint has (a collective call)."""
+        state = self.state
         # A resumed run drops the lines at or beyond its step, so it makes their evaluations again.
         state.evaluations = {
             tag: one
@@ -234,8 +241,6 @@ class Loop:
         }
         if self._saved_steps != (state.sft_step, state.step):
             self.save()
-        phase = "" if state.phase == "step" else f" of phase {state.phase}"
-        raise StopRequested(f"stopped by a signal after step {state.done}{phase}")
 
     @waiting("save")
     def save(self, is_last: bool = False) -> None:

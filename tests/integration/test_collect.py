@@ -206,6 +206,16 @@ def test_the_policy_takes_its_statistics_from_the_dataset(cloned, expert):
     assert saved["norm_stats"] == {"tabletop": normalization_statistics(dataset.actions, dataset.state)}
 
 
+def test_a_robot_acts_at_the_rate_of_the_dataset_unless_another_is_typed(cloned, tmp_path):
+    rate = json.loads((cloned / "checkpoints" / "sft_000004" / "manifest.json").read_text())["fps"]
+    assert rate == 12  # of the tabletop's 12.5 steps a second, rounded by the dataset
+    for words, expected in (([], 12), (["fps=30"], 30)):
+        output = tmp_path / str(expected)
+        words = [*words, "real_time=false", "evaluation.num_episodes=1", f"output_dir={output}"]
+        assert main(["robot", f"checkpoint={cloned}", *words]) == 0
+        assert json.loads((output / "timing.json").read_text())["settings"]["fps"] == expected
+
+
 def test_the_time_spent_waiting_for_rows_is_logged(cloned):
     (first, last) = [line for line in read_metrics(cloned) if "sft/loss" in line]
     for line in (first, last):

@@ -13,6 +13,7 @@ from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig
+from rlinf.data.damage import UnreadableRowError
 from rlinf.data.frames import Frames
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import shuffled_rows
@@ -23,7 +24,7 @@ from rlinf.errors import ConfigError
 from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_episodes
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
-from rlinf.training import train_worker
+from rlinf.training import cloning_trainer, train_worker
 from rlinf.training.action_trainer import Parts
 from rlinf.training.cloning_trainer import CloningTrainer
 from rlinf.training.loop import Loop
@@ -110,7 +111,7 @@ class Recording:
     num_episodes = 2
 
     def __init__(self, dataset):
-        self.dataset, self.read, self.given = dataset, [], []
+        self.dataset, self.read, self.given, self.unreadable = dataset, [], [], dataset.unreadable
         self.model = SimpleNamespace(sft_chunk_len=1)
 
     def __len__(self):
@@ -152,6 +153,38 @@ def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, 
         assert {len(share) for share in shares} == {-(-batch_size // ranks)}, "collective calls must be equally many"
         joined = [row for rows in zip(*shares, strict=True) for row in rows]
         assert joined[:batch_size] == index and set(joined[batch_size:]) <= {index[-1]}
+
+
+class Unreadable(Recording):
+    """Rows of which number 5 has no image."""
+
+    def rows(self, index):
+        if 5 in index:
+            raise UnreadableRowError("row 5 is damaged. Use another dataset")
+        return super().rows(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_row_that_cannot_be_read_ends_the_run_once_all_steps_are_saved(monkeypatch, tmp_path, num_workers, elsewhere):
+    config = build_config(compose_config(["sft.max_steps=9", "sft.batch_size=2", "sft.dataset=x"]))
+    config.sft.num_workers = num_workers
+    seed, num_rows = derive_seed(config.seed, "sft"), len(stored()[0])
+    last = next(step for step in range(9) if 5 in shuffled_rows(num_rows, step, 2, seed))
+    assert last > 0
+    source, saved, state = (Recording if elsewhere else Unreadable)(stored()[0]), [], LoopState()
+    loop = Loop(
+        state, tmp_path, config.trainer, {}, checkpoints=None, stop_signal=StopSignal(announce=False), progress=Progress(enabled=False),
+    )  # fmt: skip
+    monkeypatch.setattr(loop, "save", lambda is_last=False: saved.append(state.sft_step))
+    if elsewhere:  # another rank cannot read its row
+        monkeypatch.setattr(cloning_trainer, "any_rank", lambda mine: mine or len(source.given) == last)
+        monkeypatch.setattr(cloning_trainer, "gather_objects", lambda mine: [mine, "row 5 is damaged"])
+    trainer = CloningTrainer(Parts(config, loop, source, sync=None, evaluator=None), source)
+    with pytest.raises(UnreadableRowError, match="row 5 is damaged.*sft.skip_unreadable_rows=true") as caught:
+        loop.fit(trainer)
+    trainer.close()
+    assert saved == [last] and len(source.given) == last and str(tmp_path) in str(caught.value)
 
 
 def numbered_batch(step: int):

@@ -235,6 +235,37 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("actions", lambda values: values[:, :1]),
+        ("actions", lambda values: values.reshape(2, -1)),
+        ("actions", lambda values: values[:, 0]),
+        ("rewards", lambda values: values[:-1]),
+        ("state", lambda values: np.repeat(values, 2, axis=1)),
+    ],
+)
+def test_an_episode_of_another_shape_is_not_cut_anew(tmp_path, key, change):
+    made = episodes(lengths=(4, 4))
+    made[1][key] = change(made[1][key])
+    with pytest.raises(ConfigError, match="of episode 1 has .*required: "):
+        write(tmp_path / "data", made)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_process_has_made_meanwhile_costs_no_episodes(tmp_path):
+    made = episodes()
+    with pytest.raises(ConfigError, match="by another process meanwhile") as caught, LeRobotWriter(
+        tmp_path / "data", fps=10, image_shapes={"front": (32, 48), "side": (32, 48)}, state_dim=3, action_dim=2, video=False
+    ) as writer:  # fmt: skip
+        for episode in made:
+            writer.add_episode(**episode)
+        write(tmp_path / "other", made[:1]).rename(tmp_path / "data")
+    kept = Path(str(caught.value).rpartition(" in '")[2].strip("'"))
+    found, other = (lerobot_dataset.open_dataset(folder, CAMERAS, None) for folder in (kept, tmp_path / "data"))
+    assert (len(found), len(other)) == (10, 5) and len(list(tmp_path.iterdir())) == 2
+
+
 def copy(tmp_path: Path, name: str = "images") -> Path:
     return Path(shutil.copytree(FIXTURES / name, tmp_path / name))
 
@@ -263,7 +294,7 @@ def test_a_video_that_is_missing_or_cut_and_a_frame_that_it_does_not_have_are_re
     needs_av()
     folder = copy(tmp_path, "video")
     dataset = open_fixture(folder)
-    dataset.frames["front"].seconds[3] += 60
+    dataset.frames["front"].times[3] += 60 * 10240
     dataset.rows(np.array([2]))
     with pytest.raises(ConfigError, match=r"no frame at 60.300 s"):
         dataset.rows(np.array([3]))

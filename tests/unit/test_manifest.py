@@ -100,6 +100,12 @@ def test_a_field_that_informs_is_reported_and_not_refused(field):
     assert mismatch.field == field and not mismatch.must_match
 
 
+def test_the_rate_of_the_data_is_kept_and_not_compared(tmp_path):
+    manifest(fps=12.5).save(tmp_path)
+    saved = Manifest.load(tmp_path)
+    assert saved.fps == 12.5 and compare(saved, manifest()) == []
+
+
 def test_all_differences_are_listed_with_one_override():
     present = replace(changed("env.image_size", 128), precision="bf16", seed=5)
     with pytest.raises(

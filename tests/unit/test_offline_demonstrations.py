@@ -306,3 +306,9 @@ def test_a_smaller_buffer_takes_over_the_newest():
     replay.take_over(source.state_dict())
     wanted = [one for one in transitions(source) if one[0] % 100 >= 22]
     assert transitions(replay) == wanted and len(wanted) == 2 * 3
+
+
+def test_episodes_with_a_row_that_has_no_image_are_left_out():
+    dataset = dataset_of([{"rewards": [0.0] * 3}, {"rewards": [0.0] * 2}, {"rewards": [0.0] * 4}])
+    dataset.unreadable[4] = True
+    assert [episode.first for episode in episodes_of(dataset, EnvConfig(reward_mode="sparse"))] == [0, 5]

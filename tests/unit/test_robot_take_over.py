@@ -1,6 +1,9 @@
 """A person who takes over from a policy, the episodes that are kept of it, and the rows from which a policy learns."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ from rlinf.data.config import SFTConfig
 from rlinf.data.stored import DatasetInfo, Outcomes
 from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_chosen_rows
+from rlinf.robot import recorder as recording
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.loop import RobotEpisodes
 from rlinf.robot.recorder import EpisodeRecorder
@@ -231,6 +235,48 @@ def test_episodes_that_were_kept_become_a_dataset(tmp_path):
     assert lerobot_dataset.open_dataset(folder, {}, "observation.state", outcomes=True).num_episodes == 4
 
 
+def test_two_robots_that_record_into_one_folder_lose_nothing(tmp_path, monkeypatch):
+    folder, recorders = tmp_path / "made", []
+    for name in range(2):
+        results = []
+        for number in range(2):
+            result = EpisodeResult(EpisodeSpec("clock", 0, number, name), "clock", True, 1.0, 4)
+            recorder = EpisodeRecorder(folder, tmp_path / f"kept_{name}", 20, {"name": "clock"})
+            played(Person(steps=(1,)), Clock(num_steps=4), recorder=_Renamed(recorder, result))
+            results.append(result)
+        recorders.append((recorder, results))
+    meet, replace = threading.Barrier(2, timeout=0.5), recording.replace_folder
+
+    def replace_together(*folders):  # without a lock, each has read the folder before the other writes
+        with suppress(threading.BrokenBarrierError):
+            meet.wait()
+        replace(*folders)
+
+    monkeypatch.setattr(recording, "replace_folder", replace_together)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda of_robot: of_robot[0].write(of_robot[1]), recorders))
+    data = lerobot_dataset.open_dataset(folder, {}, "observation.state")
+    assert data.num_episodes == 4 and len(data) == 16
+
+
+def test_a_folder_of_another_rate_or_other_columns_is_not_added_to(tmp_path):
+    folder, result = tmp_path / "made", EpisodeResult(EpisodeSpec("clock", 0, 0, 0), "clock", True, 1.0, 4)
+    before = EpisodeRecorder(folder, tmp_path / "late", 10, {"name": "clock"})  # the folder is new as this robot begins
+    other = EpisodeRecorder(folder, tmp_path / "other", 20, {"name": "tower"})
+    for recorder in (EpisodeRecorder(folder, tmp_path / "kept", 20, {"name": "clock"}), before, other):
+        played(Person(steps=(1,)), Clock(num_steps=4), recorder=_Renamed(recorder, result))
+        if recorder.kept.name == "kept":
+            recorder.write([result])
+            continue
+        with pytest.raises(ConfigError, match="fps=20.*required: 10" if recorder is before else "env="):
+            recorder.write([result])
+        assert len(list(recorder.kept.glob("*.npz"))) == 1, "the episode stays"
+    assert lerobot_dataset.open_dataset(folder, {}, "observation.state").num_episodes == 1
+    with pytest.raises(ConfigError, match="fps=20.*required: 10.*Set fps=20"):
+        EpisodeRecorder(folder, tmp_path / "again", 10, {"name": "clock"})
+    EpisodeRecorder(folder, tmp_path / "again", 20, {"name": "clock"})
+
+
 class _Renamed:
     """Keeps an episode as another result."""
 
@@ -273,6 +319,7 @@ class Stored:
     info, last_rows = SimpleNamespace(folder="data/mine"), np.repeat([3, 7, 9], [4, 4, 2])
 
     def __init__(self, chunk_len=1, person=PERSON):
+        self.unreadable = np.zeros(10, bool)
         self.chunk_len, self.outcomes = chunk_len, Outcomes(None, None, SUCCESS, np.zeros(10, bool), person)
 
     def __len__(self):

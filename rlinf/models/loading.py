@@ -48,7 +48,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         found = f"it holds a {type(values).__name__}"
-    except ValueError as error:  # of the JSON, or of its encoding
+    except (ValueError, RecursionError) as error:  # of the JSON, or of its encoding
         values, found = None, str(error)
     if not isinstance(values, dict):
         raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")

@@ -86,16 +86,15 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
         and not 0 < math.prod(value or [0]) <= LARGEST_SHAPE
     ):
         return f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
-    inner: list[tuple[Any, Any, Any]] = []
-    if isinstance(wanted, list):
-        inner = [(item, wanted[0], number) for number, item in enumerate(value)]
-    elif isinstance(wanted, dict) and "*" in wanted:
-        inner = [(item, wanted["*"], name) for name, item in value.items()]
-    elif isinstance(wanted, dict):
-        parts = {name.removesuffix("?"): pattern for name, pattern in wanted.items()}
-        absent = {name for name in parts if f"{name}?" in wanted and value.get(name) is None}
-        inner = [(value.get(name), parts[name], name) for name in parts.keys() - absent]
-    return next(filter(None, (mismatch(item, of, f"{place}.{name}".lstrip(".")) for item, of, name in inner)), None)
+    inner = dict(enumerate(value)) if isinstance(wanted, list) else {}
+    patterns = dict.fromkeys(inner, wanted[0]) if inner else {}
+    if isinstance(wanted, dict):
+        patterns = (
+            dict.fromkeys(value, wanted["*"]) if "*" in wanted else {n.removesuffix("?"): wanted[n] for n in wanted}
+        )
+        inner = {name: value.get(name) for name in patterns if value.get(name) is not None or f"{name}?" not in wanted}
+    found = (mismatch(item, patterns[name], f"{place}.{name}".lstrip(".")) for name, item in inner.items())
+    return next(filter(None, found), None)
 
 
 def content_findings(folder: Path, config: LerobotConfig | None = None) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import sha256_of
 from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import PIPELINES, Finding, content_findings
-from rlinf.models.loading import read_json
+from rlinf.models.loading import instead_of_weights, read_json
 
 WEIGHTS = "model.safetensors"
 NEEDED = {
@@ -90,10 +90,12 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
     return []
 
 
-def action_statistics(folder: str | Path) -> dict[str, list[float]]:
-    """Return the statistics by which the folder's actions are brought into the policy's units, by name."""
-    state = _statistics(Path(folder), _step(Path(folder), "policy_postprocessor.json"))
-    prefix = f"{ACTION}."
+def action_statistics(
+    folder: str | Path, file: str = "policy_postprocessor.json", feature: str = ACTION
+) -> dict[str, list[float]]:
+    """Return the statistics by which the folder's actions, or another feature, are brought into the policy's units, by name."""
+    state = _statistics(Path(folder), _step(Path(folder), file))
+    prefix = f"{feature}."
     own = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
     return {name: each.flatten().tolist() for name, each in own.items()}
 
@@ -137,7 +139,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     path = folder / WEIGHTS
     if not path.is_file():
         adapters = (folder / "adapter_config.json").is_file()
-        cure = "merge the adapters into their base with PEFT and save that" if adapters else ANOTHER
+        cure = "merge the adapters into their base with PEFT and save that" if adapters else instead_of_weights(folder)
         yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), cure)
         return
     try:
@@ -215,6 +217,8 @@ def _normalizer_findings(
         yield Finding(name, f"has statistics in {file} that are not finite", retrain)
     elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
         yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
+    elif bool((second < (0 if mode == "MEAN_STD" else first)).any()):
+        yield Finding(name, f"has statistics in {file} that turn its sign ({keys[1]})", retrain)
     elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_PICTURE:
         largest = f"{float(torch.maximum(first, second).max()):.3g}"
         found = f"has statistics of pictures in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"

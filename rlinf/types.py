@@ -177,6 +177,7 @@ class EpisodeResult:
     Attributes:
         actions_clipped_fraction: Share of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
         actions_max_abs: Largest magnitude of these numbers before the cut; None: not recorded.
+        states_far_fraction: Fraction of its states in which a number lay far beyond the policy's statistics; None: nothing to compare.
         success_told: The env said at some step whether the goal is reached.
         true_success: The simulator said at some step that it is, where a classifier or planted errors decide on ``success``; None:
             the simulator decides, or does not tell.
@@ -191,6 +192,7 @@ class EpisodeResult:
     actions_max_abs: float | None = None
     success_told: bool = False
     true_success: bool | None = None
+    states_far_fraction: float | None = None
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import act_for_rows
+from rlinf.models.embodiment.modules.ranges import GARBAGE
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import override_text
 from rlinf.policy import Policy
@@ -33,6 +35,8 @@ from rlinf.serving.layouts import ROBOTS, MessageLayout, check_layout, layout_of
 from rlinf.serving.server import BATCH, Limits, PolicyServer
 from rlinf.serving.vla_eval import PATH, Hello
 from rlinf.types import Observation
+
+logger = logging.getLogger("rlinf")
 
 PROTOCOL = 1
 """Version of what ``rlinf`` adds to openpi's protocol: the metadata, batches, random numbers."""
@@ -60,6 +64,8 @@ class PolicyRows:
         self.layout, self.named = layout_of(settings.keys, names), layout_of("rlinf", names)
         self.state_dim = ENVS.get(policy.config.env.name).state_width(policy.config.env) or 0
         self.reads_state = policy.model.reads_state(policy.model.config)
+        self.state_range = getattr(policy.model, "state_range", None) if self.reads_state else None
+        self.num_states = self.num_far = 0
 
     def read(self, request: Mapping[str, Any]) -> RequestRow:
         """Check a request under ``settings.keys``; raise MessageError or ConfigError if it does not fit the policy."""
@@ -78,6 +84,8 @@ class PolicyRows:
         # No words at all are mostly a mistake in Python; here an audit asks what the policy does without them.
         rows, _ = self.policy.rows({**parts, "instruction": prompt.strip() or "nothing"})
         rows = replace(rows, instruction=[prompt])
+        if self.state_range is not None:
+            self._note(rows.state)
         uniforms, temperature = request.get("uniforms"), request.get("temperature", 1.0)
         if uniforms is not None:
             uniforms = np.asarray(uniforms, dtype=np.float32)
@@ -115,6 +123,19 @@ class PolicyRows:
                 chosen = act_for_rows(model, observation, uniforms, temperature, self.num_rows)
                 actions |= zip(numbers, chosen, strict=True)
         return [actions[number] for number in range(len(rows))]
+
+    def _note(self, state: np.ndarray) -> None:
+        """Count states far beyond the statistics; warn at 1, 2, 4, ... of them. Raise MessageError for a number that is no measurement."""
+        far = bool(self.state_range.far(state)[0])
+        self.num_states, self.num_far = self.num_states + 1, self.num_far + far
+        if far:
+            found, widths = self.state_range.farthest(state)
+            if self.num_far & (self.num_far - 1) == 0:
+                logger.warning(
+                    "%d of %d states are far beyond the statistics: %s", self.num_far, self.num_states, found
+                )
+            if widths > GARBAGE:
+                raise MessageError(f"{found} Required: a measurement in the units of the policy's training data")
 
     def warm_up(self) -> None:
         """Act once for a black picture: the first call of a model may compile, and takes longer than clients wait."""

@@ -75,7 +75,7 @@ from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.action_trainer import ActionTrainer, Parts
-from rlinf.training.cloning_trainer import CloningTrainer
+from rlinf.training.cloning_trainer import CloningTrainer, compare_with_statistics
 from rlinf.training.collapse import RolledBack, rollbacks_of
 from rlinf.training.evaluator import Evaluator
 from rlinf.training.loop import Loop
@@ -181,6 +181,8 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model, fps = _policy(config, env, dataset, resumed_from, fingerprint)
+    if dataset is not None:
+        compare_with_statistics(model, dataset, config.env.name)
     if recomputed:
         from rlinf.models.blocks import repeated_blocks, set_training_options  # imports torch's compiler
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
+
+from rlinf.distributed.process_group import rank
+
+logger = logging.getLogger("rlinf")
 
 MIN_RANGE = 1e-4
 """A column with a smaller range (max - min) counts as constant."""
 MIN_SHARE = 0.01
 """Minimum of a column's quantile span and standard deviation, as a share of its range (max - min)."""
+GLITCH_ROWS = 500
+"""At most one row in so many at each end of a column is a glitch (two of 200 rows, one of 10)."""
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
@@ -70,23 +77,51 @@ class ImageStatistics:
 def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
     """Return the statistics that models normalise by, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
-    Columns that a model could not divide by are changed, but for ``min`` and ``max``:
+    Columns that a model could not divide by are changed; all but a constant one are named with a row in the log:
 
+    - Glitches (``glitches``) are left out of their column's statistics.
     - A constant column (``MIN_RANGE``) gets ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
     - If ``q99 - q01`` is less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in few rows), ``q01`` and ``q99``
       become ``min`` and ``max``. A ``std`` below that share becomes that share.
     """
-    statistics = {"action": _as_lists(actions)}
+    statistics = {"action": _as_lists(actions, "action")}
     if state is not None:
-        statistics["proprio"] = _as_lists(state)
+        statistics["proprio"] = _as_lists(state, "state")
     return statistics
 
 
-def _as_lists(values: np.ndarray) -> dict[str, list]:
-    found = vector_statistics(values)
+def glitches(values: np.ndarray) -> np.ndarray:
+    """Return which numbers of ``[N, D]`` are single rows far from all others, bool ``[N, D]``.
+
+    Far is beyond the others by half their span over ``MIN_SHARE``; of a gripper with two values, the whole. Where the others are
+    constant, none is.
+    """
+    count = len(values)
+    if count < 10:
+        return np.zeros(values.shape, dtype=bool)
+    few, ordered = max(1, min(2, count // 100), count // GLITCH_ROWS), np.sort(values.astype(np.float64), axis=0)
+    others = ordered[few : count - few]
+    low, high = others[0], others[-1]
+    is_binary = (np.diff(others, axis=0) > 0).sum(0) == 1
+    far = np.where(is_binary, 1.0, 0.5) / MIN_SHARE * (high - low)
+    return (high - low >= MIN_RANGE) & ((values < low - far) | (values > high + far))
+
+
+def _as_lists(values: np.ndarray, name: str) -> dict[str, list]:
+    found, left_out = vector_statistics(values), glitches(values)
+    for column in np.flatnonzero(left_out.any(0)):
+        rows = np.flatnonzero(left_out[:, column])
+        kept = vector_statistics(np.delete(values[:, column : column + 1], rows, axis=0))
+        found |= {part: np.where(np.arange(values.shape[1]) == column, kept[part], found[part]) for part in found}
+        others = f"far from all other rows ({kept['min'][0]:g} to {kept['max'][0]:g}): left out of its statistics"
+        _tell(name, column, rows, values, f"{others}, and cut")
     low, high = found["min"].astype(np.float64), found["max"].astype(np.float64)
     constant, middle, span = high - low < MIN_RANGE, (high + low) / 2, high - low
     rare = found["q99"] - found["q01"] < MIN_SHARE * span
+    for column in np.flatnonzero(rare & ~constant):
+        moved = abs(values[:, column] - found["q50"][column]) > span[column] / 2
+        whole = f"rare: normalised by its whole range, {low[column]:g} to {high[column]:g}"
+        _tell(name, column, np.flatnonzero(moved & ~left_out[:, column]), values, whole)
     usable = {
         "q01": np.where(constant, middle - 0.5, np.where(rare, low, found["q01"])),
         "q99": np.where(constant, middle + 0.5, np.where(rare, high, found["q99"])),
@@ -96,3 +131,10 @@ def _as_lists(values: np.ndarray) -> dict[str, list]:
         "std": np.where(constant, 1.0, np.maximum(found["std"], MIN_SHARE * span)),
     }
     return {name: numbers.tolist() for name, numbers in usable.items()} | {"mask": [True] * values.shape[1]}
+
+
+def _tell(name: str, column: int, rows: np.ndarray, values: np.ndarray, what: str) -> None:
+    """Log which rows made a rule change a column."""
+    if rank() == 0 and len(rows):
+        value, others = values[rows[0], column], f" and {len(rows) - 1} more rows" if len(rows) > 1 else ""
+        logger.warning("column %d of the %s: row %d%s, %g: %s", column, name, rows[0], others, value, what)

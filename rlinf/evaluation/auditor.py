@@ -30,7 +30,7 @@ from rlinf.evaluation.disturbed_env import (
 )
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.kept_audit import KeptAudit
-from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
+from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, judged_verdict, verdicts
 from rlinf.number_formats import format_interval, format_points
 from rlinf.types import EpisodeSpec
@@ -217,7 +217,13 @@ class Auditor:
                 f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
                 "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
             )
-        disturbed = [] if is_clean else clipping_warning(*actions_clipped(result.results)) + result.judged_warning()
+        disturbed = (
+            []
+            if is_clean
+            else clipping_warning(*actions_clipped(result.results))
+            + far_warning(result.states_far_fraction)
+            + result.judged_warning()
+        )
         self.warnings += [] if specs is not None else [one for one in result.warnings if one not in disturbed]
         self.results[key] = result
         pairs = None if key in ("clean", "seen") else compare(self.results["clean"], result, [EPISODES]).total

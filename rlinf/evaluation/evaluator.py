@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ import torch
 
 from rlinf.errors import ConfigError, RefusedInputError
 from rlinf.evaluation.config import NUM_ROWS
-from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning
+from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
 from rlinf.models.precision import evaluation_mode
@@ -45,12 +45,14 @@ class Stream(np.random.Generator):
     Attributes:
         seen: The last observations of the episode, one row each; before there are enough, the first one is repeated.
         planned: Actions ``[D]`` of the last chunk that were not executed yet.
+        far: Whether each state lay far beyond the policy's statistics (``Range.far``).
     """
 
     def __init__(self, seed: int, num_observations: int = 1) -> None:
         super().__init__(np.random.PCG64(seed))
         self.seen: deque[Observation] = deque(maxlen=num_observations)
         self.planned: list[np.ndarray] = []
+        self.far: list[bool] = []
 
     def see(self, row: Observation) -> None:
         """Add the present observation."""
@@ -72,6 +74,9 @@ class RowPolicy:
     seed: int
     num_rows: int = NUM_ROWS
 
+    def __post_init__(self) -> None:
+        self.state_range = getattr(self.model, "state_range", None)
+
     def stream(self, spec: EpisodeSpec) -> Stream:
         """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
         words = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
@@ -79,6 +84,9 @@ class RowPolicy:
 
     def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``; ``C`` is 1 for a model that remembers."""
+        if self.state_range is not None and observation.state is not None:
+            for stream, far in zip(streams, self.state_range.far(observation.state), strict=True):
+                stream.far.append(bool(far))
         if getattr(self.model, "num_observations", 1) == 1:
             return act_for_rows(self.model, observation, self.draws(streams), self.temperature, self.num_rows)
         for row, stream in enumerate(streams):
@@ -325,7 +333,7 @@ def evaluate_policy(
         results = _play(episodes, specs, plan, env.num_envs, on_result)
         found = EvaluationResult(results, greedy, temperature, seed, tells_success=env.tells_success(env.config))
         found.warnings += found.judged_warning()
-        found.warnings += clipping_warning(*actions_clipped(results))
+        found.warnings += clipping_warning(*actions_clipped(results)) + far_warning(found.states_far_fraction)
         if plan.video_folder is not None:
             _add_videos(found, episodes, plan)
     num_restarts = sum(plan.ranks.gather(lambda: episodes.num_restarts - restarts_before))
@@ -417,8 +425,9 @@ def _run(
             streams[row] = policy.stream(specs[row])
         calls_left = horizon if len(step.lost_env_ids) else calls_left - 1
         for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
-            results[row] = result
-            on_result(result)
+            far = streams[row].far
+            results[row] = replace(result, states_far_fraction=float(np.mean(far)) if far else None)
+            on_result(results[row])
         if len(results) == len(specs):
             return [results[row] for row in range(len(specs))]
     missing = [specs[row] for row in range(len(specs)) if row not in results]

@@ -16,6 +16,8 @@ from rlinf.files import write_text
 from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
+MOST_FAR = 0.01
+"""Fraction of states far beyond their statistics above which a result warns."""
 MOST_CLIPPED = 0.05
 """Share of cut numbers of actions above which a result warns."""
 
@@ -185,6 +187,13 @@ class EvaluationResult:
         """Largest magnitude of these numbers before the cut; None: not recorded."""
         return actions_clipped(self.results)[1]
 
+    @property
+    def states_far_fraction(self) -> float | None:
+        """Fraction of the states in which a number lay far beyond the policy's statistics; None: nothing to compare."""
+        known = [one for one in self.results if one.states_far_fraction is not None]
+        steps = sum(one.num_env_steps for one in known)
+        return sum(one.states_far_fraction * one.num_env_steps for one in known) / steps if steps else None
+
     def headline(self) -> str:
         """Return success with its interval and the return in one line, short enough for 80 columns behind the name of the evaluation."""
         total = self.total
@@ -231,7 +240,9 @@ class EvaluationResult:
         if not self.total.is_told:
             results = [{**row, "success": None} for row in results]
         per_task = {task: success.as_dict() for task, success in self.per_task.items()}
-        actions = {name: getattr(self, name) for name in ("actions_clipped_fraction", "actions_max_abs")}
+        actions = {
+            name: getattr(self, name) for name in ("actions_clipped_fraction", "actions_max_abs", "states_far_fraction")
+        }
         return {**self.summary(), **actions, "per_task": per_task, **values, "results": results}
 
     def to_json(self, path: str | os.PathLike) -> Path:
@@ -285,6 +296,16 @@ def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, flo
     num_steps = max(1, sum(one.num_env_steps for one in known))
     clipped = sum(one.actions_clipped_fraction * one.num_env_steps for one in known) / num_steps
     return clipped, max(one.actions_max_abs for one in known)
+
+
+def far_warning(fraction: float | None) -> list[str]:
+    """Return a sentence if more than ``MOST_FAR`` of the states lie far beyond the policy's statistics; for ``states_far_fraction``."""
+    if fraction is None or fraction <= MOST_FAR:
+        return []
+    return [
+        f"{fraction:.1%} of the states hold a number more than five half-widths from the middle of the policy's statistics. The likely "
+        "cause is a state in other units than the training data's, or the statistics of another data set (model.unnorm_key)"
+    ]
 
 
 def clipping_warning(fraction: float | None, largest: float | None) -> list[str]:

@@ -23,6 +23,7 @@ from rlinf.models.loading import (
     check_fit,
     check_hub,
     check_model_type,
+    dataset_statistics,
     no_lora,
     read_json,
     without_load_report,
@@ -30,7 +31,7 @@ from rlinf.models.loading import (
 from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
-from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER
+from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
 
 logger = logging.getLogger("rlinf")
 
@@ -230,6 +231,7 @@ def _load_action_model(
     own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     own |= {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
     if cfg.model_path is not None:
+        check_has_statistics(config, Path(cfg.model_path))
         loading = {"torch_dtype": arguments["dtype"], "attn_implementation": cfg.attn_implementation}
         loading |= {"low_cpu_mem_usage": cfg.low_cpu_mem_usage, "trust_remote_code": cfg.trust_remote_code}
         if deferred and "deferred" in inspect.signature(model_class.from_pretrained).parameters:
@@ -238,6 +240,18 @@ def _load_action_model(
     if hasattr(config, "norm_stats") and not config.norm_stats:
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
     return heads_in_float32(model_class._from_config(config, **arguments, **own))
+
+
+def check_has_statistics(config: Any, folder: Path) -> None:
+    """Refuse a folder without the action statistics that its model needs, and a ``dataset_statistics.json`` that is damaged."""
+    dataset_statistics(folder)
+    if getattr(config, "norm_stats", None) == {}:
+        files = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
+        raise ConfigError(
+            f"'{folder}' holds no action statistics: there is no statistics file, and config.json has none (files: {files:.200}). Set "
+            "model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those of sft.dataset or the env, or put "
+            f"{STATISTICS_FILE} of its training data there"
+        )
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import re
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ logger = logging.getLogger("rlinf")
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
+LISTS = ("q01", "q99", "min", "max", "mean", "std")
+"""Lists of statistics, each with a number for each dimension."""
 
 
 def field_error(problem: str, override: str) -> ConfigError:
@@ -48,7 +52,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         found = f"it holds a {type(values).__name__}"
-    except ValueError as error:  # of the JSON, or of its encoding
+    except (ValueError, RecursionError) as error:  # of the JSON, or of its encoding
         values, found = None, str(error)
     if not isinstance(values, dict):
         raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")
@@ -56,9 +60,51 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def dataset_statistics(folder: Path) -> dict[str, Any]:
-    """Return the statistics by data set name that public code writes next to a checkpoint; empty without the file."""
+    """Return the statistics by data set name that public code writes next to a checkpoint, checked; empty without the file."""
     path = folder / STATISTICS_FILE
-    return read_json(path) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
+    for name, parts in found.items():
+        for part in ("action", "proprio"):
+            check_statistics(
+                parts.get(part, {}) if isinstance(parts, Mapping) else parts, f"{part} of '{name}' in {path}"
+            )
+    return found
+
+
+def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless the lists of one data set's statistics are finite, of one length, and can normalise.
+
+    ``used`` are the two lists that do: (q01, q99), (min, max), or (mean, std), of which zeros at the end of ``std`` are padding.
+    """
+    named = stats if isinstance(stats, Mapping) else {"q01": str(stats)}
+    lists = {
+        name: named.get(name) for name in dict.fromkeys((*LISTS, *used)) if named.get(name) is not None or name in used
+    }
+    problem = None
+    for name, numbers in lists.items():
+        values = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+        wrong = [value for value in values if not isinstance(value, Real) or not math.isfinite(value)]
+        if (wrong or not isinstance(numbers, Iterable)) and problem is None:
+            problem = f"{name} holds {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
+    if problem is None and len({len(each) for each in (*lists.values(), *filter(None, [named.get("mask")]))}) > 1:
+        problem = (
+            f"their lengths are {[len(each) for each in lists.values()]} ({', '.join(lists)}); required: one length"
+        )
+    pairs = list(zip(*(lists[name] for name in used), strict=True)) if used and problem is None else []
+    while used[1:] == ("std",) and pairs and pairs[-1][1] == 0:
+        pairs.pop()
+    for low, high in pairs:
+        if high <= 0 if used[1] == "std" else high < low:
+            problem = (
+                f"{used[1]} < {used[0]} ({high:g} < {low:g})"
+                if used[1] != "std"
+                else f"std is {high:g}; required: above 0"
+            )
+    if problem is not None:
+        own = "or to take the env's: model.unnorm_key=<env.name> 'model.override_config.norm_stats={}'"
+        raise ConfigError(
+            f"The statistics ({place}) cannot be used: {problem}. Set model.model_path=<another folder>, {own}"
+        )
 
 
 def check_hub(path: str | Path) -> None:
@@ -146,6 +192,19 @@ def without_load_report() -> Iterator[None]:
         yield
     finally:
         theirs.removeFilter(is_other)
+
+
+def instead_of_weights(folder: Path) -> str:
+    """Say what a folder without ``model*.safetensors`` holds, and how that becomes weights."""
+    if not any(folder.glob("pytorch_model*.bin")):
+        files = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
+        return f"it holds {files:.200}. Set model.model_path=<checkpoint folder>"
+    code = (
+        "import pathlib, torch; from safetensors.torch import save_file; [save_file({n: t.clone().contiguous() for n, t in "
+        "torch.load(f, 'cpu', weights_only=True).items()}, str(f.with_suffix('.safetensors')).replace('pytorch_', ''), "
+        f"{{'format': 'pt'}}) for f in pathlib.Path('{folder}').glob('pytorch_model*.bin')]"
+    )
+    return f'it holds pytorch_model*.bin, a pickle. Convert it: python -c "{code}"'
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:

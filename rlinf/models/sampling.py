@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlinf.errors import CheckpointError
+
 
 def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
     """Return float32 numbers in the open interval (0, 1) from torch's global generator."""
@@ -27,6 +29,15 @@ def token_logprobs(
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+
+
+def check_finite(logits: Tensor) -> Tensor:
+    """Return ``logits``; raise CheckpointError if one is NaN or infinite: the largest of them would be one and the same action."""
+    if not bool(torch.isfinite(logits).all()):
+        raise CheckpointError(
+            "The policy's logits are not finite: its weights are damaged, or a number that it reads is huge"
+        )
+    return logits
 
 
 def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:

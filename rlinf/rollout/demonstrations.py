@@ -44,6 +44,10 @@ class Demonstrations:
         return len(self.actions)
 
     @property
+    def state(self) -> np.ndarray | None:
+        return self.observation.state
+
+    @property
     def success_rate(self) -> float:
         """The demonstrator's share of successful episodes."""
         return float(np.mean([episode.success for episode in self.episodes]))

@@ -24,6 +24,8 @@ METRICS: dict[str, Metric] = {
         "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were "
         "cut; a warning above 5 %.", "1"),
     "rollout/actions_max_abs": Metric("Largest magnitude of these numbers before the cut.", "env units"),
+    "rollout/states_far_fraction": Metric(
+        "Fraction of states beyond five half-widths of the policy's statistics; a warning above 1 %.", "1"),
     "rollout/num_episodes": Metric("First episodes of the envs, which the six above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
         "Episodes that began again because their simulator was lost; their first part is not trained on, and "
@@ -119,6 +121,9 @@ METRICS: dict[str, Metric] = {
     "sft/demonstrator_success_rate": Metric(
         "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
     "sft/cut_row_fraction": Metric("As train/cut_row_fraction, in SFT.", "1"),
+    "sft/actions_beyond_statistics": Metric(
+        "Largest fraction of a dimension's labels beyond the statistics; in the first line. A warning above 5 %, an error above half.", "1"),
+    "sft/states_beyond_statistics": Metric("The same of the states.", "1"),
     "sft/entropy": Metric("Mean entropy of a learned token of a recipe, with `logging.report_entropy`.", "nat"),
     "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
     "eval/true_success_rate": Metric("The same by the simulator, where a classifier or planted errors decide.", "1"),

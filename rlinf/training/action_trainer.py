@@ -14,7 +14,7 @@ from torch import Tensor
 from rlinf.cluster.rollouts import played_by
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import barrier, rank
-from rlinf.evaluation.result import actions_clipped, clipping_warning
+from rlinf.evaluation.result import actions_clipped, clipping_warning, far_warning
 from rlinf.manifest import Manifest
 from rlinf.memory import memory_metrics
 from rlinf.models.embodiment.base import ActionModel
@@ -158,6 +158,8 @@ class ActionTrainer:
             self.manifest().save(folder)
             self.loop.progress.note(f"eval {tag}: {result.headline()}")
             self._warn_of_clipping(*actions_clipped(result.results))
+            for sentence in far_warning(result.states_far_fraction):
+                logger.warning(sentence)
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self.loop.log(step, metrics | {"rollout/env_steps_total": state.env_steps})
         barrier()  # the other ranks wait for rank 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +25,15 @@ from rlinf.distributed.process_group import any_rank, broadcast_object, gather_o
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
-from rlinf.rollout.demonstrations import collect_demonstrations
+from rlinf.rollout.demonstrations import Demonstrations, collect_demonstrations
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Parts
 from rlinf.training.loop import Update
 from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import own_rows
 from rlinf.types import Observation
+
+logger = logging.getLogger("rlinf")
 
 LOG_EVERY = 10
 """Steps between two lines of metrics."""
@@ -73,6 +76,11 @@ class CloningTrainer(ActionTrainer):
         state, config, run_seed = self.loop.state, self.parts.config.sft, self.parts.config.seed
         start = time.monotonic()
         demonstrations, self._demonstrator = self._demonstrations()
+        rows = self.dataset or demonstrations
+        metrics, warnings = compare_with_statistics(self.worker.model, rows, self.parts.config.env.name)
+        self._demonstrator |= metrics
+        for warning in warnings if rank() == 0 else ():
+            logger.warning(warning)
         if state.sft_step == 0:  # a resumed run has paid for them before
             state.train_wall_s += time.monotonic() - start
         seed = derive_seed(run_seed, "sft")
@@ -183,6 +191,19 @@ class CloningTrainer(ActionTrainer):
             f"{len(played.episodes)} demonstrations, {len(played)} rows; the demonstrator succeeds in {played.success_rate:.1%}"
         )
         return played, {"sft/demonstrator_success_rate": played.success_rate}
+
+
+def compare_with_statistics(
+    model: ActionModel, rows: StoredDemonstrations | Demonstrations, env_name: str
+) -> tuple[dict[str, float], list[str]]:
+    """Return the largest fractions of actions and states beyond the statistics in use, and warnings; see ``Range.compare``."""
+    metrics, warnings, actions = {}, [], np.asarray(rows.actions)
+    first = actions if actions.ndim == 2 else actions[:, 0]
+    for name, span, values in (("actions", model.action_range, first), ("states", model.state_range, rows.state)):
+        if span is not None and values is not None:
+            fraction, told = span.compare(values, name, model.other_statistics.format(env_name))
+            metrics[f"sft/{name}_beyond_statistics"], warnings = fraction, warnings + told
+    return metrics, warnings
 
 
 @torch.no_grad()

@@ -143,6 +143,10 @@ class RLTrainer(ActionTrainer):
         metrics = self._check(batch, step)
         clock.lap("logprob")
         metrics |= rollout_metrics(batch)
+        if (span := self.worker.model.state_range) is not None and batch.observation.state is not None:
+            valid = batch.loss_mask.flatten().numpy()
+            num_far, num_rows = sum_counts(int(span.far(batch.observation.state)[valid].sum()), int(valid.sum()))
+            metrics["rollout/states_far_fraction"] = num_far / max(1, num_rows)
         metrics |= self._scale_rewards(batch)
         read = batch.loss_mask.clone()
         metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))

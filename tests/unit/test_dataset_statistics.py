@@ -134,3 +134,62 @@ def test_openvla_tokens_decode_to_the_demonstrated_actions(rows):
     torch.testing.assert_close(found[:, 1:], actions[:, 1:], atol=0.01, rtol=0)
     exact = {name: values.tolist() for name, values in vector_statistics(rows).items()}
     assert abs(decoded(exact)[0, 1] - 1) > 1, "by the quantiles of the rows the gripper would never close"
+
+
+def moving(count: int = 1000, columns: int = 3) -> np.ndarray:
+    """Displacements of at most 0.05, and in the last column a gripper that is closed in a half of the rows."""
+    values = np.random.default_rng(1).uniform(-0.05, 0.05, (count, columns)).astype(np.float32)
+    values[:, -1] = np.arange(count) % 2
+    return values
+
+
+@pytest.mark.parametrize(
+    "count, planted",
+    [
+        (1000, {(500, 0): 250.0}),
+        (1000, {(0, 0): -250.0, (999, 0): 300.0}),
+        (1000, {(7, 0): 8.0}),
+        (1000, {(7, 2): 250.0}),
+        (1000, {(7, 0): 250.0, (8, 0): 250.0, (9, 1): -4e4}),
+        (60, {(30, 0): 250.0}),
+        (20_000, {(row, 0): 100.0 + row for row in range(0, 20_000, 600)}),
+    ],
+)
+def test_a_glitch_costs_a_column_nothing_and_is_named(count, planted, caplog):
+    """Statistics equal those of the other rows, so labels keep their bins; other columns keep the bits that they had."""
+    clean = moving(count)
+    values = clean.copy()
+    for place, value in planted.items():
+        values[place] = value
+    columns = {column for _, column in planted}
+    found = normalization_statistics(values, values[:, :1])
+    before = normalization_statistics(clean, None)["action"]
+    for column in range(values.shape[1]):
+        rows = np.delete(clean[:, column : column + 1], [row for row, c in planted if c == column], axis=0)
+        wanted = normalization_statistics(rows, None)["action"]
+        for name, numbers in found["action"].items():
+            assert numbers[column] == pytest.approx(wanted[name][0], rel=1e-12)
+            assert column in columns or numbers[column] == before[name][column]
+    assert found["proprio"]["q99"][0] == pytest.approx(found["action"]["q99"][0], rel=1e-12)
+    tokens = ActionTokenizer(256, 1000).encode(ActionNormalizer(found["action"]).normalize(torch.from_numpy(values)))
+    for column in columns - {2}:
+        assert len(tokens[:, column].unique()) > min(200, count // 2)
+    told = [record.getMessage() for record in caplog.records]
+    for column in columns:
+        (line,) = [text for text in told if text.startswith(f"column {column} of the action")]
+        row = min(row for row, c in planted if c == column)
+        assert f"row {row}" in line and f"{planted[row, column]:g}" in line
+    assert len(told) == len(columns) + (0 in columns)  # the state has this column, too
+
+
+def test_a_gripper_is_no_glitch(rows, caplog):
+    """It moves in 0.5 % of the rows, in one of 10,000, or with noise: the bounds stay the whole range, with a line."""
+    once, noisy = np.zeros((10_000, 1), np.float32), np.random.default_rng(2).uniform(0, 0.001, (1000, 1))
+    once[77], noisy[100:106] = 1, 0.8
+    for values, column, bounds in ((rows, 1, (-1, 1)), (once, 0, (0, 1)), (noisy, 0, (noisy.min(), 0.8))):
+        caplog.clear()
+        found = normalization_statistics(values, None)["action"]
+        assert (found["q01"][column], found["q99"][column]) == pytest.approx(bounds)
+        (line,) = [record.getMessage() for record in caplog.records]
+        row = int(np.argmax(values[:, column]))
+        assert line.startswith(f"column {column} of the action: row {row}") and f"{values[row, column]:g}" in line

@@ -1,17 +1,33 @@
 """A folder of lerobot whose policy would be blind is refused by the name of the feature; whole ones are accepted."""
 
+import importlib
 import json
+import os
+import pickle
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from lerobot_small_folders import (
+    AFTER,
+    BEFORE,
+    MODES,
+    NORMALIZER,
+    UNNORMALIZER,
+    change,
+    change_tensors,
+    make,
+    picture,
+)
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import build_policy
+from rlinf.models.embodiment.lerobot import worker
 from rlinf.models.embodiment.lerobot.config import LerobotConfig
 from rlinf.models.embodiment.lerobot.folder import (
     MIGRATE,
@@ -21,66 +37,7 @@ from rlinf.models.embodiment.lerobot.folder import (
     refuse_folder,
 )
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
-
-MODES = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-BEFORE, AFTER = "policy_preprocessor", "policy_postprocessor"
-NORMALIZER, UNNORMALIZER = (
-    f"{BEFORE}_step_3_normalizer_processor.safetensors",
-    f"{AFTER}_step_0_unnormalizer_processor.safetensors",
-)
-
-
-def write(path: Path, values: object) -> None:
-    path.write_text(json.dumps(values))
-
-
-def change(folder: Path, file: str, edit: Callable[[dict], object]) -> None:
-    values = json.loads((folder / file).read_text())
-    edit(values)
-    write(folder / file, values)
-
-
-def change_tensors(folder: Path, file: str, edit: Callable[[dict], dict]) -> None:
-    save_file(edit(load_file(folder / file)), folder / file)
-
-
-def picture(name: str = "front", shape: tuple[int, ...] = (3, 32, 32)) -> dict:
-    return {f"observation.images.{name}": {"type": "VISUAL", "shape": list(shape)}}
-
-
-def make(
-    folder: Path, kind: str = "act", pictures: dict | None = None, modes: dict[str, str] = MODES, **fields: object
-) -> Path:
-    """Write what lerobot 0.6 writes for a policy of one linear layer."""
-    folder.mkdir()
-    inputs = {**(picture() if pictures is None else pictures), "observation.state": {"type": "STATE", "shape": [6]}}
-    inputs |= fields.pop("inputs", {})
-    outputs = {"action": {"type": "ACTION", "shape": [4]}}
-    config = {"type": kind, "n_obs_steps": 1, "chunk_size": 8, "n_action_steps": 4, "input_features": inputs}
-    write(folder / "config.json", {**config, "output_features": outputs, "normalization_mapping": modes, **fields})
-    save_file(
-        {"model.layer.weight": torch.ones(2, 2), "model.layer.bias": torch.zeros(2)}, folder / "model.safetensors"
-    )
-    features = {**inputs, "action": outputs["action"]}
-    step = {"config": {"eps": 1e-8, "features": features, "norm_map": modes}}
-    before = [{"registry_name": "rename_observations_processor", "config": {"rename_map": {}}}]
-    before += [{**step, "registry_name": "normalizer_processor", "state_file": NORMALIZER}]
-    after = [{**step, "registry_name": "unnormalizer_processor", "state_file": UNNORMALIZER}]
-    write(folder / f"{BEFORE}.json", {"name": BEFORE, "steps": before})
-    write(folder / f"{AFTER}.json", {"name": AFTER, "steps": after})
-    statistics = {}
-    for name, each in features.items():
-        shape = (3, 1, 1) if each["type"] == "VISUAL" else tuple(each["shape"])
-        low = torch.full(shape, 0.25)
-        statistics |= {
-            f"{name}.{part}": low + offset for part, offset in {"mean": 0, "std": 0.5, "min": 0, "max": 1}.items()
-        }
-        statistics |= {
-            f"{name}.{part}": low + offset for part, offset in {"q01": 0, "q99": 1, "q10": 0, "q90": 1}.items()
-        }
-    save_file(statistics, folder / NORMALIZER)
-    save_file(statistics, folder / UNNORMALIZER)
-    return folder
+from rlinf.models.embodiment.lerobot.runner import LocalRunner
 
 
 def two(folder: Path) -> Path:
@@ -296,3 +253,223 @@ def test_cameras_are_matched_by_name(tmp_path: Path) -> None:
     config.cameras = {"left": "top"}
     with pytest.raises(ConfigError, match="'left'"):
         config.camera_of(["top", "wrist"])
+
+
+def _pipeline(**step: object) -> Callable[[Path], None]:
+    """Put a step first in the preprocessor."""
+    return lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"].insert(0, step))
+
+
+def _tokenizer_with(text: str, key: str = "action_tokenizer_name") -> Callable[[Path], None]:
+    """Name a tokenizer within the folder whose configuration is ``text``."""
+
+    def plant(folder: Path) -> None:
+        (folder / "words").mkdir()
+        (folder / "words" / "processor_config.json").write_text(text)
+        change(folder, "config.json", lambda values: values.update({key: "words"}))
+
+    return plant
+
+
+def _set(file: str, *keys: object, value: object) -> Callable[[Path], None]:
+    """Set the value at a path of keys in a JSON file."""
+
+    def edit(values: dict) -> None:
+        for key in keys[:-1]:
+            values = values[key]
+        values[keys[-1]] = value
+
+    return lambda folder: change(folder, file, edit)
+
+
+def _text(file: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(text)
+
+
+def _linked(name: str, target: str) -> Callable[[Path], None]:
+    """Replace a file by a link to one beside the folder, which holds the same."""
+
+    def plant(folder: Path) -> None:
+        if (folder / name).exists():
+            (folder / name).rename(folder.parent / target)
+        else:
+            (folder.parent / target).write_text("secret")
+        (folder / name).symlink_to(folder.parent / target)
+
+    return plant
+
+
+def _state_elsewhere(name: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        (folder.parent / "other.safetensors").write_bytes((folder / NORMALIZER).read_bytes())
+        given = name.format(folder.parent)
+        change(folder, f"{BEFORE}.json", lambda values: values["steps"][1].update(state_file=given))
+
+    return plant
+
+
+def _sparse(name: str) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.truncate(10 * 2**30)
+
+    return plant
+
+
+def _pickled(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(pickle.dumps(Marker()))
+
+
+class Marker:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch executed",)
+
+
+TOUCH = {"args": ["touch", "executed"]}
+FRONT = ("input_features", "observation.images.front")
+HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a class": (_pipeline(**{"class": "subprocess.Popen", "config": TOUCH}), "subprocess.Popen"),
+    "a class after the model": (_set(f"{AFTER}.json", "steps", 0, value={"class": "subprocess.Popen", "config": TOUCH}), "subprocess.Popen"),
+    "a class of lerobot": (_pipeline(**{"class": "lerobot.processor.Normalizer", "config": {}}), "lerobot.processor"),
+    "a class beside a name": (_pipeline(**{"registry_name": "device_processor", "class": "os.system"}), "os.system"),
+    "a class without a name": (_pipeline(**{"registry_name": None, "class": "os.system"}), "os.system"),
+    "a step without either": (_pipeline(config=TOUCH), f"{BEFORE}.json"),
+    "an unknown name": (_pipeline(registry_name="groot_n1_7_vlm_encode_v1"), "groot_n1_7_vlm_encode_v1"),
+    "a name that is a list": (_pipeline(registry_name=["device_processor"]), "device_processor"),
+    "code of an action tokenizer": (_tokenizer_with('{"auto_map": {"AutoProcessor": "run.Run"}}'), "auto_map"),
+    "its name in escapes": (_tokenizer_with('{"\\u0061uto_map": {"AutoProcessor": "a/b--run.Run"}}', "vlm_model_name"), "auto_map"),
+    "a tokenizer of the hub": (_set("config.json", "action_tokenizer_name", value="nobody/no-tokenizer"), "nobody/no-tokenizer"),
+    "statistics at an absolute path": (_state_elsewhere("{}/other.safetensors"), "other.safetensors"),
+    "statistics above the folder": (_state_elsewhere("../other.safetensors"), "../other.safetensors"),
+    "statistics by a link": (_linked(NORMALIZER, "other.safetensors"), NORMALIZER),
+    "weights by a link": (_linked("model.safetensors", "other.safetensors"), "model.safetensors"),
+    "a link that an export would copy": (_linked("notes.txt", "id_rsa"), "notes.txt"),
+    "a link to a folder": (lambda folder: (folder / "home").symlink_to("/etc"), "home"),
+    "a link to itself": (lambda folder: (folder / "round").symlink_to("round"), "round"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe"),
+    "pickled statistics": (_pickled(NORMALIZER), NORMALIZER),
+    "pickled weights": (_pickled("model.safetensors"), "model.safetensors"),
+    "a pickled pipeline": (_pickled(f"{BEFORE}.json"), f"{BEFORE}.json"),
+    "a huge pipeline": (_sparse(f"{BEFORE}.json"), f"{BEFORE}.json"),
+    "huge statistics": (_sparse(NORMALIZER), NORMALIZER),
+    "a deep pipeline": (_text(f"{BEFORE}.json", "[" * 100_000), f"{BEFORE}.json"),
+    "a huge number": (_text("config.json", '{"type": "act", "chunk_size": 1' + "0" * 5000 + "}"), "config.json"),
+    "a huge chunk": (_set("config.json", "chunk_size", value=10**12), "chunk_size"),
+    "a huge picture": (_set("config.json", *FRONT, "shape", value=[3, 90_000, 90_000]), "shape"),
+    "a negative width": (_set("config.json", *FRONT, "shape", value=[3, -1, 32]), "shape"),
+    "an empty shape": (_set("config.json", *FRONT, "shape", value=[]), "shape"),
+    "a shape that is a text": (_set("config.json", *FRONT, "shape", value="3x32x32"), "shape"),
+    "a feature that is a list": (_set("config.json", *FRONT, value=[]), "observation.images.front"),
+    "features that are a list": (_set("config.json", "input_features", value=[]), "input_features"),
+    "modes that are a text": (_set("config.json", "normalization_mapping", value="MEAN_STD"), "normalization_mapping"),
+    "a count that is a text": (_set("config.json", "n_obs_steps", value="1"), "n_obs_steps"),
+    "a count that is true": (_set("config.json", "n_action_steps", value=True), "n_action_steps"),
+    "a type that is an object": (_set("config.json", "type", value={}), "{}"),
+    "a tokenizer of no user": (_set("config.json", "text_tokenizer_name", value="~nobody/words"), "~nobody/words"),
+    "a name of a thousand letters": (_set("config.json", "text_tokenizer_name", value="a" * 1000), "aaaa"),
+    "a state_file of no name": (_set(f"{AFTER}.json", "steps", 0, "state_file", value="\0"), "state_file"),
+    "a config that is a list": (_text("config.json", "[]"), "config.json"),
+    "a config in another encoding": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"), "config.json"),
+    "steps that are an object": (_set(f"{BEFORE}.json", "steps", value={}), "steps"),
+    "a step that is a text": (_set(f"{BEFORE}.json", "steps", 0, value="device_processor"), "steps.0"),
+    "options that are a list": (_set(f"{BEFORE}.json", "steps", 1, "config", value=[]), "steps.1.config"),
+    "a map that is a text": (_set(f"{BEFORE}.json", "steps", 0, "config", "rename_map", value="a"), "rename_map"),
+    "statistics that are texts": (_set(f"{AFTER}.json", "steps", 0, "config", "stats", value={"action": {"mean": "x"}}), f"{AFTER}.json"),
+    "a state_file that is a number": (_set(f"{AFTER}.json", "steps", 0, "state_file", value=5), "state_file"),
+    "a state_file that is missing": (_set(f"{AFTER}.json", "steps", 0, "state_file", value="none.safetensors"), "none.safetensors"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Begin in an empty folder, where ``lerobot`` is a module that notes its import; return the note's path."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "lerobot.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    monkeypatch.setattr(worker, "OLDEST", sys.version_info[:2])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "imported"
+
+
+def check_nothing_ran(imports: Path) -> None:
+    assert not imports.exists() and not list(Path().iterdir()), "a folder's code ran, or lerobot was imported"
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_harmful_or_malformed_folder_is_rejected_before_lerobot_is_imported(
+    name: str, tmp_path: Path, imports: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By the check, by what loads a policy in any process, by migration, and by the command, in a sentence that names the fault."""
+    plant, named = HARMFUL[name]
+    folder = make(tmp_path / "folder")
+    config = LerobotConfig.from_pretrained(folder)
+    plant(folder)
+    for load in (
+        lambda: refuse_folder(folder, config),
+        lambda: LocalRunner(str(folder), config),
+        lambda: build_policy({"model": {"model_type": "lerobot", "model_path": str(folder), "action_token_len": 4, "action_chunks_len": 4}}),
+    ):  # fmt: skip
+        with pytest.raises((CheckpointError, ConfigError), match=re.escape(named)):
+            load()
+    assert main(["check-policy", str(folder)]) in (1, 2)
+    shown = capsys.readouterr()
+    assert named in shown.out + shown.err and "Traceback" not in shown.err
+    check_nothing_ran(imports)
+
+
+def test_migration_reads_no_folder_with_code(tmp_path: Path, imports: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = make(tmp_path / "folder")
+    _old(folder)
+    HARMFUL["a class after the model"][0](folder)
+    assert main(["check-policy", str(folder), f"migrate={tmp_path / 'new'}"]) == 2
+    assert "subprocess.Popen" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    check_nothing_ran(imports)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate"],
+        ["serve", "port=0"],
+        ["train", "algorithm=sac", "algorithm.head.name=residual"],
+        ["sft", "sft.max_steps=1", "sft.dataset=null", "model.override_config.trained=true"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_loads_a_folder_with_code(
+    words: list[str], tmp_path: Path, imports: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = make(tmp_path / "folder", state=4, actions=2)
+    HARMFUL["a class"][0](folder)
+    command, *more = words
+    sizes = ["model.action_token_len=2", "model.action_chunks_len=4", "env.image_size=32", "env.state=proprio"]
+    assert main([command, "model=lerobot", f"model.model_path={folder}", "env=tabletop", *sizes, *more]) == 2
+    assert "subprocess.Popen" in capsys.readouterr().err
+    assert not imports.exists() and not Path("executed").exists()
+
+
+def test_the_command_of_a_planted_class_would_run(tmp_path: Path, imports: Path) -> None:
+    """Control: what the folders above hold is code that runs once somebody takes them as lerobot does."""
+    folder = make(tmp_path / "folder")
+    HARMFUL["a class"][0](folder)
+    step = json.loads((folder / f"{BEFORE}.json").read_text())["steps"][0]
+    module, _, name = step["class"].rpartition(".")
+    assert getattr(importlib.import_module(module), name)(**step["config"]).wait() == 0
+    pickle.loads(pickle.dumps(Marker()))
+    assert Path("executed").exists()
+
+
+def test_files_of_the_hubs_cache_may_be_links(tmp_path: Path) -> None:
+    home = tmp_path / "models--a--b"
+    (home / "snapshots").mkdir(parents=True)
+    (home / "blobs").mkdir()
+    folder = make(home / "snapshots" / "revision")
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(home / "blobs" / str(number))
+        path.symlink_to(Path("../../blobs") / str(number))
+    assert check_folder(folder) == []

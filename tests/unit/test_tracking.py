@@ -24,7 +24,7 @@ train/clip_fraction train/outside_fraction train/explained_variance train/grad_n
 train/advantage_mean train/return_mean train/cut_row_fraction train/equal_pair_fraction sft/cut_row_fraction sft/loss sft/entropy sft/demonstrator_success_rate sft/learning_rate sft/grad_norm eval/success_rate eval/true_success_rate
 eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
 time/sync_s time/data_wait_s time/eval_s time/cpu_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
-memory/cuda_gib
+memory/cuda_gib rollout/states_far_fraction sft/actions_beyond_statistics sft/states_beyond_statistics
 rollout/reward_mean rollout/reward_std rollout/completion_length_mean rollout/completion_length_max rollout/truncated_fraction
 rollout/replaced_groups train/preference_accuracy train/preference_chosen train/preference_rejected train/preference_margin
 eval/loss eval/reward_mean eval/reward_std eval/num_answers eval/completion_length_mean eval/completion_length_max

@@ -14,6 +14,7 @@ from rlinf.algorithms.running_moments import RunningMoments
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.modules.readout_token import NAME, ReadoutToken
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
@@ -58,6 +59,8 @@ class ActionModel(Module, metaclass=ABCMeta):
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
         num_observations: Moments of an episode that it reads at once (``Observation.of_moments``); above 1, whoever asks remembers them.
+        state_range: Where the statistics of the states that it reads lie, in env units; None: it has none.
+        other_statistics: Overrides that replace statistics which do not fit the numbers of an env or a dataset.
         manifest: Of a remote policy: the conditions under which it was made; None: not known here.
         without_state: Overrides of a model that reads no state.
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
@@ -73,12 +76,14 @@ class ActionModel(Module, metaclass=ABCMeta):
     fills_calls: ClassVar[bool] = True
     vllm_adapter: ClassVar[str | None] = None
     without_state: ClassVar[str] = "model=openvla_tiny"
+    other_statistics: ClassVar[str] = "model.unnorm_key={} 'model.override_config.norm_stats={{}}'"
     num_observations: int = 1
     manifest: Any = None
     processor: Any = None
     feature_kind: str = "hidden"
     prompt_suffix: str = ""
     _graphs: CudaGraphs | None = None
+    state_range: Range | None = None
     readout_token: ReadoutToken | None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     config: Any
@@ -169,6 +174,11 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
         """Raise ConfigError if the policy has learnt actions in other units than an env's, whose bounds are ``[D]`` each."""
+
+    @property
+    def action_range(self) -> Range | None:
+        """Where the statistics of its actions lie, in env units; None: it has none."""
+        return getattr(getattr(self, "action_normalizer", None), "range", None)
 
     @property
     def num_logprobs(self) -> int:

@@ -20,7 +20,7 @@ from rlinf.distributed.deferred import FileTensor, Weight, in_memory, open_tenso
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.loading import check_fit, checkpoint_folder, read_json
+from rlinf.models.loading import check_fit, checkpoint_folder, instead_of_weights, read_json
 from rlinf.models.precision import heads_in_float32
 from rlinf.models.weights_in_files import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.run_folder import POLICY_FILE
@@ -167,7 +167,7 @@ def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise CheckpointError(f"'{folder}' holds no model*.safetensors; model.model_path needs a checkpoint folder.")
+        raise CheckpointError(f"'{folder}' holds no model*.safetensors: {instead_of_weights(folder)}")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         wanted = set(read_json(index).get("weight_map", {}).values())

@@ -80,6 +80,10 @@ class HeadedPolicy(ActionModel, nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.base.parameters()).dtype
 
+    @property
+    def state_range(self) -> Any:
+        return self.base.state_range
+
     def num_cameras(self, config: Any) -> int | None:
         return self.base.num_cameras(config)
 

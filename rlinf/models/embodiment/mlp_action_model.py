@@ -15,7 +15,8 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.modules.float32 import without_autocast
-from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.plain_policy import PlainConfig, PlainPolicy
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms
@@ -103,7 +104,10 @@ class MLPForRLActionPrediction(PlainPolicy):
         check_hidden_size(hidden_size, config.hidden_sizes[-1])
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value  # without effect here, where policy and critic share no weights
-        self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
+        stats = select_stats(config.norm_stats, unnorm_key)
+        self.action_normalizer = ActionNormalizer(stats.get("action") or {}, action_dim)
+        if config.state_dim and "q99" in (stats.get("proprio") or {}):  # the network reads the state as it is
+            self.state_range = Range.of(stats["proprio"], ("q01", "q99"), "proprio")
         self.state_moments = RunningMoments(config.state_dim) if config.normalize_state else None
         widths, activation = [self._add_encoder(config), *config.hidden_sizes], ACTIVATIONS[config.activation]
         self.policy = _perceptron([*widths, self.num_logprobs], activation)

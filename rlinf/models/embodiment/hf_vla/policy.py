@@ -35,7 +35,7 @@ from rlinf.models.embodiment.modules.readout_token import READOUT_FILE, ReadoutT
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
-from rlinf.models.sampling import sample_tokens
+from rlinf.models.sampling import check_finite, sample_tokens
 from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -195,6 +195,8 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         rest, cache, logits, hidden_states = self._prefill(input_ids, inputs)
         first = (logits, hidden_states[:, -1])
         sequences, logits, _ = self._continue(input_ids, rest, cache, first, do_sample, temperature, uniforms)
+        if not do_sample:
+            check_finite(logits)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
 
     def _prefill(self, input_ids: Tensor, inputs: Inputs) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
@@ -235,7 +237,8 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         prompt = others.pop("input_ids")
         rest, cache, logits, prefix = self._prefill(prompt, others)
         first, of_prompt = (logits, prefix[:, -1]), copy.deepcopy(cache) if samples else None
-        sequences, _, states = self._continue(prompt, rest, cache, first, do_sample=False)
+        sequences, drawn_from, states = self._continue(prompt, rest, cache, first, do_sample=False)
+        check_finite(drawn_from)
         if self.feature_kind == "hidden":
             features = states.flatten(1).float()
         else:
@@ -270,11 +273,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is refused below
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         kwargs.pop("trust_remote_code", None)  # all classes come from transformers
-        if not config.norm_stats:
-            raise ConfigError(
-                f"'{folder}' holds no action statistics and model.unnorm_key is {kwargs.get('unnorm_key') or 'null'}; "
-                "a VLM that never acted takes the environment's, by its name. Set e.g. model.unnorm_key=tabletop"
-            )
         with torch.device("meta"), init.no_init_weights():  # refuses wrong settings before weights are read
             model = cls(config, *args, **kwargs)
         try:

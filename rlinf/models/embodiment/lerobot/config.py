@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.lerobot.contents import CONFIG, read_typed
 from rlinf.models.embodiment.plain_policy import PlainConfig
 from rlinf.models.loading import check_choice, field_error, read_json
 from rlinf.options import override_text
@@ -73,20 +74,20 @@ class LerobotConfig(PlainConfig):
     @classmethod
     def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Any:
         """Read lerobot's ``config.json``; its other fields stay in the folder."""
-        values = read_json(Path(folder) / "config.json")
+        values = read_typed(Path(folder) / "config.json", CONFIG)
         known = {
             name: values[name]
             for name in ("input_features", "output_features", "normalization_mapping")
             if name in values
         }
         chunk = next((values[name] for name in CHUNK_FIELDS if values.get(name)), 1)
-        before = values.get("n_obs_steps", 1)
+        before = values.get("n_obs_steps") or 1
         config = cls(
             policy_type=str(values.get("type")),
             n_obs_steps=before,
             chunk_size=chunk - (before - 1) * ("horizon" in values),  # a horizon begins with the oldest observation
             n_action_steps=next((values[name] for name in STEP_FIELDS if values.get(name)), 1),
-            width=values.get("dim_model", 1024),
+            width=values.get("dim_model") or 1024,
             **known,
         )
         config.noise_shape = _noise_shape(values, config.action_dim)
@@ -179,7 +180,11 @@ def _noise_shape(values: Mapping[str, Any], action_dim: int) -> list[int] | None
     if "vqvae_n_embed" in values:
         return [1]
     steps = {"num_steps", "num_inference_steps"} & values.keys()
-    return [values["chunk_size"], values["max_action_dim"]] if steps and "max_action_dim" in values else None
+    return (
+        [values["chunk_size"], values["max_action_dim"]]
+        if steps and {"chunk_size", "max_action_dim"} <= values.keys()
+        else None
+    )
 
 
 def _shapes(features: Mapping[str, Any] | None, kind: str) -> dict[str, Sequence[int]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch import Tensor
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import sha256_of
 from rlinf.models.embodiment.lerobot.config import ACTION, SUPPORTED, LerobotConfig
-from rlinf.models.loading import read_json
+from rlinf.models.embodiment.lerobot.contents import PIPELINES, Finding, content_findings
+from rlinf.models.loading import instead_of_weights, read_json
 
 WEIGHTS = "model.safetensors"
-PIPELINES = {"policy_preprocessor.json": "normalizer_processor", "policy_postprocessor.json": "unnormalizer_processor"}
 NEEDED = {
     "MEAN_STD": ("mean", "std"),
     "MIN_MAX": ("min", "max"),
@@ -38,18 +37,6 @@ LARGEST_PICTURE = 2.0
 """Statistics of pictures in 0..1 lie far below."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that makes a policy blind: the feature or file, its fault, and the cure."""
-
-    feature: str
-    problem: str
-    cure: str
-
-    def __str__(self) -> str:
-        return f"{self.feature} {self.problem}. {self.cure[:1].upper()}{self.cure[1:]}"
-
-
 def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
     """Return the faults of a folder, the gravest first; empty: none that can be seen without its weights.
 
@@ -63,16 +50,15 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
         unknown = _type_finding(values)
         if unknown is not None:
             return [unknown]
+        if harmful := [*content_findings(folder, config)]:
+            return harmful
         config = LerobotConfig.from_pretrained(folder) if config is None else config
     except (ConfigError, CheckpointError) as error:
         return [Finding("config.json", f"cannot be used: {error}", ANOTHER)]
-    except (KeyError, TypeError, IndexError) as error:
-        return [Finding("config.json", f"has features that cannot be read ({type(error).__name__}: {error})", ANOTHER)]
-    found = [*_ensembling(values), *_feature_findings(config)] or [
+    return [*_ensembling(values), *_feature_findings(config)] or [
         *_weight_files(folder),
         *_pipeline_findings(folder, config),
     ]
-    return found or list(_tokenizer_findings(folder, config, values))
 
 
 def refuse_folder(folder: str | Path, config: LerobotConfig | None = None) -> None:
@@ -104,10 +90,12 @@ def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Fin
     return []
 
 
-def action_statistics(folder: str | Path) -> dict[str, list[float]]:
-    """Return the statistics by which the folder's actions are brought into the policy's units, by name."""
-    state = _statistics(Path(folder), _step(Path(folder), "policy_postprocessor.json"))
-    prefix = f"{ACTION}."
+def action_statistics(
+    folder: str | Path, file: str = "policy_postprocessor.json", feature: str = ACTION
+) -> dict[str, list[float]]:
+    """Return the statistics by which the folder's actions, or another feature, are brought into the policy's units, by name."""
+    state = _statistics(Path(folder), _step(Path(folder), file))
+    prefix = f"{feature}."
     own = {name.removeprefix(prefix): each for name, each in state.items() if name.startswith(prefix)}
     return {name: each.flatten().tolist() for name, each in own.items()}
 
@@ -116,21 +104,6 @@ def folder_digest(folder: str | Path) -> str:
     """Return one SHA-256 of the weights and the statistics, whatever else lies in the folder."""
     files = [Path(folder) / WEIGHTS, *sorted(Path(folder).glob("policy_*processor*.safetensors"))]
     return hashlib.sha256(" ".join(sha256_of(file) for file in files).encode()).hexdigest()
-
-
-def local_tokenizer(folder: Path, name: str) -> str | None:
-    """Return where a tokenizer or a model that is named in a folder lies on this machine; None: nowhere."""
-    for place in (folder / name, Path(name).expanduser()):
-        if place.is_dir():
-            return str(place)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        files = [try_to_load_from_cache(name, f"{part}config.json") for part in ("tokenizer_", "", "processor_")]
-        return name if any(isinstance(each, str) for each in files) else None
-    except HFValidationError:
-        return None
 
 
 def _type_finding(values: Mapping[str, Any]) -> Finding | None:
@@ -166,7 +139,7 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     path = folder / WEIGHTS
     if not path.is_file():
         adapters = (folder / "adapter_config.json").is_file()
-        cure = "merge the adapters into their base with PEFT and save that" if adapters else ANOTHER
+        cure = "merge the adapters into their base with PEFT and save that" if adapters else instead_of_weights(folder)
         yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), cure)
         return
     try:
@@ -195,7 +168,7 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
         try:
             step = _step(folder, file)
             states[file] = _statistics(folder, step)
-        except (CheckpointError, OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             found = f"cannot be read ({type(error).__name__}: {error})"
             yield Finding(file, found, "copy it again, with its .safetensors")
             continue
@@ -244,6 +217,8 @@ def _normalizer_findings(
         yield Finding(name, f"has statistics in {file} that are not finite", retrain)
     elif bool((second == (0 if mode == "MEAN_STD" else first)).all()):
         yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
+    elif bool((second < (0 if mode == "MEAN_STD" else first)).any()):
+        yield Finding(name, f"has statistics in {file} that turn its sign ({keys[1]})", retrain)
     elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_PICTURE:
         largest = f"{float(torch.maximum(first, second).max()):.3g}"
         found = f"has statistics of pictures in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
@@ -271,23 +246,6 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
         ratio = float(new.abs().sum() / old.abs().sum().clamp_min(1e-12))
         found = f"was learnt in other units than it is given back: {other[0]} differs by a factor of {ratio:.3g} between the two pipelines"
         yield Finding(ACTION, found, "copy policy_postprocessor*.safetensors of the same training")
-
-
-def _tokenizer_findings(folder: Path, config: LerobotConfig, values: Mapping[str, Any]) -> Iterator[Finding]:
-    named = {"tokenizer_name": config.tokenizer, "action_tokenizer_name": None}
-    for step in _steps(folder, "policy_preprocessor.json"):
-        for key, instead in named.items():
-            name = instead or step.get("config", {}).get(key)
-            if name is not None and local_tokenizer(folder, name) is None:
-                found = f"'{name}' of {step.get('registry_name')} is not on this machine"
-                override = "set model.override_config.tokenizer=<its folder>, or " if key == "tokenizer_name" else ""
-                yield Finding("tokenizer", found, f"{override}put it into {folder}/{name}")
-    name = config.vlm or values.get("vlm_model_name")
-    if name is not None and local_tokenizer(folder, name) is None:
-        found = f"'{name}' (config and processor of the language model) is not on this machine"
-        yield Finding(
-            "vlm_model_name", found, f"set model.override_config.vlm=<its folder>, or put it into {folder}/{name}"
-        )
 
 
 def _steps(folder: Path, file: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.lerobot.contents import content_findings
 from rlinf.models.embodiment.lerobot.folder import OLD_PARTS, WEIGHTS
 from rlinf.models.embodiment.lerobot.worker import ROOT, interpreter_for
 
@@ -22,6 +23,8 @@ def migrate(folder: str | Path, target: str | Path, interpreter: str | None = No
     """Write the folder ``target`` in a Python that has lerobot; raise CheckpointError if lerobot cannot read ``folder``."""
     if Path(target).expanduser().exists():
         raise ConfigError(f"migrate={target} exists; required: a new folder. Set migrate=<another folder>")
+    for finding in content_findings(Path(folder).expanduser()):
+        raise CheckpointError(f"{folder} is not migrated: {finding}")
     command = [interpreter_for(interpreter) or sys.executable, "-m", __name__, str(folder), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if done.returncode != 0:

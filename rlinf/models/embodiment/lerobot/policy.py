@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, RESIZING, LerobotConfig
-from rlinf.models.embodiment.lerobot.folder import action_statistics, folder_digest, refuse_folder
+from rlinf.models.embodiment.lerobot.folder import (
+    NEEDED,
+    action_statistics,
+    folder_digest,
+    refuse_folder,
+)
 from rlinf.models.embodiment.lerobot.runner import Answer, LocalRunner
 from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.loading import checkpoint_folder
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
@@ -47,6 +53,9 @@ class LerobotPolicy(ActionModel, nn.Module):
     has_logprobs: ClassVar[bool] = False
     float32_modules: ClassVar[tuple[str, ...]] = ()
     detach_value = True
+    other_statistics: ClassVar[str] = (
+        "model.override_config.action_scale or state_scale=<the policy's units in one of the env's>"
+    )
 
     @classmethod
     def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
@@ -130,6 +139,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         self.policy: nn.Module | None = None
         if folder is not None:
             _ = self.runner
+        self.state_range = self._range(config.states, "policy_preprocessor.json", config.state_scale)
         if config.trained and isinstance(self._runner, LocalRunner):  # elsewhere it acts, and is not trained
             self.policy = self._runner.policy.requires_grad_(True)
 
@@ -172,6 +182,23 @@ class LerobotPolicy(ActionModel, nn.Module):
     @property
     def feature_dim(self) -> int:
         return self.config.width if self.folder is None else self.runner.feature_dim
+
+    @property
+    def action_range(self) -> Range | None:
+        return self._range({ACTION: self.action_dim}, "policy_postprocessor.json", self.config.action_scale)
+
+    def _range(self, widths: Mapping[str, int], file: str, scale: float | list[float]) -> Range | None:
+        """Return the range of features one after the other, in env units."""
+        modes, features = self.config.normalization_mapping or {}, {**(self.config.input_features or {})}
+        features |= self.config.output_features or {}
+        ends = []
+        for name, width in widths.items() if self.folder is not None else ():
+            names = NEEDED.get(modes.get(features[name]["type"], ""))
+            span = (
+                Range.of(action_statistics(self.folder, file, name), names, None) if names else Range(0, 0)
+            )  # as it is
+            ends.append(np.broadcast_to([span.middle - span.half, span.middle + span.half], (2, width)))
+        return Range(*(np.concatenate(ends, 1) / np.array(scale))) if ends else None
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:
         """Compare the statistics of the folder's actions with the bounds; nothing tells units that are too small."""

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rlinf.errors import CheckpointError, MissingDependencyError
 from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
-from rlinf.models.embodiment.lerobot.folder import WEIGHTS, Finding, compare_weights, local_tokenizer
+from rlinf.models.embodiment.lerobot.contents import Finding, local_tokenizer
+from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, refuse_folder
 from rlinf.models.loading import read_json
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -87,6 +88,7 @@ class LocalRunner:
 
     def __init__(self, folder: str, config: LerobotConfig) -> None:
         self.folder, self.config = Path(folder).expanduser(), config
+        refuse_folder(self.folder, config)  # here, because no other code lets lerobot read a folder's pipelines
         with quiet():
             self.policy, self._before, self._after = self._load()
         found = compare_weights(self.folder, self.policy.state_dict())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.options import closest
 
 
@@ -33,7 +34,7 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
 
 def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
     """Return the ``action`` statistics of one data set; see ``select_stats``."""
-    return select_stats(norm_stats, unnorm_key)["action"]
+    return select_stats(norm_stats, unnorm_key).get("action") or {}
 
 
 def unit_range_stats(action_dim: int, state_dim: int | None = None) -> dict[str, Any]:
@@ -66,23 +67,16 @@ class ActionNormalizer:
                 f"The statistics hold {', '.join(stats)}; normalising by {low} and {high} needs both. "
                 "Set another model.unnorm_key"
             )
-        self.low = np.array(stats[low], dtype=np.float64)
-        self.high = np.array(stats[high], dtype=np.float64)
+        self.range = Range.of(stats, bounds, "action or state")
+        self.low, self.high = (np.array(stats[name], dtype=np.float64) for name in bounds)
         self.mask = np.array(stats.get("mask") or [True] * len(self.low), dtype=bool)
         self.unnormalize_epsilon = unnormalize_epsilon
         self._by_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-        if not len(self.low) == len(self.high) == len(self.mask):
-            raise ConfigError(
-                f"Statistics disagree in length: {low} {len(self.low)}, {high} {len(self.high)}, "
-                f"mask {len(self.mask)}; all three need one number per dimension."
-            )
         if action_dim not in (None, len(self.low)):
             raise ConfigError(
                 f"model.action_token_len is {action_dim}, but the action statistics have {len(self.low)} numbers. "
                 f"Set model.action_token_len={len(self.low)}, or another model.unnorm_key"
             )
-        if (self.high < self.low).any():
-            raise ConfigError(f"Statistics have {high} < {low}: {low}={self.low.tolist()}, {high}={self.high.tolist()}")
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._by_device:

@@ -31,7 +31,7 @@ from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_l
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import PrefixStates, TokenActionModel
-from rlinf.models.sampling import draw_uniforms, sample_tokens
+from rlinf.models.sampling import check_finite, draw_uniforms, sample_tokens
 from rlinf.types import ActionPrediction, Observation, Proposal
 
 
@@ -325,6 +325,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins = sample_tokens(logits, do_sample, temperature, uniforms)
         else:
             bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
+        if not do_sample:  # a sampled rollout does not wait for the GPU
+            check_finite(logits)
         sequences = torch.cat([input_ids, bins + self.action_tokenizer.first_token], dim=1)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
 
@@ -384,7 +386,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             greedy, draw = self._greedy(states), partial(self._sampled, states)
         else:
             prefilled = self._prefill(embeddings, key_mask, last_inputs=seen)
-            bins, _, states = self._continue(*prefilled, do_sample=False)
+            bins, logits, states = self._continue(*prefilled, do_sample=False)
+            check_finite(logits)
             greedy = bins + self.action_tokenizer.first_token
             draw = partial(self._decode_samples, *prefilled, embeddings.shape[1])
         if self.feature_kind == "hidden":
@@ -400,7 +403,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def _greedy(self, states: Tensor) -> Tensor:
         """Tokens ``[B, A]`` of parallel decoding."""
-        return self._bin_logits(states).argmax(-1) + self.action_tokenizer.first_token
+        return check_finite(self._bin_logits(states)).argmax(-1) + self.action_tokenizer.first_token
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens ``[B, K, A]`` of parallel decoding for ``uniforms [B, K, A]``."""

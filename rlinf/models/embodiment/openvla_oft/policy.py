@@ -22,7 +22,7 @@ from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
 from rlinf.models.embodiment.token_action_model import PrefixStates
 from rlinf.models.loading import field_error, without_logprobs
-from rlinf.models.sampling import sample_tokens
+from rlinf.models.sampling import check_finite, sample_tokens
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 
@@ -54,6 +54,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         hidden_size = config.text_config.hidden_size
         self.action_head = L1ActionHead(hidden_size, self.action_dim) if config.action_head == "l1" else None
         self.state_normalizer = _state_normalizer(config, self.unnorm_key)
+        self.state_range = None if self.state_normalizer is None else self.state_normalizer.range
         self.proprio_projector = ProprioProjector(self.state_dim, hidden_size) if config.use_proprio else None
         config.new_parts = []  # a folder written from here on has them
 
@@ -157,6 +158,8 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
             normalized = self.action_head(hidden_states).flatten(1)
             return ActionPrediction(self.decode_actions(normalized), normalized, normalized.unsqueeze(-1), values)
         logits = self._bin_logits(hidden_states)
+        if not do_sample:
+            check_finite(logits)
         if self.config.greedy_over_vocabulary and not do_sample:
             tokens = self.language_model.lm_head(hidden_states).argmax(-1)
         else:

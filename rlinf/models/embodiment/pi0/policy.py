@@ -16,6 +16,7 @@ from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.flow_policy import FlowPolicy
 from rlinf.models.embodiment.modules.flow import noisy_actions, training_times
 from rlinf.models.embodiment.modules.normalizer import select_stats
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
@@ -61,6 +62,10 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_normalizer = _action_normalizer(config, unnorm_key, action_dim)
+        stats = select_stats(config.norm_stats, unnorm_key).get("proprio")
+        if stats is not None and config.reads_state:
+            names = ("q01", "q99") if config.by_quantiles else ("mean", "std")
+            self.state_range = Range.of(stats, names, "proprio")
 
     @classmethod
     def check_settings(
@@ -265,11 +270,5 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
 
 def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: int) -> StatisticsNormalizer:
-    if not config.norm_stats:
-        raise ConfigError(
-            "The checkpoint holds no statistics of actions and states (norm_stats of its config.json, or files "
-            "assets/<name>/norm_stats.json). Set model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
-            "of the environment, or put the file of its data set into the folder"
-        )
     stats = select_stats(config.norm_stats, unnorm_key)["action"]
     return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.image_resize import resize_bilinear
+from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.loading import field_error
@@ -42,6 +43,7 @@ class StatisticsNormalizer:
                 f"use_quantile_norm={use_quantiles} needs {' and '.join(wanted)} of '{name}', and the statistics have "
                 f"{', '.join(stats)}", f"use_quantile_norm={str(not use_quantiles).lower()}",
             )  # fmt: skip
+        self.range = Range.of(stats, wanted, name)
         first, second = (np.array(stats[key], dtype=np.float64) for key in wanted)
         spread = second - first if use_quantiles else second
         described = max(np.flatnonzero(spread).max(initial=-1) + 1, min(len(spread), dim))

@@ -1,0 +1,171 @@
+"""A policy folder of lerobot holds data: what would run code, leave the folder or be no policy's number is rejected.
+
+Nothing here imports lerobot, whose loader imports and calls any ``class`` that a pipeline names.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from rlinf.errors import CheckpointError
+from rlinf.models.loading import read_json
+
+if TYPE_CHECKING:
+    from rlinf.models.embodiment.lerobot.config import LerobotConfig
+
+PIPELINES = {"policy_preprocessor.json": "normalizer_processor", "policy_postprocessor.json": "unnormalizer_processor"}
+STEPS = (
+    *PIPELINES.values(), "rename_observations_processor", "to_batch_processor", "device_processor", "tokenizer_processor",
+    "action_tokenizer_processor", "smolvla_new_line_processor", "pi0_new_line_processor", "absolute_actions_processor",
+    "pi05_prepare_state_tokenizer_processor_step", "pi0_fast_prepare_state_tokenizer_processor_step",
+    "relative_actions_processor", "observation_processor", "image_crop_resize_processor",
+)  # fmt: skip
+"""Registered steps of the supported types; others load models by name, some with code."""
+NAMES = {
+    **dict.fromkeys(("tokenizer_name", "text_tokenizer_name", "paligemma_tokenizer_name"), "tokenizer"),
+    "vlm_model_name": "vlm",
+    "action_tokenizer_name": None,
+}
+"""Fields that name a tokenizer or a model, and the field of ``LerobotConfig`` that replaces it."""
+LARGEST_FILE, LARGEST_COUNT, LARGEST_SHAPE = 64 * 2**20, 100_000, 10**8
+"""Bytes of a pipeline or its statistics; a width or a number of steps; numbers of a picture."""
+COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
+FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
+CONFIG = {
+    "input_features?": FEATURES, "output_features?": FEATURES, "normalization_mapping?": {"*": str}, **TEXTS,
+    **{f"{name}?": int for name in COUNTS},
+}  # fmt: skip
+OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
+PIPELINE = {"steps": [{"registry_name": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
+"""Types of the parts that are read; ``?`` marks a part that may be absent or null, ``*`` any name."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that makes a policy blind or dangerous: the feature or file, its fault, and the fix."""
+
+    feature: str
+    problem: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.feature} {self.problem}. {self.cure[:1].upper()}{self.cure[1:]}"
+
+
+def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object in a JSON file; raise CheckpointError unless its parts have the types of ``wanted``."""
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise CheckpointError(f"{path} has {size} bytes; required: at most {LARGEST_FILE}")
+    values = read_json(path)
+    for step in values.get("steps") or () if wanted is PIPELINE else ():
+        if isinstance(step, dict) and "class" in step:
+            raise CheckpointError(f"{path} has the class '{step['class']!s:.80}', which lerobot would import and call")
+        if isinstance(step, dict) and step.get("registry_name") not in STEPS:
+            raise CheckpointError(f"{path} has the step {step.get('registry_name')!r:.80}; no supported policy has it")
+    if problem := mismatch(values, wanted):
+        raise CheckpointError(f"{path} has {problem}")
+    return values
+
+
+def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
+    """Return where a JSON value has another type than ``wanted``, or a size that no policy has; None: nowhere."""
+    kind = wanted if isinstance(wanted, type) else type(wanted)
+    if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
+        names = {dict: "an object", list: "a list", str: "a text", int: f"a whole number from 1 to {LARGEST_COUNT}"}
+        return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
+    if (
+        wanted == [int]
+        and all(type(size) is int for size in value)
+        and not 0 < math.prod(value or [0]) <= LARGEST_SHAPE
+    ):
+        return f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
+    inner = dict(enumerate(value)) if isinstance(wanted, list) else {}
+    patterns = dict.fromkeys(inner, wanted[0]) if inner else {}
+    if isinstance(wanted, dict):
+        patterns = (
+            dict.fromkeys(value, wanted["*"]) if "*" in wanted else {n.removesuffix("?"): wanted[n] for n in wanted}
+        )
+        inner = {name: value.get(name) for name in patterns if value.get(name) is not None or f"{name}?" not in wanted}
+    found = (mismatch(item, patterns[name], f"{place}.{name}".lstrip(".")) for name, item in inner.items())
+    return next(filter(None, found), None)
+
+
+def content_findings(folder: Path, config: LerobotConfig | None = None) -> Iterator[Finding]:
+    """Yield what a folder may not hold: code, links that leave it, other types. ``config`` has overrides; None: none."""
+    homes = [os.path.realpath(folder)]
+    if Path(homes[0]).parent.name == "snapshots":  # of the hub's cache, whose files are links
+        homes.append(str(Path(homes[0]).parents[1] / "blobs"))
+    for path in (Path(place, name) for place, *names in os.walk(folder) for name in (*names[0], *names[1])):
+        target, name = os.path.realpath(path), str(path.relative_to(folder))
+        if not any(target.startswith(home + os.sep) for home in homes):
+            yield Finding(name, f"is a link to {target}, outside the folder", "copy the file into the folder")
+        elif not os.path.isfile(target) and not os.path.isdir(target):
+            yield Finding(name, "is neither a file nor a folder", "remove it")
+    for file, wanted in {"config.json": CONFIG, **dict.fromkeys(PIPELINES, PIPELINE)}.items():
+        try:
+            values = read_typed(folder / file, wanted) if (folder / file).is_file() else {}
+            for step in values["steps"] if wanted is PIPELINE and values else ():
+                yield from _state_findings(folder, file, step.get("state_file"))
+                yield from _tokenizer_findings(folder, file, step.get("config") or {}, config)
+            yield from _tokenizer_findings(folder, file, values if wanted is CONFIG else {}, config)
+        except CheckpointError as error:
+            yield Finding(file, f"is not accepted: {error}", "take another folder")
+
+
+def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Finding]:
+    problem = None
+    try:
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            problem = "lies outside the folder"
+        elif name is not None and (size := (folder / name).stat().st_size) > LARGEST_FILE:
+            problem = f"has {size} bytes; required: at most {LARGEST_FILE}"
+        elif name is not None:
+            safe_open(folder / name, "pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        problem = f"cannot be read ({error})"
+    if problem:
+        yield Finding(file, f"reads the state_file '{name:.80}', which {problem}", "copy it from the training's folder")
+
+
+def _tokenizer_findings(
+    folder: Path, file: str, values: Mapping[str, Any], config: LerobotConfig | None
+) -> Iterator[Finding]:
+    """Find tokenizers and models that are not here, and code that comes with one: lerobot runs it, of some without asking."""
+    for key, field in NAMES.items():
+        given = getattr(config, field or "", None)
+        if not (name := values.get(key) and (given or values[key])):
+            continue
+        place = local_tokenizer(folder, name)
+        if place is None:
+            cure = f"set model.override_config.{field}=<its folder>, or put it into {folder}/{name}"
+            cure = cure if field else f"run `hf download {name}`, if you trust its code"
+            part = key if field == "vlm" else "tokenizer"
+            yield Finding(part, f"'{name:.80}' ({key} of {file}) is not on this machine", cure)
+        elif not given and os.path.isdir(place):
+            for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
+                if "auto_map" in str(read_json(path)):
+                    yield Finding(
+                        file, f"names '{name:.80}' ({key}), which brings code ({path}: auto_map)", "remove it"
+                    )
+
+
+def local_tokenizer(folder: Path, name: str) -> str | None:
+    """Return where a tokenizer or a model that is named in a folder lies on this machine; None: nowhere."""
+    for place in (os.path.join(folder, name), os.path.expanduser(name)):
+        if os.path.isdir(place):
+            return place
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        files = [try_to_load_from_cache(name, f"{part}config.json") for part in ("tokenizer_", "", "processor_")]
+        return name if any(isinstance(each, str) for each in files) else None
+    except HFValidationError:
+        return None

@@ -216,7 +216,7 @@ def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
-    except RLinfError:  # an unknown env, which `validate` reports
+    except (ConfigError, MissingDependencyError):  # an unknown env, which `validate` reports
         return []
     if config.dataset is not None and expert_acts(config):
         return usual
@@ -242,7 +242,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if isinstance(env, Mapping) and env.get("cameras") is None:
         config.env.cameras = cameras_read(config)
     if config.rollout.num_chunks is None:
-        with suppress(RLinfError):
+        with suppress(ConfigError, MissingDependencyError):
             config.rollout.num_chunks = chunks_needed(config)
     labels = config.sft.max_steps > 0 and config.sft.advantage_share is not None
     if labels and config.model.prompt_suffix is None:

@@ -17,6 +17,7 @@ from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError
+from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"
 """File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
@@ -103,7 +104,7 @@ def open_dataset(
     actions, state = numbers[0], numbers[1] if state_key else None
     return StoredDemonstrations(
         description, frames, state, actions, columns["task_index"], tasks, columns["episode_index"],
-        outcomes=_outcomes(columns, actions) if outcomes else None,
+        outcomes=_outcomes(folder, columns, actions) if outcomes else None,
     )  # fmt: skip
 
 
@@ -124,9 +125,9 @@ def _read_rows(
     return parts
 
 
-def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
+def _outcomes(folder: Path, columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
     """Return the consequences of the actions; an episode counts as cut unless a column says that it terminated."""
-    flags = {name: columns[name].astype(bool).reshape(-1) for name in OUTCOMES[2:] if name in columns}
+    flags = {name: _flags(columns[name], f"Column '{name}' of {folder}") for name in OUTCOMES[2:] if name in columns}
     done, cut = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
     rewards = columns.get(layout.REWARD)
     return Outcomes(
@@ -136,6 +137,13 @@ def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcome
         intervention=flags.get(layout.INTERVENTION),
         terminated=np.zeros(len(actions), dtype=bool) if done is None or cut is None else done & ~cut,
     )
+
+
+def _flags(column: np.ndarray, what: str) -> np.ndarray:
+    """Return a column of flags, bool ``[N]``."""
+    if column.size != len(column):
+        raise ConfigError(f"{what} has {column.shape[1]} values in a row; required: one flag")
+    return flags_of(column, what).reshape(-1)
 
 
 class _ImageSpool:

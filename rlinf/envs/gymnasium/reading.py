@@ -9,13 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Text
+from gymnasium.spaces import Box, Dict, Text, Tuple
 
+from rlinf.envs.gymnasium.old_api import old_interface_error
 from rlinf.errors import ConfigError
+from rlinf.flags import flag_of, number_of
 
 SUCCESS_KEYS = ("success", "is_success", "succeed")
 INSTRUCTION_KEY = "instruction"
@@ -23,8 +25,8 @@ OTHER_SUCCESS = re.compile(r"succe|solved|goal_reached|goal_achieved|reached_goa
 """Words in a key of ``info`` that probably means success."""
 NO_FLAG = re.compile(r"num|count|rate|mean", re.IGNORECASE)
 
-Path = tuple[str, ...]
-"""Keys from an observation of nested Dict spaces to one of its parts."""
+Path = tuple[str | int, ...]
+"""Keys, and numbers in tuples, from an observation of nested Dict and Tuple spaces to one of its parts."""
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Parts:
     """The parts of an observation, in the order of the space (gymnasium sorts the keys of a plain dict).
 
     Attributes:
-        cameras: Name to place of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots.
+        cameras: Name to place of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots, ``item0`` in a tuple.
         sentence: Place of the Text space, if there is one.
         state: Places and spaces of everything else.
     """
@@ -41,9 +43,12 @@ class Parts:
     sentence: Path | None = None
     state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
 
-    def flattened(self, observation: Any) -> np.ndarray:
-        """Return the state of an observation, its parts flattened and joined: float32 ``[S]``."""
-        parts = [gymnasium.spaces.flatten(space, part(observation, path)) for path, space in self.state]
+    def flattened(self, observation: Any, env_id: str) -> np.ndarray:
+        """Return the state of an observation, its parts flattened and joined: float32 ``[S]``.
+
+        Raise ConfigError for a part of another shape or kind than its space; numbers may lie beyond the bounds of a Box.
+        """
+        parts = [np.zeros(0), *(_numbers_of(space, path, observation, env_id) for path, space in self.state)]
         return np.concatenate(parts).astype(np.float32)
 
     def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
@@ -53,9 +58,33 @@ class Parts:
         return ends[0], ends[1]
 
 
-def part(observation: Any, path: Path) -> Any:
-    """Return the part of an observation at ``path``."""
-    return reduce(getitem, path, observation)
+def part(observation: Any, path: Path, env_id: str) -> Any:
+    """Return the part of an observation at ``path``; raise ConfigError if it is not there."""
+    try:
+        return reduce(getitem, path, observation)
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f"An observation of env.id={env_id} has no {_named(path)}, which its observation_space has: it is {observation!r:.80}. "
+            "Return every part of the space from reset and step"
+        ) from error
+
+
+def _named(path: Path) -> str:
+    return f"observation{''.join(f'[{key!r}]' for key in path)}"
+
+
+def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: str) -> np.ndarray:
+    value, numbers = part(observation, path, env_id), None
+    with suppress(ValueError, TypeError, LookupError):
+        if np.shape(value) == space.shape if isinstance(space, Box) else space.contains(value):
+            numbers = gymnasium.spaces.flatten(space, value)
+    if numbers is None:
+        shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
+        raise ConfigError(
+            f"{_named(path)} of env.id={env_id} is {value!r:.80}{shape}, which does not fit its space {space}. Correct "
+            "observation_space, or what reset and step return"
+        )
+    return numbers
 
 
 def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
@@ -64,30 +93,34 @@ def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
     for path, leaf in _leaves(space, ()):
         if isinstance(leaf, Text):
             if found.sentence is not None:
-                texts = " and ".join(f"'{'.'.join(each)}'" for each in (found.sentence, path))
+                texts = " and ".join(f"'{_name(each)}'" for each in (found.sentence, path))
                 raise ConfigError(
                     f"The observation of env.id={env_id} has two sentences, {texts}; required: at most one Text space, the instruction. "
                     "Register a version without the other one (gymnasium.wrappers.FilterObservation), and name it in env.id"
                 )
             found.sentence = path
         elif isinstance(leaf, Box) and leaf.dtype == np.uint8 and len(leaf.shape) == 3 and leaf.shape[2] == 3:
-            found.cameras[".".join(path) or "image"] = path
+            found.cameras[_name(path) or "image"] = path
         else:
             found.state.append((path, leaf))
     return found
 
 
 def _leaves(space: gymnasium.Space, path: Path) -> Iterator[tuple[Path, gymnasium.Space]]:
-    if not isinstance(space, Dict):
+    if not isinstance(space, Dict | Tuple):
         yield path, space
         return
-    for key, each in space.spaces.items():
+    for key, each in space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces):
         yield from _leaves(each, (*path, key))
+
+
+def _name(path: Path) -> str:
+    return ".".join(key if isinstance(key, str) else f"item{key}" for key in path)
 
 
 def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     """Return the flattened space of a part of the state."""
-    name = f"The observation{''.join(f'[{key!r}]' for key in path)} of env.id={env_id} is {space}"
+    name = f"{_named(path)} of env.id={env_id} is {space}"
     if isinstance(space, Box) and len(space.shape) > 2:
         raise ConfigError(
             f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
@@ -101,6 +134,47 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     )
 
 
+class Step(NamedTuple):
+    """The five values of ``Env.step``."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Mapping[str, Any]
+
+
+def reset_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], seed: int) -> tuple[Any, Mapping[str, Any]]:
+    """Reset ``env``, and return observation and info; raise ConfigError if it has gym's older interface."""
+    try:
+        result = env.reset(seed=seed)
+    except TypeError as error:
+        if "unexpected keyword argument 'seed'" in str(error):
+            raise old_interface_error(env_id, kwargs, "reset takes no seed") from error
+        raise
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise old_interface_error(env_id, kwargs, f"reset returns {result!r:.60} without info")
+    return result
+
+
+def step_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], action: Any) -> Step:
+    """Step ``env``; raise ConfigError if it has gym's older interface, or a value is of another kind."""
+    result = env.step(action)
+    if not isinstance(result, tuple | list) or len(result) != 5:
+        count = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise old_interface_error(env_id, kwargs, f"step returns {count}")
+    observation, reward, terminated, truncated, info = result
+    if not isinstance(info, Mapping):
+        raise ConfigError(
+            f"The info of a step of env.id={env_id} is {info!r:.80}; required: a dict. Return one, which may be empty"
+        )
+    flags = [
+        flag_of(flag, f"`{name}` of env.id={env_id}")
+        for name, flag in (("terminated", terminated), ("truncated", truncated))
+    ]
+    return Step(observation, number_of(reward, f"The reward of env.id={env_id}"), *flags, info)
+
+
 def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
     """Return the success that ``info`` of a step tells (None: nothing); raise ConfigError if another key seems to tell it.
 
@@ -108,10 +182,15 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
     """
     for key in SUCCESS_KEYS:
         if key in info:
-            return bool(info[key])
+            return flag_of(info[key], f"info['{key}'] of env.id={env_id}")
     for key, value in info.items():
         # Numbers may be terms of the reward, such as ``success_reward``.
-        if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(key) and not NO_FLAG.search(key):
+        if (
+            isinstance(value, bool | np.bool_)
+            and isinstance(key, str)
+            and OTHER_SUCCESS.search(key)
+            and not NO_FLAG.search(key)
+        ):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
                 f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "
@@ -125,11 +204,11 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
 
 def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
     """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, or if it is not a str."""
-    shown = None if parts.sentence is None else part(observation, parts.sentence)
+    shown = None if parts.sentence is None else part(observation, parts.sentence, env_id)
     said = info.get(INSTRUCTION_KEY)
     if shown is not None and said is not None:
         raise ConfigError(
-            f"env.id={env_id} has two sentences, the Text space '{'.'.join(parts.sentence)}' and info['{INSTRUCTION_KEY}']; required: "
+            f"env.id={env_id} has two sentences, the Text space '{_name(parts.sentence)}' and info['{INSTRUCTION_KEY}']; required: "
             "one instruction. Register a version that leaves one out with a gymnasium.Wrapper, and name it in env.id"
         )
     found = shown if said is None else said

@@ -16,9 +16,7 @@ def flags_of(values: Any, what: str) -> np.ndarray:
     ``bool`` would take NaN, text and fractions for true. ``what`` names the flags in the message.
     """
     array = np.asarray(values)
-    if array.dtype == np.bool_:
-        return array
-    is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "iuf" else np.zeros(array.shape, dtype=bool)
+    is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "biuf" else np.zeros(array.shape, dtype=bool)
     if not is_flag.all():
         place = tuple(map(int, np.argwhere(~is_flag)[0]))
         at = f" at {list(place)}" if array.size > 1 else ""
@@ -28,15 +26,11 @@ def flags_of(values: Any, what: str) -> np.ndarray:
 
 def flag_of(value: Any, what: str) -> bool:
     """Return one flag, which may also be an array of one element; raise ConfigError as ``flags_of``."""
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    return bool(flags_of(_single(value, what), what))
+    return bool(value) if isinstance(value, bool | np.bool_) else bool(flags_of(_single(value, what), what))
 
 
 def number_of(value: Any, what: str) -> float:
     """Return one number, which may also be an array of one element; raise ConfigError for anything else."""
-    if isinstance(value, float | int):
-        return float(value)
     array = _single(value, what)
     if array.dtype.kind not in "biuf":
         raise ConfigError(f"{what} is {value!r:.80}; required: a number")

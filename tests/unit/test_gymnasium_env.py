@@ -456,7 +456,7 @@ def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
         check("walk_for_tests:Blind-v0")
     for name in ("walk_for_tests:Undrawable-v0", "walk_for_tests:Blind-v0"):
         check(name, num_videos=0)
-    monkeypatch.setattr("rlinf.envs.gymnasium.env.drawing_trial", lambda *_: pytest.fail("opened a GL"))
+    monkeypatch.setattr("rlinf.envs.gymnasium.env.choose_backend", lambda *_: pytest.fail("opened a GL"))
     check("InvertedPendulum-v5")
 
 

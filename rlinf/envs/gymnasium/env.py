@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import packages_distributions
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -81,31 +81,27 @@ class GymnasiumConfig(ProcessEnvConfig):
         return list(spaces_of(self).parts.cameras)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take along how user code has registered the id in this process, for another one."""
-        spec = gymnasium.registry.get(self.id)
-        module, pickled = getattr(getattr(spec, "entry_point", None), "__module__", None), None
-        with suppress(
-            pickle.PicklingError, AttributeError, TypeError
-        ):  # a lambda, which is registered when its module is imported
-            pickled = pickle.dumps(spec)
-        return {**vars(self), "registration": None if spec is None or module == "__main__" else (module, pickled)}
+        """Take along how user code has registered the id in this process: the module to import, and what it told gymnasium."""
+        spec, module, pickled = gymnasium.registry.get(self.id), _module_of(self.id), None
+        with suppress(pickle.PicklingError, AttributeError, TypeError):  # of a lambda
+            pickled = None if spec is None else pickle.dumps(spec)
+        return {**vars(self), "registration": (module, pickled) if module != "__main__" else (None, None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        registration = state.pop("registration", None)
+        module, pickled = state.pop("registration")
         vars(self).update(state)
-        if registration is not None and self.id not in gymnasium.registry:
-            module, pickled = registration
-            if module is not None:
-                importlib.import_module(module)
-            if pickled is not None and self.id not in gymnasium.registry:
-                gymnasium.registry[self.id] = pickle.loads(pickled)
+        if module is not None:
+            importlib.import_module(module)
+        if pickled is not None and self.id not in gymnasium.registry:
+            gymnasium.registry[self.id] = pickle.loads(pickled)
 
 
 class Spaces(NamedTuple):
-    """Facts of an env that its making and first step show. Nothing of the env's own code is in it.
+    """Facts of an env that making it and one step show.
 
     Attributes:
         state_low, state_high: ``[S]``; infinite if unbounded.
+        state_fault: Why there is no state.
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: Whether it has render_mode=rgb_array.
         uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
@@ -113,8 +109,8 @@ class Spaces(NamedTuple):
         packages: Distributions of its code and of its imports, such as the physics engine.
         acts_in_choices: Its actions are whole numbers.
         has_expert: It has a method ``expert_action``.
-        tells_success, has_sentence: Its ``info`` tells success, it says its own instruction.
-        faults: Messages about a "state", or a "success", that cannot be read, which only some settings read.
+        success: Whether ``info`` of a step tells success, or why that cannot be read.
+        has_sentence: It has instructions of its own.
     """
 
     action_low: np.ndarray
@@ -122,16 +118,16 @@ class Spaces(NamedTuple):
     parts: Parts
     state_low: np.ndarray
     state_high: np.ndarray
+    state_fault: str | None
     horizon: int | None
     can_draw: bool
     uses_mujoco: bool
     render_fps: float | None
+    packages: tuple[str, ...]
     acts_in_choices: bool
     has_expert: bool
-    packages: tuple[str, ...] = ()
-    tells_success: bool = False
+    success: bool | str = False
     has_sentence: bool = False
-    faults: Mapping[str, str] = MappingProxyType({})
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
@@ -174,30 +170,51 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
     """Return the spaces of the env of ``config``, which is tried once, in a process of its own; raise as ``tried``."""
-    return _read(_tried(trial, config), config)
+    return _read(_tried(replace(config, cameras=[])), config)
 
 
-_results: dict[tuple[str, ...], Any] = {}
+_results: dict[tuple[Any, ...], Spaces] = {}
 
 
-def _tried(trial: Callable[[GymnasiumConfig], Trial], config: GymnasiumConfig) -> Any:
-    """Return the result of a trial of this module, which runs once."""
-    if (key := (trial.__name__, *_key(config))) not in _results:
-        _results[key] = _run(trial, config)
+def _tried(config: GymnasiumConfig) -> Spaces:
+    """Return the result of ``trial``; in this process, if no other can import the env."""
+    if (key := (*_key(config), *config.cameras)) not in _results:
+        is_of_main = _module_of(config.id) == "__main__"
+        if is_of_main and config.num_processes != 0:
+            raise ConfigError(
+                f"env.id={config.id} is registered in the main script, which other processes cannot import. Import it from another "
+                "file, or set env.num_processes=0"
+            )
+        what = f"env.id={config.id}"
+        _results[key] = finished(trial(config)) if is_of_main else tried(f"{__name__}:trial", config, what)
     return _results[key]
 
 
-def _run(trial: Callable[[GymnasiumConfig], Trial], config: GymnasiumConfig) -> Any:
-    """Run a trial in a process of its own, or in this one if no other can import the env."""
-    config, maker = replace(config, cameras=[]), getattr(gymnasium.registry.get(config.id), "entry_point", None)
-    if getattr(maker, "__module__", None) != "__main__":
-        return tried(f"{__name__}:{trial.__name__}", config, f"env.id={config.id}")
-    if config.num_processes != 0:
-        raise ConfigError(
-            f"env.id={config.id} is registered in the main script, which other processes cannot import. Import it from another file, "
-            "or set env.num_processes=0"
-        )
-    return finished(trial(config))
+def _module_of(env_id: str) -> str | None:
+    """Return the module of the class or function that user code has registered for an id; None for a text or none."""
+    return getattr(getattr(gymnasium.registry.get(env_id), "entry_point", None), "__module__", None)
+
+
+def trial(config: GymnasiumConfig) -> Trial:
+    """Make the env, run one step of an episode, and draw ``config.cameras``; return its ``Spaces``, without code of its own."""
+    yield "construction"
+    spaces = _spaces_here(*_key(config))
+    state = "full" if spaces.state_fault is None else "none"
+    simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0, state=state), [config.id])
+    yield "reset"
+    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
+    simulator.observe()
+    yield "step"
+    simulator.step((spaces.action_low + spaces.action_high) / 2)
+    simulator.observe()
+    success: bool | str
+    try:
+        success = success_of(simulator.info, config.id) is not None
+    except ConfigError as error:
+        success = str(error)
+    simulator.close()
+    parts, has_sentence = replace(spaces.parts, state=[]), simulator.sentence is not None
+    return spaces._replace(parts=parts, success=success, has_sentence=has_sentence)
 
 
 def _key(config: GymnasiumConfig) -> tuple[str, str]:
@@ -209,22 +226,20 @@ def _spaces_here(env_id: str, kwargs: str) -> Spaces:
     """Return what an env tells that is made in this process, without pictures. ``parts`` holds its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
-        faults, low, high = {}, *action_bounds(env.action_space, env_id)
+        low, high = action_bounds(env.action_space, env_id)
         parts, about = parts_of(env.observation_space, env_id), env.metadata or {}
-        bounds = np.zeros(0), np.zeros(0)
+        state_low, state_high, state_fault = np.zeros(0), np.zeros(0), None
         try:
-            bounds = parts.bounds(env_id)
+            state_low, state_high = parts.bounds(env_id)
         except ConfigError as error:
-            faults["state"] = str(error)
-        horizon, can_draw = (
-            gymnasium.spec(env.spec.id).max_episode_steps,
-            "rgb_array" in (about.get("render_modes") or ()),
-        )
+            state_fault = str(error)
+        horizon = gymnasium.spec(env.spec.id).max_episode_steps
+        can_draw, fps = "rgb_array" in (about.get("render_modes") or ()), about.get("render_fps")
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
         acts_in_choices = bool(np.issubdtype(env.action_space.dtype, np.integer))
+        has_expert, packages = env.has_wrapper_attr("expert_action"), _packages_behind(type(env.unwrapped))
         return Spaces(
-            low, high, parts, *bounds, horizon, can_draw, uses_mujoco, about.get("render_fps"), acts_in_choices,
-            env.has_wrapper_attr("expert_action"), _packages_behind(type(env.unwrapped)), faults=faults,
+            low, high, parts, state_low, state_high, state_fault, horizon, can_draw, uses_mujoco, fps, packages, acts_in_choices, has_expert,
         )  # fmt: skip
     finally:
         env.close()
@@ -234,8 +249,8 @@ def _read(spaces: Spaces, config: GymnasiumConfig) -> Spaces:
     """Return ``spaces`` with the state that ``config`` reads; raise ConfigError if it cannot be read."""
     if config.state == "none":
         return spaces._replace(state_low=np.zeros(0), state_high=np.zeros(0))
-    if "state" in spaces.faults:
-        raise ConfigError(spaces.faults["state"])
+    if spaces.state_fault is not None:
+        raise ConfigError(spaces.state_fault)
     return spaces
 
 
@@ -310,7 +325,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         if not set(config.cameras) <= set(spaces.parts.cameras):
             if not spaces.can_draw:
                 raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
-            _tried(drawing_trial, config)
+            _tried(replace(config, cameras=[CAMERA]))
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
             self.metadata["render_fps"] = spaces.render_fps
@@ -324,13 +339,13 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         """Check tasks and cameras, and try one step, whose observation and ``info`` must be readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
-        if config.success_return is None and "success" in (faults := spaces_of(config).faults):
-            raise ConfigError(faults["success"])
+        if config.success_return is None and isinstance(fault := spaces_of(config).success, str):
+            raise ConfigError(fault)
 
     @classmethod
     def tells_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether ``info`` of a step tells success, or a return counts as one."""
-        return config.success_return is not None or spaces_of(config).tells_success
+        return config.success_return is not None or spaces_of(config).success is True
 
     @classmethod
     def acts_in_choices(cls, config: GymnasiumConfig) -> bool:
@@ -350,7 +365,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
                 f"env.id={config.id} has no render_mode=rgb_array, which videos need. Set evaluation.num_videos_per_task=0"
             )
         if not spaces.uses_mujoco:
-            _tried(drawing_trial, config)
+            _tried(replace(config, cameras=[CAMERA]))
 
     @classmethod
     def has_expert(cls, config: GymnasiumConfig) -> bool:
@@ -407,15 +422,15 @@ class GymnasiumSimulator(Simulator):
     def step(self, action: np.ndarray) -> SingleStep:
         taken = action_of(self._env.action_space, action)
         step = step_of(self._env, self.config.id, self.config.kwargs, taken)
-        self._observation, self.info = step.observation, step.info
-        self._num_steps, self._return = self._num_steps + 1, self._return + step.reward
+        self._observation, reward, terminated, truncated, self.info = step
+        self._num_steps, self._return = self._num_steps + 1, self._return + reward
         if self.config.success_return is None:
-            success = success_of(step.info, self.config.id, refuses=False)
+            success = success_of(self.info, self.config.id, refuses=False)
         else:
-            is_over = step.terminated or step.truncated or self._num_steps >= self._horizon
+            is_over = terminated or truncated or self._num_steps >= self._horizon
             success = is_over and self._return >= self.config.success_return
-        self.sentence = sentence_of(self._spaces.parts, self._observation, step.info, self.config.id) or self.sentence
-        return SingleStep(self.config.reward_scale * step.reward, success, step.terminated, step.truncated)
+        self.sentence = sentence_of(self._spaces.parts, self._observation, self.info, self.config.id) or self.sentence
+        return SingleStep(self.config.reward_scale * reward, success, terminated, truncated)
 
     def observe(self) -> View:
         state = self._spaces.parts.flattened(self._observation, self.config.id) if len(self._spaces.state_low) else None
@@ -479,38 +494,3 @@ class GymnasiumSimulator(Simulator):
         if self._env is not None:
             self._env.close()
         self._env = None
-
-
-def trial(config: GymnasiumConfig) -> Trial:
-    """Make the env, and run one step of an episode; return its ``Spaces``, without its code."""
-    yield "construction"
-    spaces = _spaces_here(*_key(config))
-    state = "none" if "state" in spaces.faults else "full"
-    simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0, state=state), [config.id])
-    yield "reset"
-    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
-    simulator.observe()
-    yield "step"
-    simulator.step((spaces.action_low + spaces.action_high) / 2)
-    simulator.observe()
-    tells, faults = False, dict(spaces.faults)
-    try:
-        tells = success_of(simulator.info, config.id) is not None
-    except ConfigError as error:
-        faults["success"] = str(error)
-    yield "close"
-    simulator.close()
-    return spaces._replace(
-        parts=replace(spaces.parts, state=[]), tells_success=tells, has_sentence=simulator.sentence is not None, faults=faults,
-    )  # fmt: skip
-
-
-def drawing_trial(config: GymnasiumConfig) -> Trial:
-    """Draw a picture."""
-    yield "construction"
-    simulator = GymnasiumSimulator(replace(config, max_episode_steps=1, state="none"), [config.id])
-    yield "reset"
-    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
-    yield "picture"
-    simulator.render(16)
-    simulator.close()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -134,16 +134,6 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     )
 
 
-class Step(NamedTuple):
-    """The five values of ``Env.step``."""
-
-    observation: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: Mapping[str, Any]
-
-
 def reset_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], seed: int) -> tuple[Any, Mapping[str, Any]]:
     """Reset ``env``, and return observation and info; raise ConfigError if it has gym's older interface."""
     try:
@@ -157,22 +147,19 @@ def reset_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], seed: i
     return result
 
 
-def step_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], action: Any) -> Step:
-    """Step ``env``; raise ConfigError if it has gym's older interface, or a value is of another kind."""
-    result = env.step(action)
+def step_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], action: Any) -> tuple[Any, ...]:
+    """Step ``env`` and return its five values; raise ConfigError for gym's older interface, or a value of another kind."""
+    result, of = env.step(action), f"of env.id={env_id}"
     if not isinstance(result, tuple | list) or len(result) != 5:
         count = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
         raise old_interface_error(env_id, kwargs, f"step returns {count}")
-    observation, reward, terminated, truncated, info = result
+    observation, reward, *ends, info = result
     if not isinstance(info, Mapping):
-        raise ConfigError(
-            f"The info of a step of env.id={env_id} is {info!r:.80}; required: a dict. Return one, which may be empty"
-        )
-    flags = [
-        flag_of(flag, f"`{name}` of env.id={env_id}")
-        for name, flag in (("terminated", terminated), ("truncated", truncated))
-    ]
-    return Step(observation, number_of(reward, f"The reward of env.id={env_id}"), *flags, info)
+        raise ConfigError(f"`info` {of} is {info!r:.80}; required: a dict. Return one from step, which may be empty")
+    terminated, truncated = (
+        flag_of(end, f"`{name}` {of}") for name, end in zip(("terminated", "truncated"), ends, strict=True)
+    )
+    return observation, number_of(reward, f"`reward` {of}"), terminated, truncated, info
 
 
 def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
@@ -185,12 +172,7 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
             return flag_of(info[key], f"info['{key}'] of env.id={env_id}")
     for key, value in info.items():
         # Numbers may be terms of the reward, such as ``success_reward``.
-        if (
-            isinstance(value, bool | np.bool_)
-            and isinstance(key, str)
-            and OTHER_SUCCESS.search(key)
-            and not NO_FLAG.search(key)
-        ):
+        if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(str(key)) and not NO_FLAG.search(str(key)):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
                 f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "

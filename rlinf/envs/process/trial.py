@@ -19,14 +19,10 @@ from rlinf.errors import SimulatorError
 from rlinf.imports import import_string
 
 LOG_CHARACTERS = 2000
-OTHER_STACKS = re.compile(
-    r"^Thread 0x.*?(?=^Current thread)|^Extension modules:[^\n]*|^  File [^\n]*rlinf/envs/[^\n]*\n|^  File \"<string>\"[^\n]*",
-    re.M | re.S,
-)
-"""What a dump of the stacks holds besides those of the env."""
+OTHER_STACKS = re.compile(r"^Thread 0x.*?(?=^Current thread)|^Extension modules:[^\n]*", re.MULTILINE | re.DOTALL)
 
 Trial = Generator[str, None, Any]
-"""Yields the name of each call before it: one of ``SLOW_CALLS`` or another, which may take ``env.step_timeout_s``. Returns the result."""
+"""Yields the name of each call before it: one of ``SLOW_CALLS``, or another, which may take ``env.step_timeout_s``. Returns the result."""
 
 
 def tried(trial: str, config: ProcessEnvConfig, what: str) -> Any:
@@ -35,13 +31,19 @@ def tried(trial: str, config: ProcessEnvConfig, what: str) -> Any:
     Raise the RLinfError that it raises, and SimulatorError if it raises another error, dies, or misses the deadline of a call. ``what``
     names the env in messages.
     """
-    worker, call = Worker(np.zeros(1, dtype=np.int64)), "construction"
+    worker, call, answer = Worker(np.zeros(1, dtype=np.int64)), "construction", None
     environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     worker.launch(f"{__name__}:main", f"the trial of {what}", [], environment, logs_output=True)
     try:
         worker.send((trial, config), config.reset_timeout_s)
-        while isinstance(answer := _answer(worker, config, call), str):
-            call = answer
+        while not isinstance(answer, Failure | tuple):
+            call = answer or call
+            timeout_s, waited_s = config.reset_timeout_s if call in SLOW_CALLS else config.step_timeout_s, 0.0
+            # Polls, because a process that the env has started may hold the pipe open after its end.
+            while not worker.connection.poll(poll_s := min(POLL_S, timeout_s / 4)) and worker.process.poll() is None:
+                if (waited_s := waited_s + poll_s) > timeout_s:
+                    break
+            answer = worker.give_up(timeout_s, call) if waited_s > timeout_s else worker.receive(timeout_s, call)
     finally:
         worker.kill()
     if not isinstance(answer, Failure):
@@ -53,40 +55,23 @@ def tried(trial: str, config: ProcessEnvConfig, what: str) -> Any:
     raise SimulatorError(f"{what} fails in its first {call}: {answer.message}.{output}Fix the environment")
 
 
-def finished(calls: Trial) -> Any:
-    """Run a trial in this process, without deadlines; return its result."""
+def finished(calls: Trial, report: Any = bool) -> Any:
+    """Run a trial in this process, and return its result; ``report`` gets the name of each call before it."""
     try:
         while True:
-            next(calls)
+            report(next(calls))
     except StopIteration as end:
         return end.value
-
-
-def _answer(worker: Worker, config: ProcessEnvConfig, call: str) -> Any:
-    """Return the name of the next call, a tuple with the result, or a ``Failure``."""
-    timeout_s = config.reset_timeout_s if call in SLOW_CALLS else config.step_timeout_s
-    waited, poll_s = 0.0, min(POLL_S, timeout_s / 4)
-    # Polls, because a process that the env has started may hold the pipe open; and time in which this process is stopped does not count.
-    while not worker.connection.poll(poll_s) and worker.process.poll() is None:
-        if (waited := waited + poll_s) >= timeout_s:
-            return worker.give_up(timeout_s, call)
-    return worker.receive(timeout_s, call)
 
 
 def main() -> None:
     """Run a trial in this process, which its parent has started."""
     connection, _, parent = own_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
-    with connection:
-        try:
-            trial, config = connection.recv()
-            calls = import_string(trial)(config)
-            while True:
-                connection.send(next(calls))
-        except StopIteration as end:
-            connection.send((end.value,))
-        except BaseException as error:  # noqa: BLE001 - the parent reports it
-            failure, place = failure_of(error), traceback.extract_tb(error.__traceback__)[-1]
-            if failure.error is None:
-                failure = failure._replace(message=f"{failure.message} ({place.filename}, line {place.lineno})")
-            connection.send(failure)
+    try:
+        trial, config = connection.recv()
+        connection.send((finished(import_string(trial)(config), connection.send),))
+    except BaseException as error:  # noqa: BLE001 - the parent reports it
+        failure, place = failure_of(error), traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if failure.error else f" ({place.filename}, line {place.lineno})"
+        connection.send(failure._replace(message=failure.message + where))

@@ -228,6 +228,20 @@ def cameras_read(config: RunConfig) -> list[str]:
     return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
 
 
+def size_by_env(config: RunConfig, num_cameras: int) -> None:
+    """Fill in the sizes of random weights that are null: the env's. ``validate`` reports an env that cannot tell."""
+    model, env, sizes = config.model, config.env, config.model.init_config
+    of_env: dict[str, Any] = {"state_dim": 1, "image_size": env.image_size, "num_images_in_input": num_cameras or 1}
+    with suppress(ConfigError, MissingDependencyError):
+        env_class = ENVS.get(env.name)
+        if model.action_token_len is None:
+            model.action_token_len = env_class.action_width(env)
+        if sizes.get("state_dim", 0) is None:
+            of_env["state_dim"] = env_class.state_width(env) or 0
+    model.action_token_len = model.action_token_len or type(model)().action_token_len
+    sizes |= {key: value for key, value in of_env.items() if sizes.get(key, 0) is None}
+
+
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig`` (``typed_config``), and fill in what follows from others of its values.
 
@@ -239,6 +253,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.cluster.num_processes is None:
         place = launch_context(os.environ)
         config.cluster.num_processes = 1 if place is None else place.size
+    size_by_env(config, len((env.get("cameras") if isinstance(env, Mapping) else None) or ()))
     if isinstance(env, Mapping) and env.get("cameras") is None:
         config.env.cameras = cameras_read(config)
     if config.rollout.num_chunks is None:

@@ -232,6 +232,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     @classmethod
+    def action_width(cls, config: EnvConfig) -> int | None:
+        """Return ``action_dim`` under ``config``, before an env is made; None: unknown."""
+        return None
+
+    @classmethod
     def moved(cls, config: EnvConfig, what: str) -> EnvConfig | None:
         """Return settings of the same episodes with ``objects`` or ``cameras`` elsewhere, for ``rlinf audit``; None: it cannot."""
         return None

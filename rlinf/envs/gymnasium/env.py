@@ -376,6 +376,10 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         """Return how many numbers the flattened observation has, 0 for ``state=none``."""
         return len(spaces_of(config).state_low)
 
+    @classmethod
+    def action_width(cls, config: GymnasiumConfig) -> int:
+        return len(spaces_of(config).action_low)
+
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the bounds of the observation, if all are finite."""
         spaces = spaces_of(self.config)

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-import shlex
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +99,7 @@ class Plain(gymnasium.Env):
     action_space = observation_space = gymnasium.spaces.Box(-0.1, 0.1, (1,), np.float64)
 
     def reset(self, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=seed)
         return np.zeros(1), {}
 
     def step(self, action):
@@ -107,19 +108,14 @@ class Plain(gymnasium.Env):
 
 
 class OldReset(Plain):
-    """gym's interface before 0.26, with a seed of its own."""
-
-    def __init__(self, start=0.0):
-        self.start = start
-
-    def seed(self, seed):
-        self.random = np.random.default_rng(seed)
-
     def reset(self):
-        return np.full(1, self.start + self.random.uniform(0, 0.1))
+        return self.np_random.uniform(-0.1, 0.1, 1)
 
-    def step(self, action):
-        return action, 0.5, True, {"TimeLimit.truncated": bool(action[0] > 0)}
+
+class NoInfo(Plain):
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-0.1, 0.1, 1)
 
 
 class OldStep(Plain):
@@ -131,7 +127,10 @@ class Bare:
     """No gymnasium.Env at all."""
 
     action_space = observation_space = Plain.action_space
-    seed, reset, step = OldReset.seed, lambda self: np.zeros(1), OldStep.step
+    step = OldStep.step
+
+    def reset(self):
+        return np.zeros(1)
 
 
 class Dies(Plain):
@@ -164,7 +163,7 @@ for name, changes in {"Walk-v0": {}, "Unbounded-v0": {"action_space": gymnasium.
                       "Blind-v0": {"metadata": {"render_modes": []}},
                       "Words-v0": {"observation_space": gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))}}.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Walk,), changes), max_episode_steps=6)
-for each in (Plain, OldReset, OldStep, Bare, Dies, Crashes, Hangs, Raises):
+for each in (Plain, OldReset, NoInfo, OldStep, Bare, Dies, Crashes, Hangs, Raises):
     gymnasium.register(f"{each.__name__}-v0", entry_point=each, max_episode_steps=6)
 gymnasium.register("Endless-v0", entry_point=Walk)
 '''  # fmt: skip
@@ -481,33 +480,25 @@ def test_an_env_without_render_modes_has_no_pictures_and_runs():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("OldReset-v0", "no seed"), ("OldStep-v0", "4 values"), ("Bare-v0", "no gymnasium.Env")]
+    ("name", "words"), [("OldReset-v0", "no seed"), ("NoInfo-v0", "without info"), ("OldStep-v0", "not 5")]
 )
-def test_gym_s_older_interface_is_named_with_overrides_that_work(name, words):
-    with pytest.raises(ConfigError, match=words) as raised:
+def test_gym_s_older_interface_is_named_with_a_line_that_mends_it(monkeypatch, name, words):
+    with pytest.raises(ConfigError, match=f"{name}.*{words}") as raised:
         build(name=name)
-    typed = shlex.split(str(raised.value).partition("Set ")[2].partition(", or")[0])
-    config = build_config(compose_config(["env=gymnasium", *typed, "env.num_processes=0"])).env
-    assert config.max_episode_steps == 6
+    line, scope = re.search("`(def .*?)`", str(raised.value))[1], {"gymnasium": gymnasium}
+    exec(f"class Mended(gymnasium.Wrapper):\n    {line}", scope)
+    maker = gymnasium.spec(name).entry_point
+    mended = gymnasium.envs.registration.EnvSpec("Mended-v0", lambda: scope["Mended"](maker()), max_episode_steps=6)
+    monkeypatch.setitem(gymnasium.registry, "Mended-v0", mended)
+    monkeypatch.setattr(gymnasium_env, "_results", {})
+    gymnasium_env._spaces_here.cache_clear()
+    config = GymnasiumConfig(id="Mended-v0", num_processes=0)
     assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
 
 
-def test_an_env_of_gym_s_older_interface_keeps_seed_arguments_and_its_two_ends():
-    of = {
-        "id": "rlinf.envs.gymnasium.old_api:OldApi-v0",
-        "kwargs": {"old": "walk_for_tests:OldReset-v0", "start": -0.05},
-    }
-    env = make_env(GymnasiumConfig(**of, max_episode_steps=6, num_processes=0), 1, auto_reset=False)
-    spec = env.episode_specs("train")[5]
-    seed = derive_seed(spec.seed, "gymnasium", of["id"], spec.init_state_id) % 2**31
-    first, _ = env.reset(options={"episodes": [spec]})
-    assert first.state[0, 0] == np.float32(-0.05 + np.random.default_rng(seed).uniform(0, 0.1))
-    ends = []
-    for action in (0.1, -0.1):
-        env.reset(options={"episodes": [spec]})
-        step = env.chunk_step(np.full((1, 1, 1), action))
-        ends.append((bool(step.terminated[0]), bool(step.truncated[0])))
-    assert ends == [(False, True), (True, False)]
+def test_a_class_that_is_no_gymnasium_env_is_named():
+    with pytest.raises(ConfigError, match=r"Bare-v0 .*class MyEnv\(gymnasium.Env\)"):
+        build(name="Bare-v0")
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -552,7 +543,8 @@ def test_an_env_of_the_main_script_runs_in_this_process_or_is_refused(monkeypatc
     monkeypatch.setitem(
         gymnasium.registry, "OfMain-v0", gymnasium.envs.registration.EnvSpec("OfMain-v0", maker, max_episode_steps=6)
     )
-    with pytest.raises(ConfigError, match="main script.*env.num_processes=0"):
+    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    with pytest.raises(ConfigError, match="OfMain-v0.*needs the module that registers it"):
         make_env(GymnasiumConfig(id="OfMain-v0"), 1, auto_reset=False)
     env = make_env(GymnasiumConfig(id="OfMain-v0", num_processes=0), 1, auto_reset=False)
     assert env.reset()[0].state.tolist() == [[0.0]]

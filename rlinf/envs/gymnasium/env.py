@@ -7,7 +7,7 @@ import importlib.util
 import json
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import packages_distributions
@@ -19,8 +19,8 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.gymnasium.old_api import old_interface_error
-from rlinf.envs.gymnasium.reading import Parts, part, parts_of, reset_of, sentence_of, step_of, success_of
+from rlinf.envs.gymnasium import reading
+from rlinf.envs.gymnasium.reading import Parts
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.envs.process.trial import Trial, finished, tried
@@ -101,16 +101,13 @@ class Spaces(NamedTuple):
 
     Attributes:
         state_low, state_high: ``[S]``; infinite if unbounded.
-        state_fault: Why there is no state.
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: Whether it has render_mode=rgb_array.
         uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
         render_fps: Env steps per second of simulated time, or None if unknown.
         packages: Distributions of its code and of its imports, such as the physics engine.
         acts_in_choices: Its actions are whole numbers.
-        has_expert: It has a method ``expert_action``.
-        success: Whether ``info`` of a step tells success, or why that cannot be read.
-        has_sentence: It has instructions of its own.
+        has_expert, tells_success, has_sentence: It has a method ``expert_action``, success in ``info``, instructions of its own.
     """
 
     action_low: np.ndarray
@@ -118,7 +115,6 @@ class Spaces(NamedTuple):
     parts: Parts
     state_low: np.ndarray
     state_high: np.ndarray
-    state_fault: str | None
     horizon: int | None
     can_draw: bool
     uses_mujoco: bool
@@ -126,7 +122,7 @@ class Spaces(NamedTuple):
     packages: tuple[str, ...]
     acts_in_choices: bool
     has_expert: bool
-    success: bool | str = False
+    tells_success: bool = False
     has_sentence: bool = False
 
 
@@ -159,7 +155,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
         if "gymnasium.Env class" in str(error) or "`gymnasium.Env`" in str(error):
-            raise old_interface_error(config.id, config.kwargs, "it is no gymnasium.Env") from error
+            raise reading.old_interface(config.id, "it is no gymnasium.Env", "`class MyEnv(gymnasium.Env):`") from error
         if importlib.util.find_spec("mujoco") is not None:
             import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
@@ -170,28 +166,23 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
     """Return the spaces of the env of ``config``, which is tried once, in a process of its own; raise as ``tried``."""
-    return _read(_tried(replace(config, cameras=[])), config)
+    return _tried(replace(config, cameras=[]))
 
 
 _results: dict[tuple[Any, ...], Spaces] = {}
 
 
 def _tried(config: GymnasiumConfig) -> Spaces:
-    """Return the result of ``trial``; in this process, if no other can import the env."""
-    if (key := (*_key(config), *config.cameras)) not in _results:
-        is_of_main = _module_of(config.id) == "__main__"
-        if is_of_main and config.num_processes != 0:
-            raise ConfigError(
-                f"env.id={config.id} is registered in the main script, which other processes cannot import. Import it from another "
-                "file, or set env.num_processes=0"
-            )
+    """Return the result of ``trial``, for which an env of the main script that shall run in this process needs this one."""
+    if (key := (*_key(config), config.success_return is None, *config.cameras)) not in _results:
+        is_here = config.num_processes == 0 and _module_of(config.id) == "__main__"
         what = f"env.id={config.id}"
-        _results[key] = finished(trial(config)) if is_of_main else tried(f"{__name__}:trial", config, what)
+        _results[key] = finished(trial(config)) if is_here else tried(f"{__name__}:trial", config, what)
     return _results[key]
 
 
 def _module_of(env_id: str) -> str | None:
-    """Return the module of the class or function that user code has registered for an id; None for a text or none."""
+    """Return the module of the class or function that is registered for an id; None for a text or none."""
     return getattr(getattr(gymnasium.registry.get(env_id), "entry_point", None), "__module__", None)
 
 
@@ -199,59 +190,41 @@ def trial(config: GymnasiumConfig) -> Trial:
     """Make the env, run one step of an episode, and draw ``config.cameras``; return its ``Spaces``, without code of its own."""
     yield "construction"
     spaces = _spaces_here(*_key(config))
-    state = "full" if spaces.state_fault is None else "none"
-    simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0, state=state), [config.id])
+    simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0), [config.id])
     yield "reset"
     simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
     simulator.observe()
     yield "step"
     simulator.step((spaces.action_low + spaces.action_high) / 2)
     simulator.observe()
-    success: bool | str
-    try:
-        success = success_of(simulator.info, config.id) is not None
-    except ConfigError as error:
-        success = str(error)
+    tells_success = config.success_return is None and reading.success_of(simulator.info, config.id) is not None
     simulator.close()
     parts, has_sentence = replace(spaces.parts, state=[]), simulator.sentence is not None
-    return spaces._replace(parts=parts, success=success, has_sentence=has_sentence)
+    return spaces._replace(parts=parts, tells_success=tells_success, has_sentence=has_sentence)
 
 
-def _key(config: GymnasiumConfig) -> tuple[str, str]:
-    return config.id, json.dumps(config.kwargs, sort_keys=True)
+def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
+    return config.id, json.dumps(config.kwargs, sort_keys=True), config.state
 
 
 @functools.cache
-def _spaces_here(env_id: str, kwargs: str) -> Spaces:
+def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
     """Return what an env tells that is made in this process, without pictures. ``parts`` holds its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
         low, high = action_bounds(env.action_space, env_id)
-        parts, about = parts_of(env.observation_space, env_id), env.metadata or {}
-        state_low, state_high, state_fault = np.zeros(0), np.zeros(0), None
-        try:
-            state_low, state_high = parts.bounds(env_id)
-        except ConfigError as error:
-            state_fault = str(error)
-        horizon = gymnasium.spec(env.spec.id).max_episode_steps
-        can_draw, fps = "rgb_array" in (about.get("render_modes") or ()), about.get("render_fps")
+        parts, about = reading.parts_of(env.observation_space, env_id), env.metadata or {}
+        bounds = parts.bounds(env_id) if state == "full" else (np.zeros(0), np.zeros(0))
+        horizon, fps = gymnasium.spec(env.spec.id).max_episode_steps, about.get("render_fps")
+        can_draw, has_expert = "rgb_array" in (about.get("render_modes") or ()), env.has_wrapper_attr("expert_action")
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
         acts_in_choices = bool(np.issubdtype(env.action_space.dtype, np.integer))
-        has_expert, packages = env.has_wrapper_attr("expert_action"), _packages_behind(type(env.unwrapped))
+        behind = _packages_behind(type(env.unwrapped))
         return Spaces(
-            low, high, parts, state_low, state_high, state_fault, horizon, can_draw, uses_mujoco, fps, packages, acts_in_choices, has_expert,
-        )  # fmt: skip
+            low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, behind, acts_in_choices, has_expert
+        )
     finally:
         env.close()
-
-
-def _read(spaces: Spaces, config: GymnasiumConfig) -> Spaces:
-    """Return ``spaces`` with the state that ``config`` reads; raise ConfigError if it cannot be read."""
-    if config.state == "none":
-        return spaces._replace(state_low=np.zeros(0), state_high=np.zeros(0))
-    if spaces.state_fault is not None:
-        raise ConfigError(spaces.state_fault)
-    return spaces
 
 
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
@@ -339,13 +312,11 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         """Check tasks and cameras, and try one step, whose observation and ``info`` must be readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
-        if config.success_return is None and isinstance(fault := spaces_of(config).success, str):
-            raise ConfigError(fault)
 
     @classmethod
     def tells_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether ``info`` of a step tells success, or a return counts as one."""
-        return config.success_return is not None or spaces_of(config).success is True
+        return config.success_return is not None or spaces_of(config).tells_success
 
     @classmethod
     def acts_in_choices(cls, config: GymnasiumConfig) -> bool:
@@ -405,7 +376,7 @@ class GymnasiumSimulator(Simulator):
 
     def __init__(self, config: GymnasiumConfig, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
-        self._spaces = _read(_spaces_here(*_key(config)), config)
+        self._spaces = _spaces_here(*_key(config))
         self._env: Any = None
         self._horizon = config.max_episode_steps or self._spaces.horizon
         self._observation: Any = None
@@ -419,21 +390,22 @@ class GymnasiumSimulator(Simulator):
         if self._env is None or self.config.new_each_episode:
             self.close()
             self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
-        self._observation, info = reset_of(self._env, self.config.id, self.config.kwargs, seed)
-        self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
+        self._observation, info = reading.reset_of(self._env, self.config.id, seed)
+        self.sentence = reading.sentence_of(self._spaces.parts, self._observation, info, self.config.id)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
         taken = action_of(self._env.action_space, action)
-        step = step_of(self._env, self.config.id, self.config.kwargs, taken)
-        self._observation, reward, terminated, truncated, self.info = step
+        result = reading.step_of(self._env, self.config.id, taken)
+        self._observation, reward, terminated, truncated, self.info = result
         self._num_steps, self._return = self._num_steps + 1, self._return + reward
         if self.config.success_return is None:
-            success = success_of(self.info, self.config.id, refuses=False)
+            success = reading.success_of(self.info, self.config.id, refuses=False)
         else:
             is_over = terminated or truncated or self._num_steps >= self._horizon
             success = is_over and self._return >= self.config.success_return
-        self.sentence = sentence_of(self._spaces.parts, self._observation, self.info, self.config.id) or self.sentence
+        said = reading.sentence_of(self._spaces.parts, self._observation, self.info, self.config.id)
+        self.sentence = said or self.sentence
         return SingleStep(self.config.reward_scale * reward, success, terminated, truncated)
 
     def observe(self) -> View:
@@ -446,32 +418,25 @@ class GymnasiumSimulator(Simulator):
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        seen = np.asarray(part(self._observation, path, self.config.id))
+        seen = np.asarray(reading.part(self._observation, path, self.config.id))
         return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def expert_action(self) -> np.ndarray:
         """Return the action of ``env.expert``, or of the env's own ``expert_action``, within the bounds."""
+        expert, action = f"env.expert={self.config.expert}", None
         if self.config.expert is None:
             expert, action = "expert_action()", self._env.get_wrapper_attr("expert_action")()
         else:
-            expert, function = f"env.expert={self.config.expert}", self._expert_function()
+            try:
+                function = import_string(self.config.expert)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"{expert} cannot be imported ({error}); required: module:function") from error
             action = function(self._observation, self._env)
-        numbers = None
         with suppress(ValueError, TypeError):
             numbers = np.asarray(action, np.float32).ravel()
-        if numbers is None or numbers.shape != self._spaces.action_low.shape or not np.isfinite(numbers).all():
-            raise ConfigError(
-                f"{expert} of env.id={self.config.id} returns {action!r:.80}; required: an action of {self._env.action_space}"
-            )
-        return np.clip(numbers, self._spaces.action_low, self._spaces.action_high)
-
-    def _expert_function(self) -> Callable[[Any, gymnasium.Env], Any]:
-        try:
-            return import_string(self.config.expert)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"env.expert={self.config.expert} cannot be imported ({error}); required: module:function, on PYTHONPATH"
-            ) from error
+            if numbers.shape == self._spaces.action_low.shape and np.isfinite(numbers).all():
+                return np.clip(numbers, self._spaces.action_low, self._spaces.action_high)
+        raise ConfigError(f"{expert} returns {action!r:.80}; required: an action of {self._env.action_space}")
 
     def render(self, size: int) -> np.ndarray:
         """Return the env's picture, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""

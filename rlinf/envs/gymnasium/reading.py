@@ -15,7 +15,6 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Text, Tuple
 
-from rlinf.envs.gymnasium.old_api import old_interface_error
 from rlinf.errors import ConfigError
 from rlinf.flags import flag_of, number_of
 
@@ -64,8 +63,7 @@ def part(observation: Any, path: Path, env_id: str) -> Any:
         return reduce(getitem, path, observation)
     except (LookupError, TypeError) as error:
         raise ConfigError(
-            f"An observation of env.id={env_id} has no {_named(path)}, which its observation_space has: it is {observation!r:.80}. "
-            "Return every part of the space from reset and step"
+            f"An observation of env.id={env_id} is {observation!r:.80}; required: its {_named(path)}"
         ) from error
 
 
@@ -74,17 +72,11 @@ def _named(path: Path) -> str:
 
 
 def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: str) -> np.ndarray:
-    value, numbers = part(observation, path, env_id), None
+    value = part(observation, path, env_id)
     with suppress(ValueError, TypeError, LookupError):
         if np.shape(value) == space.shape if isinstance(space, Box) else space.contains(value):
-            numbers = gymnasium.spaces.flatten(space, value)
-    if numbers is None:
-        shape = f" of shape {np.shape(value)}" if isinstance(value, np.ndarray) else ""
-        raise ConfigError(
-            f"{_named(path)} of env.id={env_id} is {value!r:.80}{shape}, which does not fit its space {space}. Correct "
-            "observation_space, or what reset and step return"
-        )
-    return numbers
+            return gymnasium.spaces.flatten(space, value)
+    raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; required: an element of its space {space}")
 
 
 def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
@@ -134,32 +126,39 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     )
 
 
-def reset_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], seed: int) -> tuple[Any, Mapping[str, Any]]:
-    """Reset ``env``, and return observation and info; raise ConfigError if it has gym's older interface."""
+def old_interface(env_id: str, seen: str, fix: str) -> ConfigError:
+    """Return the error for an env with gym's older interface."""
+    return ConfigError(f"env.id={env_id} has gym's older interface: {seen}; required: gymnasium's. Write {fix}")
+
+
+def reset_of(env: gymnasium.Env, env_id: str, seed: int) -> tuple[Any, Mapping[str, Any]]:
+    """Reset ``env``, and return observation and info; raise ConfigError for gym's older interface."""
+    seen = "reset() takes no seed"
     try:
         result = env.reset(seed=seed)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            return result
+        seen = f"reset() returns {result!r:.60} without info"
     except TypeError as error:
-        if "unexpected keyword argument 'seed'" in str(error):
-            raise old_interface_error(env_id, kwargs, "reset takes no seed") from error
-        raise
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise old_interface_error(env_id, kwargs, f"reset returns {result!r:.60} without info")
-    return result
+        if "unexpected keyword argument 'seed'" not in str(error):
+            raise
+    line = "def reset(self, *, seed=None, options=None): gymnasium.Env.reset(self.unwrapped, seed=seed); return self.env.reset(), {}"
+    raise old_interface(env_id, seen, f"`{line}` in a gymnasium.Wrapper around it")
 
 
-def step_of(env: gymnasium.Env, env_id: str, kwargs: Mapping[str, Any], action: Any) -> tuple[Any, ...]:
+def step_of(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
     """Step ``env`` and return its five values; raise ConfigError for gym's older interface, or a value of another kind."""
     result, of = env.step(action), f"of env.id={env_id}"
     if not isinstance(result, tuple | list) or len(result) != 5:
-        count = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-        raise old_interface_error(env_id, kwargs, f"step returns {count}")
-    observation, reward, *ends, info = result
+        line = "def step(self, action): seen, reward, done, info = self.env.step(action); return seen, reward, done, False, info"
+        raise old_interface(
+            env_id, f"step() returns {result!r:.60}, not 5 values", f"`{line}` in a gymnasium.Wrapper around it"
+        )
+    observation, reward, terminated, truncated, info = result
     if not isinstance(info, Mapping):
-        raise ConfigError(f"`info` {of} is {info!r:.80}; required: a dict. Return one from step, which may be empty")
-    terminated, truncated = (
-        flag_of(end, f"`{name}` {of}") for name, end in zip(("terminated", "truncated"), ends, strict=True)
-    )
-    return observation, number_of(reward, f"`reward` {of}"), terminated, truncated, info
+        raise ConfigError(f"`info` {of} is {info!r:.80}; required: a dict, which may be empty")
+    ends = flag_of(terminated, f"`terminated` {of}"), flag_of(truncated, f"`truncated` {of}")
+    return observation, number_of(reward, f"`reward` {of}"), *ends, info
 
 
 def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:

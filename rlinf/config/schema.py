@@ -233,11 +233,10 @@ def size_by_env(config: RunConfig, num_cameras: int) -> None:
     model, env, sizes = config.model, config.env, config.model.init_config
     of_env: dict[str, Any] = {"state_dim": 1, "image_size": env.image_size, "num_images_in_input": num_cameras or 1}
     with suppress(ConfigError, MissingDependencyError):
-        env_class = ENVS.get(env.name)
         if model.action_token_len is None:
-            model.action_token_len = env_class.action_width(env)
+            model.action_token_len = ENVS.get(env.name).action_width(env)
         if sizes.get("state_dim", 0) is None:
-            of_env["state_dim"] = env_class.state_width(env) or 0
+            of_env["state_dim"] = ENVS.get(env.name).state_width(env) or 0
     model.action_token_len = model.action_token_len or type(model)().action_token_len
     sizes |= {key: value for key, value in of_env.items() if sizes.get(key, 0) is None}
 

@@ -99,15 +99,8 @@ class GymnasiumConfig(ProcessEnvConfig):
 class Spaces(NamedTuple):
     """Facts of an env that making it and one step show.
 
-    Attributes:
-        state_low, state_high: ``[S]``; infinite if unbounded.
-        horizon: ``max_episode_steps`` of the registration, or None.
-        can_draw: Whether it has render_mode=rgb_array.
-        uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
-        render_fps: Env steps per second of simulated time, or None if unknown.
-        packages: Distributions of its code and of its imports, such as the physics engine.
-        acts_in_choices: Its actions are whole numbers.
-        has_expert, tells_success, has_sentence: It has a method ``expert_action``, success in ``info``, instructions of its own.
+    ``state_low`` and ``state_high``, ``[S]``, are infinite if unbounded, ``horizon`` and ``render_fps`` None if unknown. ``packages`` are the
+    distributions of its code and of its imports, such as the physics engine; ``uses_mujoco``: MuJoCo draws, which needs a GL.
     """
 
     action_low: np.ndarray
@@ -155,7 +148,9 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
         if "gymnasium.Env class" in str(error) or "`gymnasium.Env`" in str(error):
-            raise reading.old_interface(config.id, "it is no gymnasium.Env", "`class MyEnv(gymnasium.Env):`") from error
+            raise reading.old_interface(
+                config.id, "its class is not a gymnasium.Env", "`class MyEnv(gymnasium.Env):`"
+            ) from error
         if importlib.util.find_spec("mujoco") is not None:
             import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
@@ -418,7 +413,7 @@ class GymnasiumSimulator(Simulator):
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        seen = np.asarray(reading.part(self._observation, path, self.config.id))
+        seen = np.asarray(reading.part(self._observation, path))
         return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def expert_action(self) -> np.ndarray:

@@ -43,11 +43,8 @@ class Parts:
     state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
 
     def flattened(self, observation: Any, env_id: str) -> np.ndarray:
-        """Return the state of an observation, its parts flattened and joined: float32 ``[S]``.
-
-        Raise ConfigError for a part of another shape or kind than its space; numbers may lie beyond the bounds of a Box.
-        """
-        parts = [np.zeros(0), *(_numbers_of(space, path, observation, env_id) for path, space in self.state)]
+        """Return the state of an observation, its parts flattened and joined: float32 ``[S]``."""
+        parts = [_numbers_of(space, path, observation, env_id) for path, space in self.state]
         return np.concatenate(parts).astype(np.float32)
 
     def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
@@ -57,14 +54,9 @@ class Parts:
         return ends[0], ends[1]
 
 
-def part(observation: Any, path: Path, env_id: str) -> Any:
-    """Return the part of an observation at ``path``; raise ConfigError if it is not there."""
-    try:
-        return reduce(getitem, path, observation)
-    except (LookupError, TypeError) as error:
-        raise ConfigError(
-            f"An observation of env.id={env_id} is {observation!r:.80}; required: its {_named(path)}"
-        ) from error
+def part(observation: Any, path: Path) -> Any:
+    """Return the part of an observation at ``path``."""
+    return reduce(getitem, path, observation)
 
 
 def _named(path: Path) -> str:
@@ -72,8 +64,10 @@ def _named(path: Path) -> str:
 
 
 def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: str) -> np.ndarray:
-    value = part(observation, path, env_id)
+    """Return a part of the state, flattened; raise ConfigError for another shape or kind. Numbers may lie beyond a Box."""
+    value = observation
     with suppress(ValueError, TypeError, LookupError):
+        value = part(observation, path)
         if np.shape(value) == space.shape if isinstance(space, Box) else space.contains(value):
             return gymnasium.spaces.flatten(space, value)
     raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; required: an element of its space {space}")
@@ -185,7 +179,7 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
 
 def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
     """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, or if it is not a str."""
-    shown = None if parts.sentence is None else part(observation, parts.sentence, env_id)
+    shown = None if parts.sentence is None else part(observation, parts.sentence)
     said = info.get(INSTRUCTION_KEY)
     if shown is not None and said is not None:
         raise ConfigError(

@@ -205,7 +205,7 @@ class ChunkStep:
         executed: bool ``[B, C]``: the action was applied. False after the episode's end inside the chunk and, without
             auto-reset, in rows that had already finished.
         terminated: bool ``[B]``: the episode ended by its own rules during this chunk.
-        truncated: bool ``[B]``: the time limit cut the episode during this chunk (never both).
+        truncated: bool ``[B]``: the time limit, or the simulator, cut the episode during this chunk (never both).
         success: bool ``[B]``: success at the end of this chunk, or of the episode that ended in it.
         final_env_ids: int64 ``[K]``: rows whose episode ended during this chunk.
         final_observation: True last observation of these K episodes, or None if K is 0.

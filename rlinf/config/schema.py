@@ -216,7 +216,7 @@ def cameras_read(config: RunConfig) -> list[str]:
     """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
     try:
         usual = config.env.default_cameras()
-    except RLinfError:  # an unknown env, which `validate` reports
+    except (ConfigError, MissingDependencyError):  # an unknown env, which `validate` reports
         return []
     if config.dataset is not None and expert_acts(config):
         return usual
@@ -226,6 +226,19 @@ def cameras_read(config: RunConfig) -> list[str]:
         return usual
     wanted = None if found is None else found[0].num_cameras(found[1])
     return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
+
+
+def size_by_env(config: RunConfig, num_cameras: int) -> None:
+    """Fill in the sizes of random weights that are null: the env's. ``validate`` reports an env that cannot tell."""
+    model, env, sizes = config.model, config.env, config.model.init_config
+    of_env: dict[str, Any] = {"state_dim": 1, "image_size": env.image_size, "num_images_in_input": num_cameras or 1}
+    with suppress(ConfigError, MissingDependencyError):
+        if model.action_token_len is None:
+            model.action_token_len = ENVS.get(env.name).action_width(env)
+        if sizes.get("state_dim", 0) is None:
+            of_env["state_dim"] = ENVS.get(env.name).state_width(env) or 0
+    model.action_token_len = model.action_token_len or type(model)().action_token_len
+    sizes |= {key: value for key, value in of_env.items() if sizes.get(key, 0) is None}
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
@@ -239,10 +252,11 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.cluster.num_processes is None:
         place = launch_context(os.environ)
         config.cluster.num_processes = 1 if place is None else place.size
+    size_by_env(config, len((env.get("cameras") if isinstance(env, Mapping) else None) or ()))
     if isinstance(env, Mapping) and env.get("cameras") is None:
         config.env.cameras = cameras_read(config)
     if config.rollout.num_chunks is None:
-        with suppress(RLinfError):
+        with suppress(ConfigError, MissingDependencyError):
             config.rollout.num_chunks = chunks_needed(config)
     labels = config.sft.max_steps > 0 and config.sft.advantage_share is not None
     if labels and config.model.prompt_suffix is None:

@@ -312,7 +312,7 @@ class _EnvChecker:
     def optional(self) -> Iterator[str]:
         env = self.frozen
         observation, _ = env.reset(options={"episodes": self.specs})
-        if env.has_expert():
+        if env.has_expert(env.config):
             actions, shape = env.expert_actions(), (NUM_ENVS, env.action_dim)
             if actions.shape != shape or actions.dtype != np.float32:
                 yield f"expert_actions() is {actions.dtype} {actions.shape}; it must be float32 {list(shape)}."
@@ -338,7 +338,7 @@ class _EnvChecker:
         full = play(self.frozen, self.specs, self.max_steps)
         if (difference := first_difference(full, 1, lone, 1)) is not None:
             yield f"An episode of {self.specs[1]} is another one where its neighbours are idle: it differs in {difference}."
-        if env.has_expert() and not np.isfinite(env.expert_actions()).all():
+        if env.has_expert(env.config) and not np.isfinite(env.expert_actions()).all():
             yield "expert_actions() must be finite in rows without an episode, too."
 
     def _observation_faults(self, observation: Observation) -> Iterator[str]:
@@ -399,7 +399,7 @@ class _EnvChecker:
             if result.num_env_steps != length or length > horizon:
                 counts = f"{result.num_env_steps} steps; {length} were executed, and the limit is {horizon}"
                 yield f"The episode of row {row} reports {counts}."
-            if not step.terminated[row] and length != horizon:
+            if not step.terminated[row] and length != horizon and not self.frozen._stats.cut[row]:
                 yield f"Row {row} was truncated after {length} of {horizon} steps."
 
 

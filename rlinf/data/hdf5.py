@@ -15,6 +15,7 @@ import numpy as np
 from rlinf.data.damage import damaged, import_reader
 from rlinf.envs.libero.tasks import instruction
 from rlinf.errors import ConfigError, RLinfError, did_you_mean
+from rlinf.flags import flags_of
 from rlinf.options import PathText, option, override_text
 
 CONTROL_FREQ_HZ = 20
@@ -121,7 +122,11 @@ class Hdf5Demonstrations:
             images = {camera: np.ascontiguousarray(each[:, ::-1, ::-1]) for camera, each in images.items()}
         rewards = np.asarray(demo["rewards"][done], np.float32).reshape(-1)
         success = rewards >= 1.0
-        ended = bool(np.all(demo["dones"][-1])) if "dones" in list(demo) else bool(success[-1])
+        ended = (
+            bool(flags_of(demo["dones"][-1], f"`dones` of {episode.name}").all())
+            if "dones" in list(demo)
+            else bool(success[-1])
+        )
         return {
             "images": images,
             "state": _state(demo, self.state_keys)[seen] if self.state_keys else None,

@@ -18,6 +18,7 @@ from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, VideoFrames
 from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
 from rlinf.errors import ConfigError
+from rlinf.flags import flags_of
 
 OWN_FILE = "rlinf.json"
 """File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
@@ -99,7 +100,7 @@ def open_dataset(
     dataset = StoredDemonstrations(
         description, {}, np.concatenate([columns[name] for name in state_keys], axis=1) if state_keys else None, actions,
         np.searchsorted(numbers, rows["task_index"]), [tasks[number] for number in numbers], rows["episode_index"],
-        outcomes=_outcomes(columns, actions) if outcomes else None,
+        outcomes=_outcomes(folder, columns, actions) if outcomes else None,
     )  # fmt: skip
     episode = _check_rows(folder, info["fps"], rows, episodes)
     for camera, key in cameras.items():
@@ -203,9 +204,11 @@ def _check_rows(
     return episode
 
 
-def _outcomes(columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
+def _outcomes(folder: Path, columns: Mapping[str, np.ndarray], actions: np.ndarray) -> Outcomes:
     """Return the consequences of the actions; an episode counts as cut unless a column says that it terminated."""
-    flags = {name: columns[name].astype(bool).reshape(-1) for name in OUTCOMES[2:] if name in columns}
+    flags = {
+        name: flags_of(columns[name][:, 0], f"Column '{name}' of {folder}") for name in OUTCOMES[2:] if name in columns
+    }
     done, cut = flags.get(layout.DONE), flags.get(layout.TRUNCATED)
     rewards = columns.get(layout.REWARD)
     return Outcomes(

@@ -18,6 +18,7 @@ from rlinf.data.statistics import ImageStatistics, vector_statistics
 from rlinf.data.video import VideoWriter
 from rlinf.errors import ConfigError
 from rlinf.files import write_text
+from rlinf.flags import flags_of
 
 MIB = 2**20
 EXTRAS = {layout.REWARD: "float32", layout.DONE: "bool", layout.TRUNCATED: "bool", layout.SUCCESS: "bool"}
@@ -122,7 +123,7 @@ class LeRobotWriter:
         truncated: bool = False,
         more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``.
+        """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``. Raise ConfigError for other shapes.
 
         Args:
             images: Camera name to uint8 ``[T, H, W, 3]``.
@@ -134,6 +135,8 @@ class LeRobotWriter:
             more: The further columns, ``[T, D]`` or ``[T]``; without executed actions, these are ``actions``.
         """
         length, first = len(actions), self.info["total_frames"]
+        if not length:
+            raise ConfigError("An episode has no actions; required: one or more")
         done, cut = np.zeros((2, length), dtype=bool)
         done[-1], cut[-1] = True, truncated
         episode_index = self.info["total_episodes"]
@@ -143,7 +146,7 @@ class LeRobotWriter:
             layout.REWARD: np.asarray(rewards, np.float32),
             layout.DONE: done,
             layout.TRUNCATED: cut,
-            layout.SUCCESS: np.asarray(success, bool),
+            layout.SUCCESS: flags_of(success, "`success`"),
             "timestamp": (np.arange(length) / self.fps).astype(np.float32),
             "frame_index": np.arange(length),
             "episode_index": np.full(length, episode_index),
@@ -155,23 +158,23 @@ class LeRobotWriter:
         if layout.EXECUTED in self.widths:
             columns[layout.EXECUTED] = np.asarray((more or {}).get(layout.EXECUTED, actions), np.float32)
         if layout.INTERVENTION in self.extras:
-            columns[layout.INTERVENTION] = np.asarray(more[layout.INTERVENTION], bool)
-        for name, values in columns.items():
-            if values.size != length * self.widths.get(name, 1) or len(values) != length:
-                required = f"{self.widths.get(name, 1)} in each of {length} rows"
-                raise ConfigError(
-                    f"'{name}' of episode {episode_index} has {values.size} numbers; required: {required}"
-                )
+            columns[layout.INTERVENTION] = flags_of(more[layout.INTERVENTION], "`intervention`")
+        seen = {key: np.asarray(images.get(key.removeprefix(layout.IMAGES))) for key in self.image_shapes}
+        for name, values in (columns | seen).items():
+            shape = (length, *self.info["features"][name]["shape"])
+            is_whole = values.dtype == np.uint8 if name in seen else np.isfinite(values).all()
+            if not is_whole or (values.shape != shape and values.shape + (1,) != shape):
+                kind = "uint8" if name in seen else "finite numbers"
+                raise ConfigError(f"'{name}' of an episode is {values.dtype} {values.shape}; required: {kind} {shape}")
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:
-            seen = np.asarray(images[key.removeprefix(layout.IMAGES)])
             counted = ImageStatistics()
-            counted.add(seen)
+            counted.add(seen[key])
             self._images[key].merge(counted)
             statistics[key] = counted.result()
             if self.video:
-                about |= self._add_video(key, seen)
+                about |= self._add_video(key, seen[key])
         about |= self._add_rows(columns, {} if self.video else images)
         about |= {"dataset_from_index": first, "dataset_to_index": first + length}
         about |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}

@@ -26,6 +26,7 @@ from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames
 from rlinf.data.stored import NUMBERS, DatasetInfo, Outcomes, StoredDemonstrations, column_names
 from rlinf.errors import ConfigError
+from rlinf.flags import flags_of
 
 HEADER = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
@@ -232,7 +233,8 @@ def open_dataset(
     found = None
     if outcomes:
         rewards, terminal = (np.concatenate(parts) if parts else None for parts in told.values())
-        found = Outcomes(rows, rewards, None, np.zeros(len(rows), bool) if terminal is None else terminal > 0)
+        ends = np.zeros(len(rows), bool) if terminal is None else flags_of(terminal, f"{TERMINAL} of {folder}")
+        found = Outcomes(rows, rewards, None, ends)
     state = np.concatenate(states) if states else None
     dataset = StoredDemonstrations(info, frames, state, rows, task_ids, list(tasks), episode_ids, outcomes=found)
     return dataset.check_images(skip_unreadable)

@@ -70,8 +70,11 @@ class ChildProcess:
         memories: Sequence[SharedMemory],
         environment: Mapping[str, str],
         interpreter: str | None = None,
+        logs_output: bool = False,
     ) -> None:
         """Start a process with exactly this environment, which shares some memories and is called ``name`` in reports.
+
+        With ``logs_output``, what it prints goes to the log.
 
         It runs ``main`` (``"module:function"``), which calls ``own_end`` first. ``interpreter`` is another Python, which has packages of
         its own and this project's code.
@@ -88,6 +91,8 @@ class ChildProcess:
             self.process = subprocess.Popen(
                 [interpreter or sys.executable, "-c", _START, path, main, str(os.getpid()), *map(str, files)],
                 stdin=subprocess.DEVNULL,
+                stdout=self.log if logs_output else None,
+                stderr=subprocess.STDOUT if logs_output else None,
                 pass_fds=files,
                 env=dict(environment),
             )

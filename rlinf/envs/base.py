@@ -61,6 +61,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     num_restarts: int = 0
     on_gpu: ClassVar[bool] = False
+    without_expert: ClassVar[str] = "its class does not override expert_actions"
     free_settings: ClassVar[tuple[str, ...]] = (
         "tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states",
     )  # fmt: skip
@@ -165,8 +166,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     @classmethod
-    def has_expert(cls) -> bool:
-        """Return whether there is a scripted expert."""
+    def has_expert(cls, config: EnvConfig) -> bool:
+        """Return whether there is a scripted expert under ``config``."""
         return cls.expert_actions is not VectorEnv.expert_actions
 
     @classmethod
@@ -180,9 +181,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
         ``instead`` names overrides that do without it.
         """
-        if not cls.has_expert():
-            why = f"{cls.__name__} does not override expert_actions"
-            raise ConfigError(f"env.name={config.name} has no scripted expert ({why}). Set {instead}")
+        if not cls.has_expert(config):
+            raise ConfigError(f"env.name={config.name} has no scripted expert ({cls.without_expert}). Set {instead}")
         for name in options.keys() - cls.expert_options():
             raise ConfigError(
                 f"sft.expert.{name}={override_text(options[name])}, but the scripted expert of env.name={config.name} does "
@@ -229,6 +229,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     @classmethod
     def state_width(cls, config: EnvConfig) -> int | None:
         """Return ``state_dim`` under ``config``, for checks before an env is made; None: unknown."""
+        return None
+
+    @classmethod
+    def action_width(cls, config: EnvConfig) -> int | None:
+        """Return ``action_dim`` under ``config``, before an env is made; None: unknown."""
         return None
 
     @classmethod

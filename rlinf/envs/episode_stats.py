@@ -15,7 +15,8 @@ class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
     ``success``: the goal has been reached at least once. ``told``: the env has said at least once whether it is. ``truly``: 1 or 0,
-    whether the simulator has said so, where somebody else decides on success; -1: it has not told.
+    whether the simulator has said so, where somebody else decides on success; -1: it has not told. ``cut``: the simulator itself
+    has truncated the episode.
     """
 
     def __init__(self, num_envs: int, config: EnvConfig) -> None:
@@ -23,6 +24,7 @@ class EpisodeStats:
         self.horizons = np.ones(num_envs, dtype=np.int64)
         self.num_steps = np.zeros(num_envs, dtype=np.int64)
         self.success, self.told = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
+        self.cut = np.zeros(num_envs, dtype=bool)
         self.truly = np.full(num_envs, -1, dtype=np.int8)
         self._returns = np.zeros(num_envs, dtype=np.float64)
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
@@ -32,7 +34,7 @@ class EpisodeStats:
     def begin(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
         """Start episodes with ``horizons`` in the rows ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
-        self.success[ids], self.told[ids], self.horizons[ids] = False, False, horizons
+        self.success[ids], self.told[ids], self.cut[ids], self.horizons[ids] = False, False, False, horizons
         self._clipped[ids], self._max_abs[ids], self.truly[ids] = 0.0, 0.0, -1
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,7 +51,8 @@ class EpisodeStats:
         self.told[ids] |= chunk.told.any(1)
         self._returns[ids] += rewards.sum(1, dtype=np.float64)
         terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)
-        return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
+        self.cut[ids] = chunk.truncated.any(1)
+        return rewards, terminated, ~terminated & (self.cut[ids] | (self.num_steps[ids] >= self.horizons[ids]))
 
     def add_actions(self, ids: np.ndarray, given: np.ndarray, beyond: np.ndarray, executed: np.ndarray) -> None:
         """Count numbers ``beyond`` the bounds among the actions ``given`` (``[K, C, D]``) that were ``executed`` (``[K, C]``)."""

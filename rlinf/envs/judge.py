@@ -51,7 +51,7 @@ class Judge:
             rows = np.flatnonzero(active)
             if len(rows):
                 self._decide(ids[rows], chunk, rows, position)
-            over = chunk.terminated[:, position] | (chunk.success[:, position] & env.config.terminate_on_success)
+            over = chunk.ended(env.config.terminate_on_success)[:, position]
             active &= ~over & (position + 1 < steps_left) & ~env._lost[ids]
         return chunk
 

@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlinf.flags import flags_of
+
 
 class SimulatorStep(NamedTuple):
     """The result of one env step of ``K`` envs.
 
     ``dense_reward`` counts in the reward modes "shaped" and "relative". ``success``: the state reaches the goal.
-    ``terminated``: the episode has ended for a reason other than success, such as a failure; None: never.
+    ``terminated``: the episode has ended for a reason other than success, such as a failure; None: never. ``truncated``: the
+    simulator cuts the episode, before ``VectorEnv`` does; None: never. Flags are bool, or numbers 0 and 1.
     """
 
     dense_reward: np.ndarray
     success: np.ndarray
     terminated: np.ndarray | None = None
+    truncated: np.ndarray | None = None
 
 
 class SimulatorChunk(NamedTuple):
@@ -32,11 +36,16 @@ class SimulatorChunk(NamedTuple):
     terminated: np.ndarray
     executed: np.ndarray
     told: np.ndarray
+    truncated: np.ndarray
+
+    def ended(self, terminate_on_success: bool) -> np.ndarray:
+        """Return whether the simulator ends the episode at a step, bool ``[K, C]``."""
+        return self.terminated | self.truncated | (self.success & terminate_on_success)
 
     @staticmethod
     def empty(num_envs: int, chunk_len: int) -> SimulatorChunk:
         """Return a chunk in which nothing was executed."""
-        flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(4)]
+        flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(5)]
         return SimulatorChunk(np.zeros((num_envs, chunk_len), dtype=np.float32), *flags)
 
 
@@ -56,10 +65,10 @@ def chunk_of_steps(
         if not len(rows):
             break
         step = step_envs(ids[rows], actions[rows, position])
-        chunk.dense_reward[rows, position], chunk.success[rows, position] = step.dense_reward, step.success
-        if step.terminated is not None:
-            chunk.terminated[rows, position] = step.terminated
+        chunk.dense_reward[rows, position] = step.dense_reward
+        for name in ("success", "terminated", "truncated"):
+            if (flags := getattr(step, name)) is not None:
+                getattr(chunk, name)[rows, position] = flags_of(flags, f"`{name}` of a SimulatorStep")
         chunk.executed[rows, position] = chunk.told[rows, position] = True
-        over = chunk.terminated[rows, position] | (step.success & terminate_on_success)
-        active[rows] = ~over & (position + 1 < steps_left[rows])
+        active = ~chunk.ended(terminate_on_success)[:, position] & active & (position + 1 < steps_left)
     return chunk

@@ -53,7 +53,7 @@ class ModelConfig:
         "Python that runs a policy of lerobot (`model=lerobot`); null: this one where it has lerobot, else RLINF_LEROBOT_PYTHON, else "
         "`.venv-lerobot`. See lerobot.md.",
     )
-    action_token_len: int = option(2, "D: numbers (tokens) of one action.", minimum=1)
+    action_token_len: int | None = option(2, "D: numbers (tokens) of one action; null: as the env has.", minimum=1)
     action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
     prompt_suffix: str | None = option(

@@ -360,7 +360,7 @@ def test_a_collection_that_cannot_be_is_refused(overrides, expected, monkeypatch
 def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
     message = refusal("collect", f"dataset={expert}")
     assert "exists; required: a new folder" in message and str(expert) in message
-    monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls: False))
+    monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls, config: False))
     assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Set checkpoint=" in message
 
 

@@ -49,13 +49,14 @@ class Record:
 
 @pytest.fixture
 def episodes_of_both_ends(monkeypatch):
-    """Let a tenth of the env steps succeed, so that some episodes terminate and others are cut."""
+    """Let a tenth of the env steps succeed, and the env cut a tenth of them: episodes terminate, or are cut by env or limit."""
     random, step = np.random.default_rng(0), TabletopVectorEnv._step_envs
 
-    def some_succeed(self, ids, actions):
-        return step(self, ids, actions)._replace(success=random.random(len(ids)) < 0.1)
+    def some_end(self, ids, actions):
+        draws = random.random(len(ids))
+        return step(self, ids, actions)._replace(success=draws < 0.1, truncated=draws > 0.9)
 
-    monkeypatch.setattr(TabletopVectorEnv, "_step_envs", some_succeed)
+    monkeypatch.setattr(TabletopVectorEnv, "_step_envs", some_end)
 
 
 def played(folder, *overrides):

@@ -1,5 +1,6 @@
 """Advantage estimators against an O(T^2) reference and hand calculations."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,10 @@ from rlinf.algorithms.advantages import (
     leave_one_out_advantages,
 )
 from rlinf.algorithms.statistics import masked_normalize
+from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.steps import SimulatorStep
+from rlinf.types import Observation
 
 
 def slow_gae(rewards, values, terminated, truncated, bootstrap, gamma, lam):
@@ -46,6 +51,50 @@ def test_gae_equals_the_definition_on_random_episode_ends(seed):
     advantages, returns = gae(rewards, values, terminated, truncated, bootstrap, 0.9, 0.8)
     torch.testing.assert_close(advantages, slow_gae(rewards, values, terminated, truncated, bootstrap, 0.9, 0.8))
     torch.testing.assert_close(returns, advantages + values)
+
+
+class Steady(VectorEnv):
+    """A reward of 1 a step for ever; the simulator itself ends its episodes after 3 steps, in the way of ``end``."""
+
+    suite, state_dim, end = "steady", 1, "truncated"
+
+    def __init__(self, num_envs):
+        super().__init__(EnvConfig(cameras=[], max_episode_steps=64), num_envs, True, [-1.0], [1.0])
+        self.counts = np.zeros(num_envs, dtype=np.int64)
+
+    @classmethod
+    def all_task_names(cls, config):
+        return ["one"]
+
+    def _reset_env(self, index, spec):
+        self.counts[index] = index  # so that the episodes of two envs end at different steps
+
+    def _step_envs(self, ids, actions):
+        self.counts[ids] += 1
+        ends = {self.end: self.counts[ids] % 3 == 0}
+        return SimulatorStep(np.ones(len(ids), np.float32), np.zeros(len(ids), bool), **ends)
+
+    def _observe(self, ids):
+        return Observation({}, self.counts[ids][:, None].astype(np.float32), ["go"] * len(ids))
+
+
+@pytest.mark.parametrize(("end", "expected"), [("truncated", 10.0), ("terminated", None)])
+def test_an_episode_that_the_env_cuts_is_worth_what_an_endless_one_is(end, expected):
+    env = Steady(2)
+    env.end = end
+    env.reset()
+    steps = [env.chunk_step(np.zeros((2, 1, 1))) for _ in range(8)]
+    rewards = torch.tensor(np.stack([step.rewards[:, 0] for step in steps]))
+    flags = [torch.tensor(np.stack([getattr(step, name) for step in steps])) for name in ("terminated", "truncated")]
+    assert flags[0].any() == (end == "terminated") and flags[1].any() == (end == "truncated")
+    values = torch.full((8, 2), 10.0)  # of an endless episode: 1 + 0.9 * 10
+    bootstrap = torch.where(flags[1] | (torch.arange(8) == 7)[:, None], values, 0)
+    advantages, returns = gae(rewards, values, *flags, bootstrap, 0.9, 0.8)
+    torch.testing.assert_close(advantages, slow_gae(rewards, values, *flags, bootstrap, 0.9, 0.8))
+    if expected is None:
+        assert returns.min() == 1.0, "the control: the step of a termination is worth its reward alone"
+    else:
+        torch.testing.assert_close(returns, torch.full((8, 2), expected))
 
 
 def test_action_advantages_leave_out_what_was_already_paid():

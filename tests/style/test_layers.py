@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
     ("errors", "imports", "number_formats", "run_folder", "seeding", "types"),
-    ("files", "images", "memory", "options", "registry"),
+    ("files", "flags", "images", "memory", "options", "registry"),
     ("manifest",),
     ("distributed",),
     ("optim",),

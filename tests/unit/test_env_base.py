@@ -69,6 +69,27 @@ def test_chunk_stops_at_success_and_pays_the_bonus_once():
     assert (result.task, result.success, result.episode_return, result.num_env_steps) == ("one", True, 61.0, 3)
 
 
+@pytest.mark.parametrize("name", ["success", "terminated", "truncated"])
+@pytest.mark.parametrize("value", [float("nan"), 0.5, "no"])
+def test_a_flag_of_a_simulator_that_is_none_is_refused_by_name(monkeypatch, name, value):
+    env, step = build(2), CountingEnv._step_envs
+    monkeypatch.setattr(CountingEnv, "_step_envs", lambda *given: step(*given)._replace(**{name: np.array([0, value])}))
+    env.reset(options={"episodes": [spec(0), spec(1)]})
+    with pytest.raises(ConfigError, match=rf"`{name}`.*0 or 1"):
+        env.chunk_step(np.zeros((2, 1, 1)))
+
+
+def test_an_episode_that_the_simulator_cuts_is_truncated_unless_it_also_ends(monkeypatch):
+    env, step = build(2), CountingEnv._step_envs
+    cut = np.array([True, True])
+    monkeypatch.setattr(CountingEnv, "_step_envs", lambda *given: step(*given)._replace(truncated=cut))
+    env.reset(options={"episodes": [spec(0), spec(1)]})
+    result = env.chunk_step(np.array([[[0.0]] * 3, [[1.0]] * 3]))  # an action of 1 is a failure
+    assert result.executed.tolist() == [[True, False, False]] * 2
+    assert (result.terminated.tolist(), result.truncated.tolist()) == ([False, True], [True, False])
+    assert result.final_observation.state.tolist() == [[1], [1]]
+
+
 @pytest.mark.parametrize(
     ("mode", "expected"), [("sparse", [0, 0, 5, 0]), ("shaped", [10, 20, 35, 40]), ("relative", [10, 10, 15, 10])]
 )

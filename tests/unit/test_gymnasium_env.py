@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,12 +19,17 @@ from rlinf.envs import make_env
 from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.gymnasium import env as gymnasium_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig, GymnasiumSimulator, action_bounds, action_of, spaces_of
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.envs.process.trial import finished, tried
+from rlinf.errors import ConfigError, MissingDependencyError, SimulatorError
+from rlinf.imports import import_string
 from rlinf.preflight.compatibility import check_evaluation
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
 MODULE = '''
+import ctypes
+import os
+
 import gymnasium
 import numpy as np
 
@@ -86,6 +92,69 @@ class Undrawable(Walk):
         raise gymnasium.error.DependencyNotInstalled("run `pip install paint`")
 
 
+class Plain(gymnasium.Env):
+    """As short as an env can be: no render_mode, no render_modes."""
+
+    metadata = {"render_fps": 4}
+    action_space = observation_space = gymnasium.spaces.Box(-0.1, 0.1, (1,), np.float64)
+
+    def reset(self, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=seed)
+        return np.zeros(1), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return action, 0.0, False, False, {}
+
+
+class OldReset(Plain):
+    def reset(self):
+        return self.np_random.uniform(-0.1, 0.1, 1)
+
+
+class NoInfo(Plain):
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-0.1, 0.1, 1)
+
+
+class OldStep(Plain):
+    def step(self, action):
+        return action, 0.5, False, {}
+
+
+class Bare:
+    """No gymnasium.Env at all."""
+
+    action_space = observation_space = Plain.action_space
+    step = OldStep.step
+
+    def reset(self):
+        return np.zeros(1)
+
+
+class Dies(Plain):
+    def reset(self, seed=None, options=None):
+        print("loading meshes")
+        os._exit(7)
+
+
+class Crashes(Plain):
+    def step(self, action):
+        return ctypes.string_at(0)
+
+
+class Hangs(Plain):
+    def step(self, action):
+        while True:
+            pass
+
+
+class Raises(Plain):
+    def reset(self, seed=None, options=None):
+        raise LookupError("no mesh 'cup.obj'")
+
+
 gymnasium.register("Undrawable-v0", entry_point=Undrawable, max_episode_steps=6)
 gymnasium.register("Remembers-v0", entry_point=Remembers, max_episode_steps=6)
 gymnasium.register("Short-v0", entry_point=Short)
@@ -94,8 +163,15 @@ for name, changes in {"Walk-v0": {}, "Unbounded-v0": {"action_space": gymnasium.
                       "Blind-v0": {"metadata": {"render_modes": []}},
                       "Words-v0": {"observation_space": gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))}}.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Walk,), changes), max_episode_steps=6)
+for each in (Plain, OldReset, NoInfo, OldStep, Bare, Dies, Crashes, Hangs, Raises):
+    gymnasium.register(f"{each.__name__}-v0", entry_point=each, max_episode_steps=6)
 gymnasium.register("Endless-v0", entry_point=Walk)
 '''  # fmt: skip
+
+
+def tried_here(trial, config, what):
+    """A trial without the process around it, which takes a second."""
+    return finished(import_string(trial)(config))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +181,7 @@ def walk_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         importlib.import_module("walk_for_tests")
+        patch.setattr(gymnasium_env, "tried", tried_here)
         yield
     sys.modules.pop("walk_for_tests")  # so that tests which come back to this file on this worker register again
     for name in [name for name, spec in gymnasium.registry.items() if "walk_for_tests" in str(spec.entry_point)]:
@@ -247,13 +324,15 @@ def test_pictures_of_a_mujoco_env_depend_on_the_episode_alone():
     assert not np.array_equal(kept[1], first), "the control: the camera looks where the first episode began"
 
 
-def test_an_env_s_own_time_limit_is_a_truncation_where_it_is_that_of_the_config_and_an_end_before():
-    env = build(name="Short-v0", max_episode_steps=4)
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("limit", [4, 5])
+def test_an_env_s_own_time_limit_is_a_truncation_and_no_end(limit, processes):
+    env = build(name="Short-v0", max_episode_steps=limit, num_processes=processes)
     env.reset()
     assert steps_of(env, 0.0, 4)[-1][2:] == (False, True)
-    env = build(name="Short-v0", max_episode_steps=5)
     env.reset()
-    assert steps_of(env, 0.0, 4)[-1][2:] == (True, False)
+    assert steps_of(env, -0.3, 4)[-1][2:] == (True, False), "it also fell off"
+    env.close()
 
 
 def test_success_termination_and_the_time_limit_are_passed_on():
@@ -298,10 +377,9 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
         "int": np.full((30, 40, 3), 100), "rgba": np.full((30, 40, 4), 100, np.uint8),
     }  # fmt: skip
     monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: pictures[kind])
-    gymnasium_env._draw_once.cache_clear()
+    monkeypatch.setattr(gymnasium_env, "_results", {})
     with pytest.raises(ConfigError, match=f"env.id=.* draws pictures of {found}.*required: uint8.*set env.cameras"):
         build(cameras=["render"], image_size=20)
-    gymnasium_env._draw_once.cache_clear()
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -377,5 +455,96 @@ def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
         check("walk_for_tests:Blind-v0")
     for name in ("walk_for_tests:Undrawable-v0", "walk_for_tests:Blind-v0"):
         check(name, num_videos=0)
-    monkeypatch.setattr("rlinf.envs.gymnasium.env._draw_once", lambda *_: pytest.fail("opened a GL"))
+    monkeypatch.setattr("rlinf.envs.gymnasium.env.choose_backend", lambda *_: pytest.fail("opened a GL"))
     check("InvertedPendulum-v5")
+
+
+def test_actions_lie_in_a_space_whose_bounds_are_no_float32():
+    space = gymnasium.spaces.Box(np.array([-0.1, -1e-3]), np.array([0.1, 0.3]), (2,), np.float64)
+    low, high = action_bounds(space, "x")
+    assert np.float64(low[0]) < space.low[0], "the control: in float32 the bound lies outside"
+    for numbers in (low, high, (low + high) / 2):
+        assert space.contains(action_of(space, numbers))
+    whole = gymnasium.spaces.Box(0, 2**31 - 1, (1,), np.int32)
+    assert [int(action_of(whole, bound)[0]) for bound in action_bounds(whole, "x")] == [0, 2**31 - 1]
+    with pytest.raises(ConfigError, match="finite bounds"):
+        action_bounds(gymnasium.spaces.Box(-1e300, 1e300, (1,), np.float64), "x")
+
+
+def test_an_env_without_render_modes_has_no_pictures_and_runs():
+    env = build(name="Plain-v0")
+    assert check_env(lambda num_envs, auto: build(num_envs, auto, name="Plain-v0")) == []
+    assert env.metadata["render_fps"] == 4 and env.config.cameras == []
+    with pytest.raises(ConfigError, match=r"no render_mode=rgb_array. Set env.cameras=\[\]"):
+        build(name="Plain-v0", cameras=["render"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("OldReset-v0", "no seed"), ("NoInfo-v0", "without info"), ("OldStep-v0", "not 5")]
+)
+def test_gym_s_older_interface_is_named_with_a_line_that_mends_it(monkeypatch, name, words):
+    with pytest.raises(ConfigError, match=f"{name}.*{words}") as raised:
+        build(name=name)
+    line, scope = re.search("`(def .*?)`", str(raised.value))[1], {"gymnasium": gymnasium}
+    exec(f"class Mended(gymnasium.Wrapper):\n    {line}", scope)
+    maker = gymnasium.spec(name).entry_point
+    mended = gymnasium.envs.registration.EnvSpec("Mended-v0", lambda: scope["Mended"](maker()), max_episode_steps=6)
+    monkeypatch.setitem(gymnasium.registry, "Mended-v0", mended)
+    monkeypatch.setattr(gymnasium_env, "_results", {})
+    gymnasium_env._spaces_here.cache_clear()
+    config = GymnasiumConfig(id="Mended-v0", num_processes=0)
+    assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
+
+
+def test_a_class_that_is_no_gymnasium_env_is_named():
+    with pytest.raises(ConfigError, match=r"Bare-v0 .*class MyEnv\(gymnasium.Env\)"):
+        build(name="Bare-v0")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("Dies-v0", ["first reset", "status 7", "loading meshes"]), ("Crashes-v0", ["first step", "SIGSEGV", "walk_for_tests.py"]),
+    ("Hangs-v0", ["first step", "0.5 s (env.step_timeout_s)", "walk_for_tests.py"]),
+    ("Raises-v0", ["first reset", "LookupError", "cup.obj", "walk_for_tests.py"]),
+])  # fmt: skip
+def test_an_env_that_dies_or_hangs_at_its_first_call_ends_a_process_of_its_own(monkeypatch, name, words):
+    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    with pytest.raises(SimulatorError) as raised:
+        build(name=name, step_timeout_s=0.5)
+    assert all(word in str(raised.value) for word in [f"walk_for_tests:{name}", *words]), raised.value
+
+
+PLUGIN = """
+import gymnasium
+from walk_for_tests import Plain
+
+class Own(Plain):
+    pass
+
+gymnasium.register("{name}-class-v0", entry_point=Own, max_episode_steps=6)
+gymnasium.register("{name}-lambda-v0", entry_point=lambda **kwargs: Own(**kwargs), max_episode_steps=6)
+"""
+
+
+@pytest.mark.parametrize("kind", ["class", "lambda"])
+def test_what_a_plugin_registers_reaches_the_worker_processes(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"plugin_of_{kind}"
+    (tmp_path / f"{name}.py").write_text(PLUGIN.format(name=name))
+    given = ["env=gymnasium", f"env.id={name}-{kind}-v0", f"plugins=[{tmp_path}/{name}.py]", "env.num_processes=1"]
+    env = make_env(build_config(compose_config(given)).env, 1, auto_reset=False)
+    assert env.reset()[0].state.tolist() == [[0.0]]
+    env.close()
+
+
+def test_an_env_of_the_main_script_runs_in_this_process_or_is_refused(monkeypatch):
+    maker = sys.modules["walk_for_tests"].Plain
+    monkeypatch.setattr(maker, "__module__", "__main__")
+    monkeypatch.setitem(
+        gymnasium.registry, "OfMain-v0", gymnasium.envs.registration.EnvSpec("OfMain-v0", maker, max_episode_steps=6)
+    )
+    monkeypatch.setattr(gymnasium_env, "tried", tried)
+    with pytest.raises(ConfigError, match="OfMain-v0.*needs the module that registers it"):
+        make_env(GymnasiumConfig(id="OfMain-v0"), 1, auto_reset=False)
+    env = make_env(GymnasiumConfig(id="OfMain-v0", num_processes=0), 1, auto_reset=False)
+    assert env.reset()[0].state.tolist() == [[0.0]]

@@ -15,14 +15,33 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.contracts.env import check_env
 from rlinf.envs import make_env
+from rlinf.envs.gymnasium import env as gymnasium_env
 from rlinf.envs.gymnasium.env import GymnasiumConfig
+from rlinf.envs.process.trial import finished
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.imports import import_string
 
 MODULE = '''
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Text
+from gymnasium.spaces import Box, Dict, Text, Tuple
+
+
+def act(observation, env):
+    return [observation["grip"][0] / 2 + env.unwrapped.at]
+
+
+def far(observation, env):
+    return [7.0]
+
+
+def two(observation, env):
+    return [1, 2]
+
+
+def text(observation, env):
+    return "left"
 
 
 class Arm(gymnasium.Env):
@@ -65,9 +84,24 @@ for name, changes in {
     "Untold-v0": {"told": ()},
     "AtTheEnd-v0": {"step": lambda self, action: (*Arm.step(self, action)[:2], self.at > 2, False, {"is_success": False} if self.at > 2 else {})},
     "Planes-v0": {"observation_space": Dict({"top": Box(0, 255, (3, 6, 9), np.uint8)})},
+    "Expert-v0": {"expert_action": lambda self: np.array([0.5 + self.at])},
+    "InTuple-v0": {"observation_space": Tuple((Dict({"top": SPACES["top"]}), SPACES["grip"])),
+                   "observe": lambda self: ({"top": np.full((6, 9, 3), 200, np.uint8)}, np.array([0.5], np.float32))},
+    "NanSuccess-v0": {"step": lambda self, action: (*Arm.step(self, action)[:4], {"is_success": float("nan")})},
+    "TextSuccess-v0": {"step": lambda self, action: (*Arm.step(self, action)[:4], {"success": "no"})},
+    "TextReward-v0": {"step": lambda self, action: (self.observe(), "good", False, False, {})},
+    "TextEnd-v0": {"step": lambda self, action: (self.observe(), 0.0, "no", False, {})},
+    "NoDict-v0": {"step": lambda self, action: (self.observe(), 0.0, False, False, None)},
+    "Lacks-v0": {"observe": lambda self: {"task": "go"}},
+    "Wide-v0": {"observe": lambda self: {"task": "go", "grip": np.zeros(2, np.float32), "hand": {"at": np.zeros(2, np.float32)}}},
 }.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Arm,), changes), max_episode_steps=4)
 '''  # fmt: skip
+
+
+def tried_here(trial, config, what):
+    """A trial without the process around it, which takes a second."""
+    return finished(import_string(trial)(config))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +111,7 @@ def arm_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         importlib.import_module("arm_for_tests")
+        patch.setattr(gymnasium_env, "tried", tried_here)
         yield
     sys.modules.pop("arm_for_tests")
     for name in [name for name, spec in gymnasium.registry.items() if "arm_for_tests" in str(spec.entry_point)]:
@@ -107,6 +142,67 @@ def test_cameras_of_the_observation_are_those_that_the_model_reads():
 
     assert cameras("model=mlp") == [] and cameras("model=openvla_tiny") == ["hand.wrist"]
     assert cameras("model=mlp", "env.cameras=[top]") == ["top"]
+
+
+def test_random_weights_take_the_sizes_of_the_env_and_typed_values_win():
+    def model(*overrides):
+        given = ["env=gymnasium", "env.id=arm_for_tests:Arm-v0", "env.image_size=48", *overrides]
+        section = build_config(compose_config(given)).model
+        sizes = {key: section.init_config.get(key) for key in ("state_dim", "image_size", "num_images_in_input")}
+        return section.action_token_len, sizes
+
+    assert model("model=mlp") == (1, {"state_dim": 3, "image_size": None, "num_images_in_input": None})
+    assert model("model=mlp", "env.state=none")[1]["state_dim"] == 0
+    assert model("model=cnn") == (1, {"state_dim": None, "image_size": 48, "num_images_in_input": 1})
+    assert model("model=cnn", "env.cameras=[top,hand.wrist]")[1]["num_images_in_input"] == 2
+    typed = ["model.action_token_len=5", "model.init_config.image_size=40", "model.init_config.num_images_in_input=2"]
+    assert model("model=cnn", *typed) == (5, {"state_dim": None, "image_size": 40, "num_images_in_input": 2})
+
+
+def test_an_image_in_a_tuple_is_a_camera():
+    env = build("InTuple-v0", cameras=["item0.top"], image_size=16)
+    observation, _ = env.reset()
+    assert observation.images["item0.top"].flat[0] == 200 and observation.state.tolist() == [[0.5]]
+
+
+EXPERTS = {
+    "of the env": ("Expert-v0", None, 0.5), "by name": ("Arm-v0", "arm_for_tests:act", 0.25),
+    "beyond the bounds": ("Arm-v0", "arm_for_tests:far", 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_an_expert_acts_by_a_method_of_the_env_or_by_name(kind):
+    name, expert, action = EXPERTS[kind]
+    env = build(name, expert=expert)
+    env.check_expert(env.config, {}, "x")
+    env.reset()
+    assert env.expert_actions().tolist() == [[action]]
+
+
+@pytest.mark.parametrize(("expert", "words"), [
+    ("arm_for_tests:nobody", "nobody"), ("no_module_at_all:act", "no_module_at_all"), ("arm_for_tests", "module:function"),
+    ("arm_for_tests:two", r"\[1, 2\].*an action of Box"), ("arm_for_tests:text", "'left'.*an action of Box"),
+])  # fmt: skip
+def test_an_expert_that_is_none_is_refused_by_name(expert, words):
+    env = build("Arm-v0", expert=expert)
+    env.reset()
+    with pytest.raises(ConfigError, match=words):
+        env.expert_actions()
+    with pytest.raises(ConfigError, match="env.expert=<module:function>.*Set x=1"):
+        env.check_expert(GymnasiumConfig(id="arm_for_tests:Arm-v0", num_processes=0), {}, "x=1")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("NanSuccess-v0", r"info\['is_success'\] of .*nan"), ("TextSuccess-v0", r"info\['success'\] of .*'no'"), ("TextReward-v0", "`reward` of .*'good'"),
+    ("TextEnd-v0", "`terminated` of .*'no'"), ("NoDict-v0", "`info` of .*None"), ("Lacks-v0", r"observation\['grip'\]"), ("Wide-v0", r"'grip'.*Box"),
+])  # fmt: skip
+def test_a_value_of_another_kind_is_refused_by_name(name, words):
+    with pytest.raises(ConfigError, match=words) as raised:
+        build(name)
+    assert name in str(raised.value)
+    if "Success" in name:
+        build(name, success_return=1.0)  # then it is not read
 
 
 def test_a_sentence_of_info_holds_for_the_episode():

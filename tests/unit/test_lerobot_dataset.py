@@ -1,6 +1,7 @@
 """LeRobotDataset v3.0: what the lerobot package wrote is read, what is written is read back, statistics, damage."""
 
 import json
+import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.data.statistics import QUANTILES, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.errors import ConfigError, MissingDependencyError
 
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: pip install -e '.[lerobot]'")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lerobot"
@@ -323,3 +325,62 @@ def test_a_missing_package_names_the_command(tmp_path, monkeypatch, module, vide
     with pytest.raises(MissingDependencyError, match=rf"'{module}'.*pip install -e '\.\[lerobot\]'"):
         write(tmp_path / "data", episodes(), video=video)
     assert list(tmp_path.iterdir()) == []
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "datasets.md"
+
+
+def test_the_dataset_that_the_page_writes_is_read_as_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?LeRobotWriter.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1]
+    exec(compile(code, PAGE.name, "exec"), {})
+    info = lerobot_dataset.describe(tmp_path / "data" / "own")
+    assert (info.num_episodes, info.num_rows, info.action_dim, info.state_dims["observation.state"]) == (2, 100, 2, 3)
+    assert info.image_shapes == {"observation.images.top": (64, 64)}
+    read = lerobot_dataset.open_dataset(info.folder, {"top": "observation.images.top"}, info.state_key, outcomes=True)
+    assert np.flatnonzero(read.outcomes.success).tolist() == [49, 99] and read.tasks == ["push the block"]
+
+
+EPISODE = {
+    "images": {"top": np.zeros((4, 6, 8, 3), np.uint8)}, "state": np.zeros((4, 3)), "actions": np.zeros((4, 2)), "task": "go",
+    "rewards": np.zeros(4), "success": np.zeros(4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("images", {"top": np.zeros((4, 6, 8, 3))}, r"'observation.images.top' .*float64.*uint8 \(4, 6, 8, 3\)"),
+    ("images", {"wrist": np.zeros((4, 6, 8, 3), np.uint8)}, "'observation.images.top'"),
+    ("images", {"top": np.zeros((3, 6, 8, 3), np.uint8)}, r"\(4, 6, 8, 3\)"),
+    ("state", None, r"'observation.state'.*\(4, 3\)"), ("state", np.full((4, 3), np.nan), "'observation.state'.*finite"),
+    ("actions", np.zeros((4, 3)), r"'action'.*\(4, 3\).*\(4, 2\)"), ("actions", np.zeros((0, 2)), "no actions"),
+    ("rewards", np.zeros(3), "'next.reward'"), ("success", [0, 0, 0.5, 1], "`success`.*0.5"), ("success", [True], "'next.success'"),
+])  # fmt: skip
+def test_an_episode_of_other_shapes_or_kinds_is_refused_by_name(tmp_path, name, value, words):
+    sizes = {"image_shapes": {"top": (6, 8)}, "state_dim": 3, "action_dim": 2}
+    with pytest.raises(ConfigError, match=words), LeRobotWriter(tmp_path / "d", fps=5, video=False, **sizes) as writer:
+        writer.add_episode(**EPISODE)
+        writer.add_episode(**{**EPISODE, name: value})
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+@pytest.mark.parametrize("name", ["next.success", "next.done", "next.truncated", "intervention"])
+@pytest.mark.parametrize(
+    "values", [["no", "no", "yes", "yes"], [0.0, float("nan"), 1.0, 1.0], [0, None, 1, 1], [[0, 0]] * 4]
+)
+def test_flags_of_a_dataset_that_are_none_are_refused_by_column_and_value(tmp_path, name, values):
+    with LeRobotWriter(
+        tmp_path / "d", fps=5, image_shapes={}, state_dim=0, action_dim=2, video=False, more=["intervention"]
+    ) as writer:
+        kept = {key: EPISODE[key] for key in ("actions", "task", "rewards", "success")}
+        writer.add_episode({}, None, **kept, more={"intervention": [0, 1, 1, 0]})
+    assert lerobot_dataset.open_dataset(tmp_path / "d", {}, None, outcomes=True).outcomes.intervention.tolist() == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    (path,) = (tmp_path / "d" / "data").glob("*/*.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.column_names.index(name), name, pa.array(values)), path)
+    with pytest.raises(ConfigError, match=f"'{name}' of .*d"):
+        lerobot_dataset.open_dataset(tmp_path / "d", {}, None, outcomes=True)

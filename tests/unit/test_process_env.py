@@ -452,7 +452,7 @@ def test_a_simulator_that_workers_cannot_import_is_refused_and_experts_are_known
     make.of = env_of("no_such_module:Simulator")
     with pytest.raises(SimulatorError, match="(?s)No module named 'no_such_module'.*before any simulator ran"):
         make(num_envs=1, num_processes=1).reset()
-    assert WalkVectorEnv.has_expert() and not env_of("rlinf.envs.process.simulator:Simulator").has_expert()
+    assert WalkVectorEnv.has_expert(None) and not env_of("rlinf.envs.process.simulator:Simulator").has_expert(None)
 
 
 @pytest.mark.parametrize("fault", [None, "close hang", "step hang"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import pickle
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import packages_distributions
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -17,11 +19,14 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
-from rlinf.envs.gymnasium.reading import Parts, part, parts_of, sentence_of, success_of
+from rlinf.envs.gymnasium import reading
+from rlinf.envs.gymnasium.reading import Parts
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.envs.process.trial import Trial, finished, tried
 from rlinf.envs.spaces import checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.imports import import_string
 from rlinf.options import option
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
@@ -65,23 +70,37 @@ class GymnasiumConfig(ProcessEnvConfig):
         "Sum of rewards (before the factor) from which an episode counts as a success when it ends; null: what the env says in "
         "info['success'], info['is_success'] or info['succeed'], at any step.",
     )
+    expert: str | None = option(
+        None,
+        "Scripted expert, 'module:function': called with the env's observation and the env, it returns an action; null: the env's method "
+        "`expert_action()`, if it has one.",
+    )
 
     def default_cameras(self) -> list[str]:
-        """Return the cameras in the observation. Makes one env once."""
+        """Return the cameras in the observation. Tries the env once."""
         return list(spaces_of(self).parts.cameras)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take along how user code has registered the id in this process: the module to import, and what it told gymnasium."""
+        spec, module, pickled = gymnasium.registry.get(self.id), _module_of(self.id), None
+        with suppress(pickle.PicklingError, AttributeError, TypeError):  # of a lambda
+            pickled = None if spec is None else pickle.dumps(spec)
+        return {**vars(self), "registration": (module, pickled) if module != "__main__" else (None, None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module, pickled = state.pop("registration")
+        vars(self).update(state)
+        if module is not None:
+            importlib.import_module(module)
+        if pickled is not None and self.id not in gymnasium.registry:
+            gymnasium.registry[self.id] = pickle.loads(pickled)
 
 
 class Spaces(NamedTuple):
-    """Facts of an env that are known before its first step.
+    """Facts of an env that making it and one step show.
 
-    Attributes:
-        state_low, state_high: ``[S]``; infinite if unbounded.
-        horizon: ``max_episode_steps`` of the registration, or None.
-        can_draw: Whether it has render_mode=rgb_array.
-        uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
-        render_fps: Env steps per second of simulated time, or None if unknown.
-        packages: Distributions of its code and of its imports, such as the physics engine.
-        acts_in_choices: Its actions are whole numbers.
+    ``state_low`` and ``state_high``, ``[S]``, are infinite if unbounded, ``horizon`` and ``render_fps`` None if unknown. ``packages`` are the
+    distributions of its code and of its imports, such as the physics engine; ``uses_mujoco``: MuJoCo draws, which needs a GL.
     """
 
     action_low: np.ndarray
@@ -95,6 +114,9 @@ class Spaces(NamedTuple):
     render_fps: float | None
     packages: tuple[str, ...]
     acts_in_choices: bool
+    has_expert: bool
+    tells_success: bool = False
+    has_sentence: bool = False
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
@@ -102,7 +124,8 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
     Raise ConfigError for a wrong id, module or ``env.kwargs``; MissingDependencyError for a missing package or GL.
     """
-    options = {"max_episode_steps": -1, "disable_env_checker": True, "render_mode": render_mode}
+    options = {"max_episode_steps": -1, "disable_env_checker": True}
+    options |= {} if render_mode is None else {"render_mode": render_mode}  # an env that draws nothing may not take it
     try:
         return gymnasium.make(config.id, **options, **config.kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -124,6 +147,10 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
             f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or set another env.id=..."
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
+        if "gymnasium.Env class" in str(error) or "`gymnasium.Env`" in str(error):
+            raise reading.old_interface(
+                config.id, "its class is not a gymnasium.Env", "`class MyEnv(gymnasium.Env):`"
+            ) from error
         if importlib.util.find_spec("mujoco") is not None:
             import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
@@ -133,8 +160,42 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
-    """Return the spaces of the env of ``config``. Makes one env once, without pictures."""
-    return _spaces_of(*_key(config))
+    """Return the spaces of the env of ``config``, which is tried once, in a process of its own; raise as ``tried``."""
+    return _tried(replace(config, cameras=[]))
+
+
+_results: dict[tuple[Any, ...], Spaces] = {}
+
+
+def _tried(config: GymnasiumConfig) -> Spaces:
+    """Return the result of ``trial``, for which an env of the main script that shall run in this process needs this one."""
+    if (key := (*_key(config), config.success_return is None, *config.cameras)) not in _results:
+        is_here = config.num_processes == 0 and _module_of(config.id) == "__main__"
+        what = f"env.id={config.id}"
+        _results[key] = finished(trial(config)) if is_here else tried(f"{__name__}:trial", config, what)
+    return _results[key]
+
+
+def _module_of(env_id: str) -> str | None:
+    """Return the module of the class or function that is registered for an id; None for a text or none."""
+    return getattr(getattr(gymnasium.registry.get(env_id), "entry_point", None), "__module__", None)
+
+
+def trial(config: GymnasiumConfig) -> Trial:
+    """Make the env, run one step of an episode, and draw ``config.cameras``; return its ``Spaces``, without code of its own."""
+    yield "construction"
+    spaces = _spaces_here(*_key(config))
+    simulator = GymnasiumSimulator(replace(config, max_episode_steps=2, success_return=0.0), [config.id])
+    yield "reset"
+    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
+    simulator.observe()
+    yield "step"
+    simulator.step((spaces.action_low + spaces.action_high) / 2)
+    simulator.observe()
+    tells_success = config.success_return is None and reading.success_of(simulator.info, config.id) is not None
+    simulator.close()
+    parts, has_sentence = replace(spaces.parts, state=[]), simulator.sentence is not None
+    return spaces._replace(parts=parts, tells_success=tells_success, has_sentence=has_sentence)
 
 
 def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
@@ -142,17 +203,21 @@ def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
 
 
 @functools.cache
-def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
+def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
+    """Return what an env tells that is made in this process, without pictures. ``parts`` holds its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
         low, high = action_bounds(env.action_space, env_id)
-        parts = parts_of(env.observation_space, env_id)
+        parts, about = reading.parts_of(env.observation_space, env_id), env.metadata or {}
         bounds = parts.bounds(env_id) if state == "full" else (np.zeros(0), np.zeros(0))
-        horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
+        horizon, fps = gymnasium.spec(env.spec.id).max_episode_steps, about.get("render_fps")
+        can_draw, has_expert = "rgb_array" in (about.get("render_modes") or ()), env.has_wrapper_attr("expert_action")
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
-        fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
-        acts_in_choices = np.issubdtype(env.action_space.dtype, np.integer)
-        return Spaces(low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, packages, acts_in_choices)
+        acts_in_choices = bool(np.issubdtype(env.action_space.dtype, np.integer))
+        behind = _packages_behind(type(env.unwrapped))
+        return Spaces(
+            low, high, parts, *bounds, horizon, can_draw, uses_mujoco, fps, behind, acts_in_choices, has_expert
+        )
     finally:
         env.close()
 
@@ -163,30 +228,39 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
     A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last
     choice, so that each choice has an equal share of the range.
     """
+    margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
+    low, high = _limits(space)
+    with np.errstate(over="ignore"):
+        bounds = np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
+    if not np.isfinite(bounds).all():
+        raise ConfigError(
+            f"env.id={env_id} acts in {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
+            "MultiBinary. Register a version with a gymnasium.ActionWrapper that has one, and name it in env.id"
+        )
+    return bounds
+
+
+def _limits(space: gymnasium.Space) -> tuple[Any, Any]:
+    """Return the smallest and the largest action in the space's own type; infinite for a space of another kind."""
     match space:
         case gymnasium.spaces.Discrete():
-            low, high = space.start, space.start + space.n - 1
+            return space.start, space.start + space.n - 1
         case gymnasium.spaces.MultiDiscrete():
-            low, high = space.start, space.start + space.nvec - 1
+            return space.start, space.start + space.nvec - 1
         case gymnasium.spaces.MultiBinary():
-            low, high = np.zeros(space.shape), np.ones(space.shape)
-        case gymnasium.spaces.Box() if space.is_bounded("both"):
-            low, high = space.low, space.high
-        case _:
-            raise ConfigError(
-                f"env.id={env_id} acts in {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
-                "MultiBinary. Register a version with a gymnasium.ActionWrapper that has one, and name it in env.id"
-            )
-    margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
-    return np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
+            return np.zeros(space.shape), np.ones(space.shape)
+        case gymnasium.spaces.Box():
+            return space.low, space.high
+    return -np.inf, np.inf
 
 
 def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
-    """Decode ``numbers`` (float32 ``[D]``, within ``action_bounds``) into an action of ``space``."""
-    if np.issubdtype(space.dtype, np.integer):
-        low, high = action_bounds(space, "")
-        numbers = np.clip(np.rint(numbers), low + 0.5, high - 0.5)
-    action = numbers.reshape(space.shape).astype(space.dtype)
+    """Decode ``numbers`` (float32 ``[D]``, within ``action_bounds``) into an action of ``space``.
+
+    They are clipped again in the type of the space: 0.1 in float32 is more than 0.1 in float64.
+    """
+    numbers = np.rint(numbers) if np.issubdtype(space.dtype, np.integer) else numbers
+    action = np.clip(numbers.reshape(space.shape).astype(np.longdouble), *_limits(space)).astype(space.dtype)
     return action[()]  # a scalar for Discrete: an env may use it as a dictionary key
 
 
@@ -202,13 +276,15 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
-    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode. ``VectorEnv`` truncates.
+    The env's own ``terminated`` and ``truncated`` end an episode, as the time limit does.
     """
 
     config_class = GymnasiumConfig
     suite: ClassVar[str] = "gymnasium"
     packages: ClassVar[tuple[str, ...]] = ("gymnasium",)
+    free_settings: ClassVar[tuple[str, ...]] = (*ProcessVectorEnv.free_settings, "expert")
     simulator_class: ClassVar[str] = "rlinf.envs.gymnasium.env:GymnasiumSimulator"
+    without_expert: ClassVar[str] = "neither a method expert_action() nor env.expert=<module:function>"
     config: GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
@@ -217,7 +293,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         if not set(config.cameras) <= set(spaces.parts.cameras):
             if not spaces.can_draw:
                 raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
-            _draw_once(*_key(config))
+            _tried(replace(config, cameras=[CAMERA]))
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
             self.metadata["render_fps"] = spaces.render_fps
@@ -228,15 +304,14 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_names(cls, config: GymnasiumConfig) -> None:
-        """Check tasks and cameras, and play one step, whose observation and ``info`` must be readable."""
+        """Check tasks and cameras, and try one step, whose observation and ``info`` must be readable."""
         super().check_names(config)
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
-        _said_by(*_key(config), config.success_return is None)
 
     @classmethod
     def tells_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether ``info`` of a step tells success, or a return counts as one."""
-        return config.success_return is not None or _said_by(*_key(config), True)[0]
+        return config.success_return is not None or spaces_of(config).tells_success
 
     @classmethod
     def acts_in_choices(cls, config: GymnasiumConfig) -> bool:
@@ -249,19 +324,27 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_drawing(cls, config: GymnasiumConfig) -> None:
-        """Check that the env can be drawn by drawing a picture, except with MuJoCo, which would open a GL in this process."""
+        """Check that the env can be drawn by drawing a picture, except with MuJoCo, whose GL takes seconds to open."""
         spaces = spaces_of(config)
         if not spaces.can_draw and not spaces.parts.cameras:
             raise ConfigError(
                 f"env.id={config.id} has no render_mode=rgb_array, which videos need. Set evaluation.num_videos_per_task=0"
             )
         if not spaces.uses_mujoco:
-            _draw_once(*_key(config))
+            _tried(replace(config, cameras=[CAMERA]))
+
+    @classmethod
+    def has_expert(cls, config: GymnasiumConfig) -> bool:
+        return config.expert is not None or spaces_of(config).has_expert
 
     @classmethod
     def state_width(cls, config: GymnasiumConfig) -> int:
         """Return how many numbers the flattened observation has, 0 for ``state=none``."""
         return len(spaces_of(config).state_low)
+
+    @classmethod
+    def action_width(cls, config: GymnasiumConfig) -> int:
+        return len(spaces_of(config).action_low)
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the bounds of the observation, if all are finite."""
@@ -278,8 +361,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     def instruction_of(self, task_id: int) -> str | None:
         """Return ``config.instruction``; None if the env has sentences of its own."""
-        has_sentence = _said_by(*_key(self.config), self.config.success_return is None)[1]
-        return None if has_sentence else self.config.instruction
+        return None if spaces_of(self.config).has_sentence else self.config.instruction
 
 
 class GymnasiumSimulator(Simulator):
@@ -289,13 +371,12 @@ class GymnasiumSimulator(Simulator):
 
     def __init__(self, config: GymnasiumConfig, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
-        self._spaces = spaces_of(config)
+        self._spaces = _spaces_here(*_key(config))
         self._env: Any = None
-        self._horizon = GymnasiumVectorEnv.horizon_of(config, config.id)
+        self._horizon = config.max_episode_steps or self._spaces.horizon
         self._observation: Any = None
+        self.info: Mapping[str, Any] = {}  # of the last step
         self.sentence: str | None = None
-        self.told_success = False  # since the simulator was made
-        self.is_trial = False  # nothing has begun that an error would end
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
@@ -304,25 +385,26 @@ class GymnasiumSimulator(Simulator):
         if self._env is None or self.config.new_each_episode:
             self.close()
             self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
-        self._observation, info = self._env.reset(seed=seed)
-        self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id)
+        self._observation, info = reading.reset_of(self._env, self.config.id, seed)
+        self.sentence = reading.sentence_of(self._spaces.parts, self._observation, info, self.config.id)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
         taken = action_of(self._env.action_space, action)
-        self._observation, reward, terminated, truncated, info = self._env.step(taken)
-        self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
-        over = bool(terminated or (truncated and self._num_steps < self._horizon))
+        result = reading.step_of(self._env, self.config.id, taken)
+        self._observation, reward, terminated, truncated, self.info = result
+        self._num_steps, self._return = self._num_steps + 1, self._return + reward
         if self.config.success_return is None:
-            success = success_of(info, self.config.id, refuses=self.is_trial)
-            self.told_success |= success is not None
+            success = reading.success_of(self.info, self.config.id, refuses=False)
         else:
-            success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
-        self.sentence = sentence_of(self._spaces.parts, self._observation, info, self.config.id) or self.sentence
-        return SingleStep(self.config.reward_scale * float(reward), success, over)
+            is_over = terminated or truncated or self._num_steps >= self._horizon
+            success = is_over and self._return >= self.config.success_return
+        said = reading.sentence_of(self._spaces.parts, self._observation, self.info, self.config.id)
+        self.sentence = said or self.sentence
+        return SingleStep(self.config.reward_scale * reward, success, terminated, truncated)
 
     def observe(self) -> View:
-        state = self._spaces.parts.flattened(self._observation) if len(self._spaces.state_low) else None
+        state = self._spaces.parts.flattened(self._observation, self.config.id) if len(self._spaces.state_low) else None
         images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
 
@@ -331,8 +413,25 @@ class GymnasiumSimulator(Simulator):
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
-        seen = part(self._observation, path)
+        seen = np.asarray(reading.part(self._observation, path))
         return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
+
+    def expert_action(self) -> np.ndarray:
+        """Return the action of ``env.expert``, or of the env's own ``expert_action``, within the bounds."""
+        expert, action = f"env.expert={self.config.expert}", None
+        if self.config.expert is None:
+            expert, action = "expert_action()", self._env.get_wrapper_attr("expert_action")()
+        else:
+            try:
+                function = import_string(self.config.expert)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(f"{expert} cannot be imported ({error}); required: module:function") from error
+            action = function(self._observation, self._env)
+        with suppress(ValueError, TypeError):
+            numbers = np.asarray(action, np.float32).ravel()
+            if numbers.shape == self._spaces.action_low.shape and np.isfinite(numbers).all():
+                return np.clip(numbers, self._spaces.action_low, self._spaces.action_high)
+        raise ConfigError(f"{expert} returns {action!r:.80}; required: an action of {self._env.action_space}")
 
     def render(self, size: int) -> np.ndarray:
         """Return the env's picture, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
@@ -359,28 +458,3 @@ class GymnasiumSimulator(Simulator):
         if self._env is not None:
             self._env.close()
         self._env = None
-
-
-@functools.cache
-def _said_by(env_id: str, kwargs: str, state: str, reads_success: bool) -> tuple[bool, bool]:
-    """Play one step of an episode; return whether the env tells success, and whether it has sentences."""
-    options = {"kwargs": json.loads(kwargs), "state": state, "success_return": None if reads_success else 0.0}
-    simulator = GymnasiumSimulator(GymnasiumConfig(id=env_id, max_episode_steps=2, **options), [env_id])
-    simulator.is_trial = True
-    try:
-        simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
-        spaces = spaces_of(simulator.config)
-        simulator.step((spaces.action_low + spaces.action_high) / 2)
-        return simulator.told_success, simulator.sentence is not None
-    finally:
-        simulator.close()
-
-
-@functools.cache
-def _draw_once(env_id: str, kwargs: str, state: str) -> None:
-    """Draw a picture, so that a missing package or GL is reported before a run starts."""
-    config = GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs), state=state, max_episode_steps=1)
-    simulator = GymnasiumSimulator(config, [env_id])
-    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
-    simulator.render(16)
-    simulator.close()

@@ -13,9 +13,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Text
+from gymnasium.spaces import Box, Dict, Text, Tuple
 
 from rlinf.errors import ConfigError
+from rlinf.flags import flag_of, number_of
 
 SUCCESS_KEYS = ("success", "is_success", "succeed")
 INSTRUCTION_KEY = "instruction"
@@ -23,8 +24,8 @@ OTHER_SUCCESS = re.compile(r"succe|solved|goal_reached|goal_achieved|reached_goa
 """Words in a key of ``info`` that probably means success."""
 NO_FLAG = re.compile(r"num|count|rate|mean", re.IGNORECASE)
 
-Path = tuple[str, ...]
-"""Keys from an observation of nested Dict spaces to one of its parts."""
+Path = tuple[str | int, ...]
+"""Keys, and numbers in tuples, from an observation of nested Dict and Tuple spaces to one of its parts."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Parts:
     """The parts of an observation, in the order of the space (gymnasium sorts the keys of a plain dict).
 
     Attributes:
-        cameras: Name to place of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots.
+        cameras: Name to place of each Box of uint8 ``[H, W, 3]``; keys of nested spaces are joined by dots, ``item0`` in a tuple.
         sentence: Place of the Text space, if there is one.
         state: Places and spaces of everything else.
     """
@@ -41,9 +42,9 @@ class Parts:
     sentence: Path | None = None
     state: list[tuple[Path, gymnasium.Space]] = field(default_factory=list)
 
-    def flattened(self, observation: Any) -> np.ndarray:
+    def flattened(self, observation: Any, env_id: str) -> np.ndarray:
         """Return the state of an observation, its parts flattened and joined: float32 ``[S]``."""
-        parts = [gymnasium.spaces.flatten(space, part(observation, path)) for path, space in self.state]
+        parts = [_numbers_of(space, path, observation, env_id) for path, space in self.state]
         return np.concatenate(parts).astype(np.float32)
 
     def bounds(self, env_id: str) -> tuple[np.ndarray, np.ndarray]:
@@ -58,36 +59,54 @@ def part(observation: Any, path: Path) -> Any:
     return reduce(getitem, path, observation)
 
 
+def _named(path: Path) -> str:
+    return f"observation{''.join(f'[{key!r}]' for key in path)}"
+
+
+def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: str) -> np.ndarray:
+    """Return a part of the state, flattened; raise ConfigError for another shape or kind. Numbers may lie beyond a Box."""
+    value = observation
+    with suppress(ValueError, TypeError, LookupError):
+        value = part(observation, path)
+        if np.shape(value) == space.shape if isinstance(space, Box) else space.contains(value):
+            return gymnasium.spaces.flatten(space, value)
+    raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; required: an element of its space {space}")
+
+
 def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
     """Sort the parts of an observation space; raise ConfigError if it has two sentences."""
     found = Parts()
     for path, leaf in _leaves(space, ()):
         if isinstance(leaf, Text):
             if found.sentence is not None:
-                texts = " and ".join(f"'{'.'.join(each)}'" for each in (found.sentence, path))
+                texts = " and ".join(f"'{_name(each)}'" for each in (found.sentence, path))
                 raise ConfigError(
                     f"The observation of env.id={env_id} has two sentences, {texts}; required: at most one Text space, the instruction. "
                     "Register a version without the other one (gymnasium.wrappers.FilterObservation), and name it in env.id"
                 )
             found.sentence = path
         elif isinstance(leaf, Box) and leaf.dtype == np.uint8 and len(leaf.shape) == 3 and leaf.shape[2] == 3:
-            found.cameras[".".join(path) or "image"] = path
+            found.cameras[_name(path) or "image"] = path
         else:
             found.state.append((path, leaf))
     return found
 
 
 def _leaves(space: gymnasium.Space, path: Path) -> Iterator[tuple[Path, gymnasium.Space]]:
-    if not isinstance(space, Dict):
+    if not isinstance(space, Dict | Tuple):
         yield path, space
         return
-    for key, each in space.spaces.items():
+    for key, each in space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces):
         yield from _leaves(each, (*path, key))
+
+
+def _name(path: Path) -> str:
+    return ".".join(key if isinstance(key, str) else f"item{key}" for key in path)
 
 
 def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     """Return the flattened space of a part of the state."""
-    name = f"The observation{''.join(f'[{key!r}]' for key in path)} of env.id={env_id} is {space}"
+    name = f"{_named(path)} of env.id={env_id} is {space}"
     if isinstance(space, Box) and len(space.shape) > 2:
         raise ConfigError(
             f"{name}: neither a camera (uint8, [H, W, 3]) nor the numbers of a state (one or two axes). Register a version "
@@ -101,6 +120,41 @@ def _flat(space: gymnasium.Space, path: Path, env_id: str) -> Box:
     )
 
 
+def old_interface(env_id: str, seen: str, fix: str) -> ConfigError:
+    """Return the error for an env with gym's older interface."""
+    return ConfigError(f"env.id={env_id} has gym's older interface: {seen}; required: gymnasium's. Write {fix}")
+
+
+def reset_of(env: gymnasium.Env, env_id: str, seed: int) -> tuple[Any, Mapping[str, Any]]:
+    """Reset ``env``, and return observation and info; raise ConfigError for gym's older interface."""
+    seen = "reset() takes no seed"
+    try:
+        result = env.reset(seed=seed)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            return result
+        seen = f"reset() returns {result!r:.60} without info"
+    except TypeError as error:
+        if "unexpected keyword argument 'seed'" not in str(error):
+            raise
+    line = "def reset(self, *, seed=None, options=None): gymnasium.Env.reset(self.unwrapped, seed=seed); return self.env.reset(), {}"
+    raise old_interface(env_id, seen, f"`{line}` in a gymnasium.Wrapper around it")
+
+
+def step_of(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
+    """Step ``env`` and return its five values; raise ConfigError for gym's older interface, or a value of another kind."""
+    result, of = env.step(action), f"of env.id={env_id}"
+    if not isinstance(result, tuple | list) or len(result) != 5:
+        line = "def step(self, action): seen, reward, done, info = self.env.step(action); return seen, reward, done, False, info"
+        raise old_interface(
+            env_id, f"step() returns {result!r:.60}, not 5 values", f"`{line}` in a gymnasium.Wrapper around it"
+        )
+    observation, reward, terminated, truncated, info = result
+    if not isinstance(info, Mapping):
+        raise ConfigError(f"`info` {of} is {info!r:.80}; required: a dict, which may be empty")
+    ends = flag_of(terminated, f"`terminated` {of}"), flag_of(truncated, f"`truncated` {of}")
+    return observation, number_of(reward, f"`reward` {of}"), *ends, info
+
+
 def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
     """Return the success that ``info`` of a step tells (None: nothing); raise ConfigError if another key seems to tell it.
 
@@ -108,10 +162,10 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
     """
     for key in SUCCESS_KEYS:
         if key in info:
-            return bool(info[key])
+            return flag_of(info[key], f"info['{key}'] of env.id={env_id}")
     for key, value in info.items():
         # Numbers may be terms of the reward, such as ``success_reward``.
-        if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(key) and not NO_FLAG.search(key):
+        if isinstance(value, bool | np.bool_) and OTHER_SUCCESS.search(str(key)) and not NO_FLAG.search(str(key)):
             known = ", ".join(f"info['{name}']" for name in SUCCESS_KEYS)
             text = (
                 f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "
@@ -129,7 +183,7 @@ def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id:
     said = info.get(INSTRUCTION_KEY)
     if shown is not None and said is not None:
         raise ConfigError(
-            f"env.id={env_id} has two sentences, the Text space '{'.'.join(parts.sentence)}' and info['{INSTRUCTION_KEY}']; required: "
+            f"env.id={env_id} has two sentences, the Text space '{_name(parts.sentence)}' and info['{INSTRUCTION_KEY}']; required: "
             "one instruction. Register a version that leaves one out with a gymnasium.Wrapper, and name it in env.id"
         )
     found = shown if said is None else said

@@ -70,7 +70,7 @@ class ManiSkillSimulator(Simulator):
 
     def step(self, action: np.ndarray) -> SingleStep:
         reward, success, failure = self._scene.step(FIRST_ROW, action[None])
-        return SingleStep(float(reward[0]), bool(success[0]), bool(failure[0]))
+        return SingleStep(reward[0], success[0], failure[0])
 
     def observe(self) -> View:
         images = {name: picture[0] for name, picture in self._scene.images(FIRST_ROW).items()}

@@ -203,7 +203,7 @@ class Scene:
             index = torch.as_tensor(others, device=self._env.device)
             self._env.set_state_dict(_select(before, index), index)
         failure = _array(info["fail"])[rows] if "fail" in info else np.zeros(len(rows), bool)
-        return _array(reward)[rows].astype(np.float32), _array(info["success"])[rows].astype(bool), failure.astype(bool)
+        return _array(reward)[rows].astype(np.float32), _array(info["success"])[rows], failure
 
     def images(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return uint8 ``[K, H, W, 3]`` of each camera of the config."""

@@ -196,7 +196,7 @@ class MetaWorldSimulator(Simulator):
             self._numbers, reward, _, _, info = self._env.step(action)
             if info["success"]:
                 break
-        return SingleStep(REWARD_SCALE * float(reward), bool(info["success"]))
+        return SingleStep(REWARD_SCALE * float(reward), info["success"])
 
     def observe(self) -> View:
         images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}

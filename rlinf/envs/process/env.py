@@ -36,6 +36,8 @@ from rlinf.types import EpisodeSpec, Observation
 MAX_FAILURES = 3
 """Number of failures in one episode that ends the run."""
 CLOSE_TIMEOUT_S = 5.0
+SLOW_CALLS = ("construction", "reset")
+"""Calls that may take ``env.reset_timeout_s``."""
 
 
 class Worker(Part, ChildProcess):
@@ -79,8 +81,10 @@ class Worker(Part, ChildProcess):
         """Kill a process that has been silent for too long, after it has dumped its stacks."""
         dump_stacks(self.process, self.log)
         self.process.kill()
-        key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
-        return Failure(None, f"{name} made no progress for {timeout_s:g} s ({key}). Stack traces:", self.read_log())
+        key = "env.reset_timeout_s" if name in SLOW_CALLS else "env.step_timeout_s"
+        return Failure(
+            None, f"{name} made no progress for {timeout_s:g} s ({key}); stack traces follow", self.read_log()
+        )
 
 
 class ProcessVectorEnv(SpreadVectorEnv):
@@ -121,7 +125,7 @@ class ProcessVectorEnv(SpreadVectorEnv):
         self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
 
     @classmethod
-    def has_expert(cls) -> bool:
+    def has_expert(cls, config: ProcessEnvConfig) -> bool:
         return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
 
     @classmethod

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told."""
+    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told.
+
+    Numbers and flags may be those of numpy; the worker checks them.
+    """
 
     dense_reward: float
     success: bool | None
     terminated: bool = False
+    truncated: bool = False
 
 
 class View(NamedTuple):

@@ -18,6 +18,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError
+from rlinf.flags import flag_of, number_of
 from rlinf.imports import import_string
 
 if TYPE_CHECKING:
@@ -74,16 +75,18 @@ class SimulatorRows:
     ) -> tuple[SimulatorChunk, list[str]]:
         """Step the rows ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return the instructions."""
         chunk = SimulatorChunk.empty(*actions.shape[:2])
-        instructions = []
+        instructions, name = [], self.task.config.name
         for row, index in enumerate(self._each(ids)):
             simulator = self._simulators[index]
             for position in range(min(len(actions[row]), steps_left[row])):
                 step = simulator.step(actions[row, position])
                 self._count(index)
-                chunk.dense_reward[row, position] = step.dense_reward
-                chunk.success[row, position], chunk.terminated[row, position] = bool(step.success), step.terminated
+                chunk.dense_reward[row, position] = number_of(step.dense_reward, f"The reward of env.name={name}")
+                for flag in ("success", "terminated", "truncated"):
+                    if (value := getattr(step, flag)) is not None:
+                        getattr(chunk, flag)[row, position] = flag_of(value, f"`{flag}` of env.name={name}")
                 chunk.executed[row, position], chunk.told[row, position] = True, step.success is not None
-                if step.terminated or (step.success and self.task.config.terminate_on_success):
+                if chunk.ended(self.task.config.terminate_on_success)[row, position]:
                     break
             instructions.append(self._show(index))
         return chunk, instructions

@@ -138,7 +138,7 @@ class PushTSimulator(Simulator):
             if info["is_success"]:
                 break
         distance = self._distance() if self.config.dense == "keypoints" else 0.0
-        return SingleStep(float(reward) - distance / DISTANCE_UNIT, bool(info["is_success"]))
+        return SingleStep(float(reward) - distance / DISTANCE_UNIT, info["is_success"])
 
     def observe(self) -> View:
         images = {camera: self.render(self.config.image_size) for camera in self.config.cameras}

@@ -214,7 +214,7 @@ class SO101Simulator(Simulator):
                 self._paid = float(reward)
             if info["success"]:
                 break
-        return SingleStep(total, bool(info["success"]))
+        return SingleStep(total, info["success"])
 
     def observe(self) -> View:
         images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}

@@ -1,0 +1,44 @@
+"""Flags and rewards that code or files of others give: success, the end of an episode, an intervention."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rlinf.errors import ConfigError
+
+
+def flags_of(values: Any, what: str) -> np.ndarray:
+    """Return flags as bool, in the shape of ``values``; raise ConfigError unless all are true, false, 0 or 1.
+
+    ``bool`` would take NaN, text and fractions for true. ``what`` names the flags in the message.
+    """
+    array = np.asarray(values)
+    is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "biuf" else np.zeros(array.shape, dtype=bool)
+    if not is_flag.all():
+        place = tuple(map(int, np.argwhere(~is_flag)[0]))
+        at = f" at {list(place)}" if array.size > 1 else ""
+        raise ConfigError(f"{what} is {array.item(*place)!r:.80}{at}; required: true, false, 0 or 1")
+    return array.astype(bool)
+
+
+def flag_of(value: Any, what: str) -> bool:
+    """Return one flag, which may also be an array of one element; raise ConfigError as ``flags_of``."""
+    return bool(value) if isinstance(value, bool | np.bool_) else bool(flags_of(_single(value, what), what))
+
+
+def number_of(value: Any, what: str) -> float:
+    """Return one number, which may also be an array of one element; raise ConfigError for anything else."""
+    array = _single(value, what)
+    if array.dtype.kind not in "biuf":
+        raise ConfigError(f"{what} is {value!r:.80}; required: a number")
+    return float(array)
+
+
+def _single(value: Any, what: str) -> np.ndarray:
+    with suppress(ValueError, TypeError):  # a ragged list, or a tensor that is not in this memory
+        if (array := np.asarray(value)).size == 1:
+            return array.reshape(())
+    raise ConfigError(f"{what} is {value!r:.80}; required: one value")

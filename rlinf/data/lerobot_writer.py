@@ -165,7 +165,9 @@ class LeRobotWriter:
             is_whole = values.dtype == np.uint8 if name in seen else np.isfinite(values).all()
             if not is_whole or (values.shape != shape and values.shape + (1,) != shape):
                 kind = "uint8" if name in seen else "finite numbers"
-                raise ConfigError(f"'{name}' of an episode is {values.dtype} {values.shape}; required: {kind} {shape}")
+                raise ConfigError(
+                    f"'{name}' of episode {episode_index} is {values.dtype} {values.shape}; required: {kind} {shape}"
+                )
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:

@@ -60,9 +60,8 @@ class SFTTrainer(TokenTrainer):
         named = {f"sft/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
         named["sft/cut_row_fraction"] = num_cut / self.batch_size
-        return TokenUpdate(
-            metrics["loss"], named, num_tokens, self.batch_size, {"Cut rows": num_cut} if num_cut else {}
-        )
+        shown = {"Cut rows": num_cut} if num_cut else {}
+        return TokenUpdate(metrics["loss"], named, num_tokens, self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
         """Return the loss on the validation rows, and what ``answers`` finds."""

@@ -129,20 +129,6 @@ def test_a_generation_config_that_transformers_rejects_is_saved_as_it_was_read(f
         assert {name: saved.get(name, False) for name in odd} == odd, "do_sample is false without a word"
 
 
-def test_a_folder_of_adapters_is_no_model(folders, tmp_path):
-    lora = {"peft_type": "LORA", "base_model_name_or_path": str(folders / "llama")}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
-    for use in (
-        lambda: load_config(tmp_path),
-        lambda: HFModel.from_pretrained(tmp_path),
-        lambda: get_model({"model_type": "hf_vla", "model_path": str(tmp_path)}),
-    ):
-        with pytest.raises(CheckpointError, match=f"holds adapters only, of {folders / 'llama'}"):
-            use()
-    shutil.copy(folders / "llama" / "config.json", tmp_path)  # a model that keeps its adapters beside it
-    assert load_config(tmp_path).model_type == "llama"
-
-
 def tiny_batch(family, rows=2, length=10):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 50, (rows, length), generator=generator)

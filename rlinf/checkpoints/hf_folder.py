@@ -40,6 +40,7 @@ from rlinf.manifest import Manifest, git_revision, hash_files, library_versions
 from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
+from rlinf.models.loading import read_json
 from rlinf.models.lora import adapter_state_dict, apply_lora
 from rlinf.models.merged_weights import block_of
 from rlinf.number_formats import GIB
@@ -121,7 +122,7 @@ class HFFolder:
             _copy_source_files(self.source, output)
             ends = read_state(checkpoint)["loop_state"].get("data", {}).get("end_tokens")
             path = output / "generation_config.json"
-            values = json.loads(path.read_text()) if path.is_file() else self.model.generation_config.to_diff_dict()
+            values = read_json(path) if path.is_file() else self.model.generation_config.to_diff_dict()
             if ends is not None and values.get("eos_token_id") != ends:
                 write_text(path, json.dumps(values | {"eos_token_id": ends}, indent=2))
             _adapt_config(output / "config.json", self.dtype, type(self.model).__name__, packed=self.has_adapters)

@@ -284,11 +284,7 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
         needed = f"adapter_config.json and {ADAPTER_FILE}"
         raise CheckpointError(f"model.lora_path='{folder}' is not an adapter folder; required: {needed}.")
     values, neutral = read_json(path), PeftLoraConfig().to_dict() | {"peft_type": "LORA"}
-    if values.get("init_lora_weights") in (
-        "gaussian",
-        "orthogonal",
-        False,
-    ):  # others change the weights below the adapter
+    if values.get("init_lora_weights") in ("gaussian", "orthogonal", False):  # others change the weights below
         del values["init_lora_weights"]
     for name in sorted(values.keys() - FOLLOWED):
         value, needed = values[name], neutral.get(name)

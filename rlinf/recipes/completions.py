@@ -121,11 +121,11 @@ class Completer:
             mask = response_mask(output)
             for row, prompt in enumerate(rows):
                 tokens = output["output_ids"][row][mask[row]].tolist()
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                is_cut = not tokens or tokens[-1] not in self.end_tokens
+                text = self.tokenizer.decode(tokens if is_cut else tokens[:-1], skip_special_tokens=True)
                 facts = {"num_tokens": len(tokens), "max_tokens": self.max_new_tokens}
                 reward, parts = self.rewards(text, prompt, **facts)
                 logprobs = output["logprobs"][row][mask[row]].tolist()
-                is_cut = not tokens or tokens[-1] not in self.end_tokens
                 found.append(Completion(prompt, tokens, logprobs, text, reward, parts, is_cut))
         return found
 

@@ -138,9 +138,8 @@ def _run_in(
             uploads=uploads,
             latest=folder,
         )
-        data = describe_data(config, trainer) | describe_model(policy)
         loop = Loop(
-            LoopState(phase="step", data=data), folder,
+            LoopState(phase="step", data=describe_data(config, trainer) | describe_model(policy)), folder,
             TrainerConfig(save_every=save_every, save_every_minutes=0.0), mapping,
             checkpoints=checkpoints, stop_signal=stop_signal, progress=progress, resumed_from=checkpoint,
         )  # fmt: skip

@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 
+from rlinf.checkpoints.model_files import write_policy
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
@@ -121,23 +122,11 @@ def test_a_generation_config_that_transformers_rejects_is_saved_as_it_was_read(f
         transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "theirs")
     HFModel.from_pretrained(source).save_pretrained(tmp_path / "ours")
     HuggingFacePolicy(str(source)).save_pretrained(tmp_path / "policy")
-    for folder in ("ours", "policy"):
+    of_others = transformers.AutoModelForCausalLM.from_pretrained(source)
+    write_policy(tmp_path / "checkpoint", of_others, of_others.state_dict())
+    for folder in ("ours", "policy", "checkpoint"):
         saved = json.loads((tmp_path / folder / path.name).read_text())
         assert {name: saved.get(name, False) for name in odd} == odd, "do_sample is false without a word"
-
-
-def test_a_folder_of_adapters_is_no_model(folders, tmp_path):
-    lora = {"peft_type": "LORA", "base_model_name_or_path": str(folders / "llama")}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
-    for use in (
-        lambda: load_config(tmp_path),
-        lambda: HFModel.from_pretrained(tmp_path),
-        lambda: get_model({"model_type": "hf_vla", "model_path": str(tmp_path)}),
-    ):
-        with pytest.raises(CheckpointError, match=f"holds adapters only, of {folders / 'llama'}"):
-            use()
-    shutil.copy(folders / "llama" / "config.json", tmp_path)  # a model that keeps its adapters beside it
-    assert load_config(tmp_path).model_type == "llama"
 
 
 def tiny_batch(family, rows=2, length=10):

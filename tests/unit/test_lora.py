@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import HFModel, build_policy, get_model
 from rlinf.models.config import LoraConfig
+from rlinf.models.hf_model import load_config
 from rlinf.models.lora import (
     adapter_fingerprint,
     adapter_state_dict,
@@ -376,3 +378,17 @@ def test_tied_weights_take_no_adapter_and_others_are_merged_right(tiny_lm, targe
         plain.load_state_dict(merged_state_dict(model))
         torch.testing.assert_close(plain(**tokens).logits, expected, atol=1e-4, rtol=1e-4)
     assert (control - expected).abs().max() > 0.1
+
+
+def test_a_folder_of_adapters_in_place_of_a_model_says_what_it_is(tiny_lm, tmp_path):
+    lora = {"peft_type": "LORA", "base_model_name_or_path": tiny_lm()}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
+    for use in (
+        lambda: load_config(tmp_path),
+        lambda: HFModel.from_pretrained(tmp_path),
+        lambda: get_model({"model_type": "hf_vla", "model_path": str(tmp_path)}),
+    ):
+        with pytest.raises(CheckpointError, match=f"holds adapters only, of {tiny_lm()}"):
+            use()
+    shutil.copy(f"{tiny_lm()}/config.json", tmp_path)  # a model that keeps its adapters beside it
+    assert load_config(tmp_path).model_type == "llama"

@@ -132,6 +132,30 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     assert calls == [score] * 3 + [train] * 3 + [generate] * 3
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text():
+    def generate(batch, greedy):
+        answers = torch.tensor([[5, 7, 2], [5, 7, 6]])
+        whole = torch.cat([batch["input_ids"], answers], dim=1)
+        lengths = torch.full((2,), 3)
+        return BatchedDataDict(
+            {
+                "output_ids": whole,
+                "logprobs": whole * 0.0,
+                "generation_lengths": lengths,
+                "unpadded_sequence_lengths": lengths + 1,
+            }
+        )
+
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: str(tokens))
+    completer = Completer(
+        LocalGenerator(SimpleNamespace(generate=generate)), tokenizer, lambda *_, **__: (0.0, {}), batch_size=2, max_new_tokens=3,
+        end_tokens=[2, 9],
+    )  # fmt: skip
+    ended, cut = completer.complete([Prompt([1], {}, None, {})] * 2)
+    assert (ended.text, ended.tokens, ended.is_cut) == ("[5, 7]", [5, 7, 2], False)
+    assert (cut.text, cut.is_cut) == ("[5, 7, 6]", True)
+
+
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     scores = {"step_1": math.nan, "step_2": 0.5, "step_3": 0.7, "step_4": math.nan, "step_5": math.inf}
     manager = CheckpointManager(tmp_path)

@@ -78,10 +78,8 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     one = trainer(tiny_lm())
     update = one.step(0)
     check_names(update.metrics)
-    assert (
-        update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
-        and not update.shown
-    )
+    assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
+    assert "Cut rows" not in update.shown and update.shown["Accuracy"] == update.metrics["train/preference_accuracy"]
     check_names(one.validate(0).metrics)
 
 
@@ -131,4 +129,4 @@ def test_cut_rows_and_equal_pairs_are_in_the_metrics_and_the_line(tiny_lm):
     policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
     update = DPOTrainer(policy, rows, num_steps=1, batch_size=4, loss=DPOLossFn(beta=0.5)).step(0)
     assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0.5
-    assert list(update.shown.values()) == [2, 2]
+    assert update.shown["Cut rows"] == update.shown["Equal pairs"] == 2

@@ -1,50 +1,15 @@
-"""``rlinf launch``."""
+"""``rlinf launch``: its words are checked before the imports of ``rlinf.commands.launch``, which take seconds."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
-
-from rlinf.cluster.reservation import check_machine, reserved_places
-from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
-from rlinf.distributed.launch import launch as start_ranks
-from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
-from rlinf.distributed.start import is_connected, launch_context
-from rlinf.errors import ConfigError, RLinfError, UploadError, did_you_mean
-from rlinf.models.hf_model import load_config
-from rlinf.models.loading import hide_progress_bars
-from rlinf.recipes.build import split_rows
-from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
-from rlinf.recipes.launch_worker import find_script, rows_of, train
+from rlinf.errors import ConfigError, did_you_mean
 from rlinf.recipes.load import load_recipe, recipe_names
-from rlinf.recipes.plan import (
-    SPLIT,
-    Plan,
-    asks_for_gpus,
-    asks_for_players,
-    check_engines,
-    choose_device,
-    describe,
-    make_plan,
-    store_room,
-)
-from rlinf.recipes.players import PlayerPlaces, place_players
-from rlinf.recipes.rewards import make_rewards
 
-SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
-ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
 FLAGS = ("--config", "--dry-run")
 
 
@@ -77,141 +42,9 @@ def launch(arguments: Sequence[str]) -> int:
         required = "required: one, and overrides as key=value."
         raise ConfigError(f"{' and '.join(scripts)} are several dataset scripts; {required}")
     config, notices = load_recipe(given.config, overrides)
-    script = find_script(scripts[0]) if scripts else None
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
-    place = launch_context(os.environ) if is_connected() else None
-    if place is not None and asks_for_players(config):
-        raise ConfigError(
-            f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
-            "machine. Start it once"
-        )
-    if asks_for_gpus(config) and not given.dry_run:
-        with suppress(RLinfError):  # who loads the model reports it
-            # Into the hub's cache: whether it reads images changes the plan.
-            load_config(config.policy.model_name_or_path)
-    plan = make_plan(config, None if place is None else place.size)
-    device = _device(config, plan, given.dry_run)
-    check_engines(config, plan, device)
-    is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
-    if plan.players and not is_elsewhere:
-        check_machine(partial(place_players, config, plan, device), store_room(config))
-    _check_sources(config, script)
-    print(describe(config, plan, *count_rows(config, script)), flush=True)
-    where = "GPUs" if device == "cuda" else "CPU"
-    machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"
-    print(f"{'machine:':<14}{machine}", flush=True)
-    if script is not None:
-        print(f"{'script:':<14}{script}", flush=True)
-    if asks_for_gpus(config) and not plan.players:
-        print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
-    if given.dry_run:
-        return 0
-    if device == "cpu" and not plan.players:
-        config.rollout.backend = "torch"
-    _warn_about_wandb(config)
-    deadlines = asdict(config.cluster.deadlines)
-    with _places(config, plan, device) as places:
-        work = (config, script, device, places)
-        with _told_how_to_go_on(config, arguments):
-            start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
+    from rlinf.commands.launch import launch as launch_recipe
+
+    launch_recipe(config, scripts[0] if scripts else None, given.dry_run, arguments)
     return 0
-
-
-@contextmanager
-def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterator[None]:
-    """Print the command that continues a run after a signal or a failed upload."""
-    words = [word for word in arguments if not word.startswith("train.resume=")]
-    command = shlex.join(["rlinf", "launch", *words, "train.resume=true"])
-    saves = config.train.ckpt.enable_checkpoint
-    try:
-        yield
-    except SystemExit:
-        if saves:
-            print(f"continue with: {command}", file=sys.stderr, flush=True)
-        raise
-    except UploadError as error:
-        raise UploadError(f"{error}. To try all of it again: {command}" if saves else str(error)) from None
-
-
-@contextmanager
-def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPlaces | None]:
-    """Reserve a place for each player; None without players."""
-    if not plan.players:
-        yield None
-        return
-    placement_of = partial(place_players, config, plan, device)
-    with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
-        yield PlayerPlaces(placement_of(), reservation)
-
-
-def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
-    """Return the rows to train on, without validation rows; or None, and why they are unknown. Raise ConfigError for unreadable data."""
-    dataset = config.train.train_policy.dataset
-    if script is not None:
-        return None, f"{script.name} may read other rows"
-    if dataset.streaming:
-        return None, f"'{dataset.name}' is a stream"
-    if local_folder(dataset.name) is None:
-        make = made_by(dataset.name)
-        return None, f"'{dataset.name}' is not on this machine{f' ({make} makes it)' if make else ''}"
-    rows = rows_of(dataset)
-    if config.validation.enable and not config.validation.dataset.name:
-        rows = split_rows(config, rows)[1]
-    return len(rows), ""
-
-
-def _check_sources(config: RecipeConfig, script: Path | None) -> None:
-    """Raise for rewards, data and a model that are not there before anything is printed; what may be on the hub passes."""
-    method, validation = config.train.train_policy, config.validation
-    if script is None:
-        if method.type == "grpo":
-            make_rewards(method.reward_function)
-        if validation.reward_function:
-            make_rewards(validation.reward_function, setting="validation.reward_function")
-        check_place(method.dataset.name, SECTION)
-        if validation.enable and validation.dataset.name:
-            check_place(validation.dataset.name, "validation.dataset")
-    model = config.policy.model_name_or_path
-    if model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
-        if not Path(model).exists():
-            recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
-            make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
-            either = f"Make it with {make}, or set" if make else "Set"
-            raise ConfigError(
-                f"policy.model_name_or_path={model} does not exist. {either} policy.model_name_or_path=<folder or hub id>"
-            )
-        load_config(model)
-
-
-def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:
-    """Return the device of the ranks; a launcher has given each of its own a GPU, where there are some."""
-    if not is_connected():
-        return choose_device(config, plan, is_plan)
-    return resolve_device(config.policy.device, 1, "policy.device=cpu")
-
-
-def _warn_about_wandb(config: RecipeConfig) -> None:
-    """Leave Weights & Biases out where its package is missing, and say when it stays offline."""
-    loggers = [name.lower() for name in config.logging.logger]
-    if "wandb" in loggers and importlib.util.find_spec("wandb") is None:
-        print(
-            "warning: the package wandb is not installed, so metrics stay on this machine (pip install wandb)",
-            file=sys.stderr,
-        )
-        loggers.remove("wandb")
-    elif "wandb" in loggers and not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "disabled"):
-        print("warning: WANDB_API_KEY is not set, so wandb writes offline, into the folder of the run", file=sys.stderr)
-    config.logging.logger = loggers
-
-
-def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | None]) -> None:
-    config, script, device, places = work
-    if device == "cpu":
-        hide_gpus()
-    else:
-        # Else one rank would take the players' GPUs, too.
-        isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)
-    hide_progress_bars()
-    set_num_threads(config.cluster.num_threads, local_world_size())
-    train(config, script, places)

@@ -283,7 +283,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     for word in arguments:
         key, _, value = word.partition("=")
         if key in own_keys:
-            own[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
+            own |= values_of([word])
         elif key.partition(".")[0] in other_keys:
             others.append(word)
         else:

@@ -58,7 +58,9 @@ def test_a_sweep_has_one_value_for_each_item_and_text_with_commas_is_none():
 
 
 def test_an_interpolation_stays_one_and_other_dollars_are_text():
-    assert build_config(compose_config(["tracking.wandb_name=${experiment_name}"])).tracking.wandb_name == "default"
+    assert (
+        build_config(compose_config(["tracking.wandb_name=${tracking.wandb_project}"])).tracking.wandb_name == "rlinf"
+    )
     assert quoted("k=${}", interpolates=True) == 'k="\\${}"' and quoted("k=${}") == 'k="${}"'
     with pytest.raises(ConfigError, match="tracking.wandb_name.*nowhere"):
         build_config(compose_config(["tracking.wandb_name=${nowhere}"]))

@@ -79,7 +79,7 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     update = one.step(0)
     check_names(update.metrics)
     assert update.metrics["train/cut_row_fraction"] == update.metrics["train/equal_pair_fraction"] == 0
-    assert "Cut rows" not in update.shown
+    assert "Cut rows" not in update.shown and update.shown["Accuracy"] == update.metrics["train/preference_accuracy"]
     check_names(one.validate(0).metrics)
 
 

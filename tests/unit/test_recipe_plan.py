@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Gemma3Config, Qwen2_5_VLConfig, Qwen2Config
 
-from rlinf.cli import launch as launching
 from rlinf.cli import main
+from rlinf.commands import launch as launching
 from rlinf.errors import ConfigError
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.preflight.placement import Node, StoreRoom

@@ -6,8 +6,8 @@ import datasets
 import pytest
 import torch
 
-from rlinf.cli import launch as command
 from rlinf.commands import evaluate_questions as evaluation
+from rlinf.commands import launch as command
 from rlinf.distributed import process_group
 from rlinf.distributed.deadlines import clock
 from rlinf.errors import ConfigError

@@ -77,7 +77,7 @@ class Manifest:
         renderer: ``MUJOCO_GL``, set when a graphics backend is chosen.
         simulators: Version of each package in the env class's ``packages``; must match exactly.
         probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
-        fps: Rows a second of what the policy has learned from, or None: a policy acts at the same rate.
+        fps: Rows a second of the dataset that the policy has cloned, or None; it should act at that rate.
         policy_version: Number of weight updates behind the policy.
         seed: Seed of the run.
         git_revision: Commit of the code, if it is in a git repository.

@@ -322,10 +322,10 @@ def _policy(
 ) -> tuple[torch.nn.Module, float | None]:
     """Build the policy, or load the one that is resumed or begun with, whose conditions must fit.
 
-    Also return the rate of what it learns from: the dataset's, else what the loaded policy has learned at, else the env's.
+    Also return the rate of the dataset that it clones, or had cloned before.
     """
     source, trainer = resumed_from or config.init_from, config.trainer
-    fps = env.metadata.get("render_fps") if dataset is None else dataset.info.fps
+    fps = None if dataset is None else dataset.info.fps
     # Ranks that share the weights read them once it is known who holds what.
     may_shard = trainer.sharding == "auto" and world_size() > 1 and not learns_head(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
@@ -339,7 +339,7 @@ def _policy(
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
     for line in compare_fingerprints(opened.manifest.probe, fingerprint):
         logger.warning("the simulator has changed since %s was made: %s", opened.folder, line)
-    return opened.policy, fps if dataset is not None or opened.manifest.fps is None else opened.manifest.fps
+    return opened.policy, opened.manifest.fps if dataset is None else fps
 
 
 def _on_ranks(

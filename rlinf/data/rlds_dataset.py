@@ -135,6 +135,7 @@ FEATURES = "features.json"
 SPLIT = "train"
 OBSERVATION = "steps/observation/"
 ACTION = "steps/action"
+STATE = f"{OBSERVATION}state"
 REWARD, TERMINAL = "steps/reward", "steps/is_terminal"
 INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_instruction")
 
@@ -156,7 +157,11 @@ def describe(folder: Path) -> DatasetInfo:
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
             f"dataset_info.json with a split '{SPLIT}'. Use another folder"
         ) from error
-    needed = {ACTION: ACTION in vectors, INSTRUCTIONS[0]: _instruction_of(features)}
+    needed = {
+        ACTION: ACTION in vectors,
+        STATE: STATE not in features or STATE in vectors,
+        INSTRUCTIONS[0]: _instruction_of(features),
+    }
     if missing := " and no ".join(name for name, there in needed.items() if not there):
         has = ", ".join(f"{name} ({kind})" for name, (kind, _) in features.items())
         raise ConfigError(f"The dataset {folder} has no {missing}; it has {has}. Use another folder")
@@ -258,8 +263,9 @@ def _first_sizes(folder: Path, keys: Sequence[str]) -> dict[str, tuple[int, int]
     """Return (height, width) of the first image of columns."""
     first = np.zeros(1, np.int64)
     for path in sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))[:1]:
-        with open(path, "rb") as file, memoryview(path.read_bytes()) as data:
+        with open(path, "rb") as file:
             try:
+                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
                 found = parse_example(data, *next(records(data)))
                 images = {key: EncodedFrames([file], first, *found[key], (), [path]) for key in keys}
             except (ValueError, KeyError, IndexError, TypeError, StopIteration) as error:

@@ -17,7 +17,7 @@ class RobotConfig:
         "YAML file with lerobot's configuration of a robot (type, port, cameras), which acts in place of a row of the env; null: the env.",
     )
     fps: float | None = option(
-        None, "Actions a second; null: as the policy has learned, else 20.", minimum=0.1, maximum=1000
+        None, "Actions a second; null: as many as rows in the cloned dataset, else 20.", minimum=0.1, maximum=1000
     )
     execution: str = option(
         "overlap",

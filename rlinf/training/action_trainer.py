@@ -40,7 +40,7 @@ class Parts:
         worker: Scores and updates the policy.
         sync: Brings new weights to the rollout policy.
         fingerprint: Fingerprint of the simulator, which every manifest records.
-        fps: Rows a second of what the policy learns from, which every manifest records; None: unknown.
+        fps: Rows a second of the dataset that was cloned, which every manifest records; None: unknown.
         warned_of_clipping: The run has warned that numbers of actions are cut.
     """
 

@@ -532,6 +532,11 @@ def test_an_rlds_encoding_is_refused_by_name(rlds):
     change_features(rlds, lambda features: features["action"]["tensor"].update(encoding="zlib"))
     with pytest.raises(ConfigError, match="steps/action .*encoding 'zlib'"):
         open_rlds(rlds)
+    packed = {"tensor": {"shape": {"dimensions": ["8"]}, "dtype": "float32", "encoding": "bytes"}}
+    change_features(rlds, lambda features: features["action"]["tensor"].update(encoding="none"))
+    change_features(rlds, lambda features: features["observation"]["featuresDict"]["features"].update(state=packed))
+    with pytest.raises(ConfigError, match="steps/observation/state .*encoding 'bytes'"):
+        open_rlds(rlds)
 
 
 def changed_examples(monkeypatch, change: Callable[[dict], None]) -> None:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import pkgutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,8 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         device.connect(**({"calibrate": False} if can_calibrate else {}))
         getattr(device, try_out)()
     except Exception as error:  # buses, cameras and simulators, too
-        disconnect(device)
+        with suppress(Exception):
+            device.disconnect()
         raise ConfigError(
             f"{key}={path}: it does not connect ({type(error).__name__}: {error}). Look at port, power and calibration "
             "(lerobot-calibrate)"

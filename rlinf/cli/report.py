@@ -51,10 +51,10 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def why(arguments: Sequence[str]) -> int:
-    """Print what the metrics of a run say: a measured value, its usual range, and the override to type; the worst first.
+    """Print whether a run learnt, with the interval of the change, and if not, the cause and the override to type.
 
-    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still go on. Rules that its metrics do not allow are
-    listed with the reason. With --json, one JSON object. docs/why.md has all rules.
+    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still go on. With --json, one JSON object. docs/why.md
+    has all rules.
     """
     folders = [word for word in arguments if word != JSON_FLAG]
     if len(folders) != 1 or folders[0].startswith("-"):

@@ -333,7 +333,7 @@ def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pair
     gain = {"total": {"successes_a": 150, "successes_b": 130, "episodes": 200, "interval": [-0.16, -0.04]}}
     pair = evaluations(150, 130, episodes=200)
     alone, paired = Record(pair).outcome, Record(pair, gain=gain).outcome
-    assert (alone.verdict, paired.verdict) == ("fell", "fell") and "-16.0 to -4.0" in paired.text
+    assert (alone.verdict, paired.verdict) == ("did_not_rise", "fell") and "-16.0 to -4.0" in paired.text
     other = Record(evaluations(150, 131, episodes=200), gain=gain).outcome
     assert "-16.0 to -4.0" not in other.text, "the pairs are those of other evaluations"
 
@@ -403,6 +403,17 @@ def test_an_unchanged_return_is_seldom_said_to_have_changed_and_a_doubled_one_is
     loss = outcome_of_values("loss", range(24), np.linspace(2, 1, 24).tolist(), "")
     assert loss.verdict == "fell" and loss.is_good
     assert str(loss).startswith("outcome: the loss certainly fell: from 1.891")
+
+
+def test_of_runs_that_stay_where_they_are_one_in_fifty_is_said_to_have_changed():
+    generator, changed, naive = np.random.default_rng(2), 0, 0
+    for rate in (0.1, 0.5, 0.8):
+        for first, last in generator.binomial(100, rate, (400, 2)).tolist():
+            outcome = outcome_of_counts([(0, Success(first, 100)), (9, Success(last, 100))], "", "")
+            changed += outcome.verdict in ("rose", "fell")
+            low, high = difference_interval((last, first), (100, 100))
+            naive += low > 0 or high < 0
+    assert changed <= 0.02 * 1200 < naive
 
 
 def test_rollouts_tell_what_few_evaluation_episodes_cannot_and_returns_what_success_cannot():

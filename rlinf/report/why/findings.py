@@ -1,4 +1,4 @@
-"""The metrics that rules read of a run, and their findings: the outcome, a measured value, its usual range, and the override to type."""
+"""The metrics of a run as rules read them, its outcome by the best evidence, and what rules find: a measurement and an override."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ MASTERED = 0.95
 """Success rate, or share of the full reward, from which there is nothing left to learn."""
 MATTERS, SLIGHT = 0.1, 0.05
 """A rise of success that matters, and a fall that is too small to be called one."""
+CERTAIN = 2.5758 / 1.96
+"""Half-width of a 99 % interval in those of a 95 % interval: of 20 runs that stay where they are, one would be said to have changed at 95 %."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,14 @@ def outcome_of_counts(
     (start, first), (end, last) = counts[0], counts[-1]
     low, high = interval or difference_interval((last.successes, first.successes), (last.episodes, first.episodes))
     change, is_mastered = last.success_rate - first.success_rate, last.success_rate >= MASTERED
-    if low > 0:
+    certain_low, certain_high = certainly(change, low, high)
+    if certain_low > 0:
         verdict, then = ROSE, ""
-    elif high < 0 and change <= -SLIGHT:
+    elif certain_high < 0 and change <= -SLIGHT:
         verdict, then = FELL, ""
     elif is_mastered and first.success_rate >= MASTERED:
         verdict, then = DID_NOT_RISE, "; nothing was left to rise"
-    elif high < MATTERS:
+    elif low <= 0 and high < MATTERS:
         verdict, then = DID_NOT_RISE, f"; a rise by {100 * MATTERS:.0f} points is excluded"
     else:
         verdict, then = UNKNOWN, f". To tell, set {cure}"
@@ -96,7 +99,8 @@ def outcome_of_intervals(
     low, high = interval or (change - half, change + half)
     matters = 0.2 * abs(first)
     verdict, then = UNKNOWN, f". To tell, set {cure}"
-    if (low > 0 or high < 0) and abs(change) >= 0.03 * abs(first):
+    certain_low, certain_high = certainly(change, low, high)
+    if (certain_low > 0 or certain_high < 0) and abs(change) >= 0.03 * abs(first):
         verdict, then = ROSE if low > 0 else FELL, ""
     elif high <= matters:
         verdict, then = DID_NOT_RISE, f"; a rise by {matters:.3g} is excluded"
@@ -122,9 +126,10 @@ def outcome_of_values(
         max(0.03 * abs(first), 1.5 * deviation),
         max(0.2 * abs(first), 3 * deviation, 0.05 * full if full < math.inf else 0),
     )
-    if low > 0 and change >= slight:
+    certain_low, certain_high = certainly(change, low, high)
+    if certain_low > 0 and change >= slight:
         verdict, then = ROSE, ""
-    elif high < 0 and -change >= slight:
+    elif certain_high < 0 and -change >= slight:
         verdict, then = FELL, ""
     elif max(sign * low, sign * high) <= matters:
         verdict, then = DID_NOT_RISE, f"; a {'rise' if sign > 0 else 'fall'} by {matters:.3g} is excluded"
@@ -134,6 +139,11 @@ def outcome_of_values(
     text = f"{ends}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){then}"
     is_good = verdict == (ROSE if sign > 0 else FELL) or is_mastered
     return Outcome(verdict, measure, text, is_good, is_mastered, (steps[0], steps[-1]))
+
+
+def certainly(change: float, low: float, high: float) -> tuple[float, float]:
+    """Return the ends of the 99 % interval of a change, from those of its 95 % interval."""
+    return change - CERTAIN * (change - low), change + CERTAIN * (high - change)
 
 
 def change_interval(values: Sequence[float], window: int) -> tuple[float, float, float]:

@@ -172,17 +172,17 @@ def test_statistics_of_another_dataset_are_an_error_that_its_override_mends(tmp_
     small = {"tabletop": {"action": statistics(-0.01, 0.01, 2), "proprio": statistics(-1, 1, 4)}}
     model = build_policy(config, {"norm_stats": small})
     with pytest.raises(ConfigError, match=r"imension 0 of the actions.*-0.01 to 0.01") as error:
-        compare_with_statistics(model, rows, None, "tabletop")
+        compare_with_statistics(model, SimpleNamespace(actions=rows, state=None), "tabletop")
     write_policy(tmp_path / "small", model, model.state_dict())
     typed = shlex.split(str(error.value).partition(". Set ")[2])
     path = ["~model.init_config", f"model.model_path={tmp_path / 'small'}"]
     mended = build_config(compose_config([*words("mlp", *path), *typed]))
     dataset = SimpleNamespace(statistics=lambda: normalization_statistics(rows, rows.repeat(2, 1)))
     own = build_policy(mended, statistics_of_env(mended, None, dataset))
-    metrics, told = compare_with_statistics(own, rows, rows.repeat(2, 1), "tabletop")
+    metrics, told = compare_with_statistics(own, SimpleNamespace(actions=rows, state=rows.repeat(2, 1)), "tabletop")
     assert not told and max(metrics.values()) <= 0.05
     assert set(metrics) == {"sft/actions_beyond_statistics", "sft/states_beyond_statistics"}
-    _, told = compare_with_statistics(own, rows / 500, None, "tabletop")
+    _, told = compare_with_statistics(own, SimpleNamespace(actions=rows / 500, state=None), "tabletop")
     assert len(told) == 2 and "dimension 1" in told[1]
 
 

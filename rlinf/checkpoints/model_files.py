@@ -29,9 +29,11 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 
             save_adapter(model, folder, weights)
         else:
-            from rlinf.models.hf_model import accept_saving  # imports transformers
+            if any(hasattr(module, "generation_config") for module in model.modules()):
+                from rlinf.models.hf_model import accept_saving  # imports transformers
 
-            accept_saving(model).save_pretrained(folder, state_dict=weights)
+                accept_saving(model)
+            model.save_pretrained(folder, state_dict=weights)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     if leaves_base(model):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
@@ -155,9 +155,9 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
 
 def describe_model(policy: HuggingFacePolicy) -> dict[str, Any]:
     """Return which model a run began with, and what ends its answers (a collective call)."""
-    name = policy.model_name
+    name, settings = policy.model_name, cast(Any, policy.model).generation_config
     digest = on_rank_zero(lambda: weights_digest(name), f"read {name}")
-    return {"policy.model_name_or_path": digest, "end_tokens": policy.model.generation_config.eos_token_id}
+    return {"policy.model_name_or_path": digest, "end_tokens": settings.eos_token_id}
 
 
 def make_uploads(config: RecipeConfig) -> list[Upload]:

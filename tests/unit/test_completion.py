@@ -141,7 +141,8 @@ def test_the_help_of_a_command_explains_its_own_keys(command, capsys):
         assert words[after : after + len(meaning)] == meaning and max(map(len, lines)) <= 80
 
 
-def test_help_of_train_is_one_screen_and_the_help_of_hydra_is_still_there(capsys):
+def test_help_of_train_is_one_screen_and_the_help_of_hydra_is_still_there(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 140

@@ -61,7 +61,7 @@ def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[
         prefix, key, value = match[1] or "", match[2], match[3] or ""
         if key == search.GROUP and prefix in ("+", "++"):
             prefix = ""
-        # The keys of ``env`` and ``algorithm`` are those of the class that was chosen; ``build_config`` checks them against it.
+        # The class that was chosen has the keys of ``env`` and ``algorithm``; ``build_config`` checks them against it.
         if not prefix and (key.startswith(free) or key in any_keys):
             prefix = "++"
         many = sweeps or str not in (types.get(key), *typing.get_args(types.get(key)))

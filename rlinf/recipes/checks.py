@@ -45,12 +45,12 @@ _GREEDY = "the most probable tokens are evaluated"
 _FRESH = "every batch is generated with the newest weights"
 
 WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
-    "policy.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
-    "policy.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
-    "policy.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
-    "rollout.parallelism.cp_rotate_method": ((), "there is no context parallelism"),
-    "rollout.parallelism.pp_dynamic_shape": ((False,), "there is no pipeline parallelism"),
-    "rollout.parallelism.pp_micro_batch_size": ((1,), "there is no pipeline parallelism"),
+    "policy.parallelism.cp_rotate_method": ((), "contexts are not parallel here"),
+    "policy.parallelism.pp_dynamic_shape": ((False,), "pipelines are not parallel here"),
+    "policy.parallelism.pp_micro_batch_size": ((1,), "pipelines are not parallel here"),
+    "rollout.parallelism.cp_rotate_method": ((), "contexts are not parallel here"),
+    "rollout.parallelism.pp_dynamic_shape": ((False,), "pipelines are not parallel here"),
+    "rollout.parallelism.pp_micro_batch_size": ((1,), "pipelines are not parallel here"),
     "redis": (("",), "no redis server is needed"),
     "eth_ips": (("",), "the launcher's addresses count"),
     "train.deterministic": ((False,), "on a CPU, equal settings give equal bits either way"),

@@ -215,6 +215,7 @@ def test_every_path_of_every_command_begins_at_home(monkeypatch, tmp_path):
         "camera",
         "cameras",
         "state_key",
+        "action_key",
         "allow_mismatch",
         "task",
         "wandb_name",

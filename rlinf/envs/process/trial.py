@@ -7,7 +7,7 @@ import re
 import threading
 import traceback
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def tried(trial: str, config: ProcessEnvConfig, what: str) -> Any:
     Raise the RLinfError that it raises, and SimulatorError if it raises another error, dies, or misses the deadline of a call. ``what``
     names the env in messages.
     """
-    worker, call, answer = Worker(np.zeros(1, dtype=np.int64)), "construction", None
+    worker, call, answer = Worker(np.zeros(1, dtype=np.int64)), "construction", cast(Any, None)
     environment = {"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     worker.launch(f"{__name__}:main", f"the trial of {what}", [], environment, logs_output=True)
     try:

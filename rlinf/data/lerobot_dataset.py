@@ -153,7 +153,7 @@ def _numbers(pa: ModuleType, column: Any, place: str, width: int, kind: str | No
         raise ConfigError(f"{place} is a column of {column.type}; required: numbers. Use another dataset")
     if len(wrong := np.flatnonzero(lengths != width)):
         found = f"row {wrong[0]} has {lengths[wrong[0]]} numbers"
-        raise damaged(place, f"{found}, but its description says {width}; so do {len(wrong)} of {len(lengths)} rows")
+        raise damaged(place, f"{found}, but its description says {width}; {len(wrong)} of {len(lengths)} rows differ")
     if flat.null_count:
         raise damaged(place, f"row {flat.is_null().to_numpy(zero_copy_only=False).argmax() // width} lacks a number")
     try:

@@ -112,7 +112,8 @@ class Recording:
 
     def __init__(self, dataset):
         self.dataset, self.read, self.given, self.unreadable = dataset, [], [], dataset.unreadable
-        self.model = SimpleNamespace(sft_chunk_len=1)
+        self.actions, self.state = dataset.actions, dataset.state
+        self.model = SimpleNamespace(sft_chunk_len=1, action_range=None, state_range=None)
 
     def __len__(self):
         return len(self.dataset)

@@ -373,6 +373,8 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a config that is a list": (_text("config.json", "[]"), "config.json"),
     "a config in another encoding": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"), "config.json"),
     "steps that are an object": (_set(f"{BEFORE}.json", "steps", value={}), "steps"),
+    "steps that are a number": (_set(f"{BEFORE}.json", "steps", value=5), "steps"),
+    "no steps": (_text(f"{BEFORE}.json", "{}"), "steps"),
     "a step that is a text": (_set(f"{BEFORE}.json", "steps", 0, value="device_processor"), "steps.0"),
     "options that are a list": (_set(f"{BEFORE}.json", "steps", 1, "config", value=[]), "steps.1.config"),
     "a map that is a text": (_set(f"{BEFORE}.json", "steps", 0, "config", "rename_map", value="a"), "rename_map"),

@@ -43,7 +43,7 @@ CONFIG = {
     **{f"{name}?": int for name in COUNTS},
 }  # fmt: skip
 OPTIONS = {"features?": FEATURES, "norm_map?": {"*": str}, "rename_map?": {"*": str}, "stats?": {"*": {"*": object}}}
-PIPELINE = {"steps": [{"registry_name": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
+PIPELINE = {"steps": [{"registry_name?": str, "config?": OPTIONS | TEXTS, "state_file?": str}]}
 """Types of the parts that are read; ``?`` marks a part that may be absent or null, ``*`` any name."""
 
 
@@ -64,13 +64,12 @@ def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if (size := path.stat().st_size) > LARGEST_FILE:
         raise CheckpointError(f"{path} has {size} bytes; required: at most {LARGEST_FILE}")
     values = read_json(path)
-    for step in values.get("steps") or () if wanted is PIPELINE else ():
-        if isinstance(step, dict) and "class" in step:
-            raise CheckpointError(f"{path} has the class '{step['class']!s:.80}', which lerobot would import and call")
-        if isinstance(step, dict) and step.get("registry_name") not in STEPS:
-            raise CheckpointError(f"{path} has the step {step.get('registry_name')!r:.80}; no supported policy has it")
     if problem := mismatch(values, wanted):
         raise CheckpointError(f"{path} has {problem}")
+    for step in values["steps"] if wanted is PIPELINE else ():
+        if "class" in step or step.get("registry_name") not in STEPS:
+            found = f"{path} has the step {step.get('class', step.get('registry_name'))!r:.80}"
+            raise CheckpointError(f"{found}; required: no class, which lerobot would call, but a known registry_name")
     return values
 
 
@@ -80,21 +79,17 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
         names = {dict: "an object", list: "a list", str: "a text", int: f"a whole number from 1 to {LARGEST_COUNT}"}
         return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
-    if (
-        wanted == [int]
-        and all(type(size) is int for size in value)
-        and not 0 < math.prod(value or [0]) <= LARGEST_SHAPE
-    ):
-        return f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
-    inner = dict(enumerate(value)) if isinstance(wanted, list) else {}
-    patterns = dict.fromkeys(inner, wanted[0]) if inner else {}
-    if isinstance(wanted, dict):
-        patterns = (
-            dict.fromkeys(value, wanted["*"]) if "*" in wanted else {n.removesuffix("?"): wanted[n] for n in wanted}
+    inner = [(name, item, wanted[0]) for name, item in enumerate(value)] if kind is list else []
+    for name, of in wanted.items() if kind is dict and wanted is not kind else ():
+        name = name.removesuffix("?")
+        inner += [(key, item, of) for key, item in value.items()] if name == "*" else []
+        inner += (
+            [(name, value.get(name), of)] if name != "*" and (value.get(name) is not None or name in wanted) else []
         )
-        inner = {name: value.get(name) for name in patterns if value.get(name) is not None or f"{name}?" not in wanted}
-    found = (mismatch(item, patterns[name], f"{place}.{name}".lstrip(".")) for name, item in inner.items())
-    return next(filter(None, found), None)
+    found = next(filter(None, (mismatch(item, of, f"{place}.{name}".lstrip(".")) for name, item, of in inner)), None)
+    if found is None and wanted == [int] and not (value and math.prod(value) <= LARGEST_SHAPE):
+        found = f"{place} = {value!r:.60}; required: 1 to {LARGEST_SHAPE} numbers"
+    return found
 
 
 def content_findings(folder: Path, config: LerobotConfig | None = None) -> Iterator[Finding]:
@@ -131,7 +126,7 @@ def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Findi
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"cannot be read ({error})"
     if problem:
-        yield Finding(file, f"reads the state_file '{name:.80}', which {problem}", "copy it from the training's folder")
+        yield Finding(file, f"reads the state_file '{name:.200}', which {problem}", "copy it from the training's folder")
 
 
 def _tokenizer_findings(
@@ -151,9 +146,7 @@ def _tokenizer_findings(
         elif not given and os.path.isdir(place):
             for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
                 if "auto_map" in str(read_json(path)):
-                    yield Finding(
-                        file, f"names '{name:.80}' ({key}), which brings code ({path}: auto_map)", "remove it"
-                    )
+                    yield Finding(file, f"names '{name:.80}' ({key}), which brings code ({path})", "remove auto_map")
 
 
 def local_tokenizer(folder: Path, name: str) -> str | None:

@@ -44,6 +44,13 @@ class Outcome:
         """Whether it certainly did not improve."""
         return not self.is_good and self.verdict != UNKNOWN
 
+    def made_worse(self, start: str | None) -> list[str]:
+        """Return a line that training made the policy worse, which began at ``start`` (None: random weights); empty if it did not."""
+        if self.verdict != FELL or self.measure == "loss":
+            return []
+        began = f"it began with {start or 'random weights'}"
+        return [f"training made the policy worse: the {self.measure} fell {self.text}; {began}"]
+
     def __str__(self) -> str:
         if self.verdict == UNKNOWN:
             return f"outcome: it cannot be told whether the {self.measure} changed: {self.text}"

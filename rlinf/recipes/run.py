@@ -42,6 +42,7 @@ from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
 from rlinf.recipes.token_trainer import TokenTrainer, lora_of
 from rlinf.report.run_page import write_report
+from rlinf.report.why.rules import explain
 from rlinf.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER, SAFETENSORS_FOLDER, SUMMARY_FILE
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
@@ -160,7 +161,8 @@ def _run_in(
             reached = summary(loop, train.train_policy.type)
             write_text(folder / SUMMARY_FILE, json.dumps(reached, indent=1))
             report = write_report(folder)
-            print(closing_table(reached, read_metrics(folder)), f"report: {report}", sep="\n", flush=True)
+            worse = explain(folder).outcome.made_worse(config.policy.model_name_or_path)
+            print(closing_table(reached, read_metrics(folder)), f"report: {report}", *worse, sep="\n", flush=True)
 
 
 def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:

@@ -329,7 +329,7 @@ def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
 def _note(groups: Sequence[RunGroup]) -> str:
     sentences = [
         "A curve is the mean over the seeds of a configuration at the iterations that all of them have; the area is its 95 % "
-        "interval (Student's t); of one seed, that over the episodes of an evaluation."
+        "interval (Student's t); of one seed, the interval over the episodes of an evaluation."
     ]
     if len(groups) > NUM_COLOURS:
         sentences.append(f"The first {NUM_COLOURS} of {len(groups)} configurations are drawn.")

@@ -14,7 +14,6 @@ from rlinf.config.schema import RunConfig
 from rlinf.evaluation.result import Success, success_table
 from rlinf.files import write_text
 from rlinf.report.run_page import write_report
-from rlinf.report.why.outcome import FELL
 from rlinf.report.why.rules import explain
 from rlinf.rollout.parity import EXCEEDED
 from rlinf.run_folder import EVALUATIONS_FOLDER, SUMMARY_FILE
@@ -36,7 +35,7 @@ def evaluation_folder(config: RunConfig, tag: str) -> Path:
 def write_summary(
     config: RunConfig, state: LoopState, saved_names: Collection[str], played_by: str | None = None
 ) -> None:
-    """Write ``summary.json`` and the report of a finished run, and print the closing table; last, if so, that RL made the policy worse.
+    """Write ``summary.json`` and the report of a finished run, and print the closing table; last, if so, that the policy got worse.
 
     ``played_by`` has played the rollouts of a rank; None: there were none.
     """
@@ -47,12 +46,8 @@ def write_summary(
     outcome = explain(folder).outcome
     summary["outcome"] = {"verdict": outcome.verdict, "measure": outcome.measure, "text": outcome.text}
     write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1))
-    lines = [closing_table(summary), f"report: {write_report(folder)}"]
-    if outcome.verdict == FELL and state.phase == "rl":
-        before = state.evaluations.get("before_rl", {}).get("checkpoint")
-        start = f"it began with {before}" if before else "it began with random weights"
-        lines.append(f"RL made the policy worse: the {outcome.measure} fell {outcome.text}; {start}")
-    print(*lines, sep="\n", flush=True)
+    report, before = write_report(folder), state.evaluations.get("before_rl", {}).get("checkpoint")
+    print(closing_table(summary), f"report: {report}", *outcome.made_worse(before), sep="\n", flush=True)
 
 
 def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | None = None) -> dict[str, Any]:

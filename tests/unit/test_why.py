@@ -401,7 +401,7 @@ def test_an_unchanged_return_is_seldom_said_to_have_changed_and_a_doubled_one_is
     doubled = outcome_of_values("return", range(24), (np.linspace(10, 20, 24) + generator.normal(size=24)).tolist(), "")
     assert doubled.verdict == "rose" and doubled.is_good
     loss = outcome_of_values("loss", range(24), np.linspace(2, 1, 24).tolist(), "")
-    assert loss.verdict == "fell" and loss.is_good
+    assert loss.verdict == "fell" and loss.is_good and loss.made_worse(None) == []
     assert str(loss).startswith("outcome: the loss certainly fell: from 1.891")
 
 
@@ -560,6 +560,8 @@ def test_a_recipe_is_measured_by_the_rewards_of_its_validation_and_without_their
     (run,) = (run for run in held_out() if run["name"] == "answers_lr_huge")
     outcome = Record(run["metrics"], run["config"]).outcome
     assert (outcome.verdict, outcome.measure) == ("fell", "reward")
+    (line,) = outcome.made_worse("models/base")
+    assert "41.8% (167/400)" in line and "models/base" in line
     assert "41.8% (167/400) at step 0 to 0.0% (0/400) at step 23 of the validations" in str(outcome)
     without = [{name: value for name, value in line.items() if name != "eval/num_answers"} for line in run["metrics"]]
     assert "of the validations" not in str(Record(without, run["config"]).outcome)

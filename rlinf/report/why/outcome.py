@@ -16,7 +16,7 @@ MASTERED = 0.95
 MATTERS, SLIGHT = 0.1, 0.05
 """A rise of success that matters, and a fall that is too small to be called one."""
 CERTAIN = 2.5758 / 1.96
-"""Half-width of a 99 % interval in those of a 95 % interval: of 20 runs that stay where they are, one would be said to have changed at 95 %."""
+"""Half-width of a 99 % interval over a 95 % interval's: at 95 %, one of 20 runs that stay where they are would be said to have changed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,13 @@ class Outcome:
     def is_bad(self) -> bool:
         """Whether it certainly did not improve."""
         return not self.is_good and self.verdict != UNKNOWN
+
+    def made_worse(self, start: str | None) -> list[str]:
+        """Return a line that training made the policy worse, which began at ``start`` (None: random weights); empty if it did not."""
+        if self.verdict != FELL or self.measure == "loss":
+            return []
+        began = f"it began with {start or 'random weights'}"
+        return [f"training made the policy worse: the {self.measure} fell {self.text}; {began}"]
 
     def __str__(self) -> str:
         if self.verdict == UNKNOWN:
@@ -142,7 +149,7 @@ def outcome_of_values(
 
 
 def certainly(change: float, low: float, high: float) -> tuple[float, float]:
-    """Return the ends of the 99 % interval of a change, from those of its 95 % interval."""
+    """Return the ends of the 99 % interval of a change, from the ends of its 95 % interval."""
     return change - CERTAIN * (change - low), change + CERTAIN * (high - change)
 
 

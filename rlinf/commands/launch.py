@@ -19,7 +19,7 @@ from rlinf.distributed.devices import hide_gpus, isolate_rank, visible_gpus
 from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, launch_context
-from rlinf.errors import ConfigError, RLinfError, UploadError
+from rlinf.errors import CheckpointError, ConfigError, RLinfError, UploadError
 from rlinf.models.hf_model import load_config
 from rlinf.models.loading import hide_progress_bars
 from rlinf.recipes.build import split_rows
@@ -67,7 +67,14 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.players and not is_elsewhere:
         check_machine(partial(place_players, config, plan, device), store_room(config))
-    _check_sources(config, script)
+    try:
+        _check_sources(config, script)
+    except (ConfigError, CheckpointError) as error:
+        typed = tuple(word.partition("=")[0] for word in arguments if "=" in word)
+        if not dry_run or str(error).startswith(typed):
+            raise
+        # The plan of a recipe can be read before its own data and model are made.
+        print(f"warning: a run would be rejected: {error}", file=sys.stderr)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
     where = "GPUs" if device == "cuda" else "CPU"
     machine = f"{plan.num_gpus} GPUs, which this one lacks" if is_elsewhere else f"this one, on its {where}"

@@ -190,6 +190,14 @@ def test_missing_validation_data_are_named_by_their_own_key_with_the_script_that
     assert "Make it with python scripts/make_arithmetic_data.py arithmetic" in said and calls == []
 
 
+def test_a_dry_run_plans_before_the_own_data_of_a_recipe_are_made_and_warns(recipe, calls, capsys):
+    for words, status in (["--dry-run"], 0), ([], 2):
+        assert main(["launch", "--config", recipe(data="later.jsonl"), *words]) == status
+        printed = capsys.readouterr()
+        assert "later.jsonl does not exist" in printed.err and ("would be rejected" in printed.err) == (status == 0)
+        assert bool(printed.out) == (status == 0) and calls == []
+
+
 @pytest.mark.parametrize("is_dry", [False, True])
 @pytest.mark.parametrize(
     ("word", "maker"),

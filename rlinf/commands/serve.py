@@ -125,7 +125,7 @@ class PolicyRows:
         return [actions[number] for number in range(len(rows))]
 
     def _note(self, state: np.ndarray) -> None:
-        """Count states far beyond the statistics; warn at 1, 2, 4, ... of them. Raise MessageError for a number that is no measurement."""
+        """Count states far beyond the statistics; warn at 1, 2, 4, ... of them. Raise MessageError for a number beyond any unit."""
         far = bool(self.state_range.far(state)[0])
         self.num_states, self.num_far = self.num_states + 1, self.num_far + far
         if far:

@@ -246,9 +246,9 @@ def check_has_statistics(config: Any, folder: Path) -> None:
     """Refuse a folder without the action statistics that its model needs, and a ``dataset_statistics.json`` that is damaged."""
     dataset_statistics(folder)
     if getattr(config, "norm_stats", None) == {}:
-        files = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
+        files = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
         raise ConfigError(
-            f"'{folder}' holds no action statistics: there is no statistics file, and config.json has none (files: {files:.200}). Set "
+            f"'{folder}' holds no action statistics: no statistics file, and none in config.json (JSON there: {files:.200}). Set "
             "model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those of sft.dataset or the env, or put "
             f"{STATISTICS_FILE} of its training data there"
         )

@@ -126,7 +126,9 @@ def _state_findings(folder: Path, file: str, name: str | None) -> Iterator[Findi
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"cannot be read ({error})"
     if problem:
-        yield Finding(file, f"reads the state_file '{name:.200}', which {problem}", "copy it from the training's folder")
+        yield Finding(
+            file, f"reads the state_file '{name:.200}', which {problem}", "copy it from the training's folder"
+        )
 
 
 def _tokenizer_findings(

@@ -11,7 +11,7 @@ from rlinf.errors import ConfigError
 from rlinf.models.loading import check_statistics
 
 FAR, GARBAGE = 5.0, 1e6
-"""Half-widths from the middle beyond which a state is of other units, and beyond which it is no measurement in any unit."""
+"""Half-widths from the middle beyond which a state is of other units, and beyond which no unit explains it."""
 BEYOND = 1.1
 """Half-widths beyond which a row of a dataset counts: bounds of uniform data by quantiles lie 1.02 half-widths apart."""
 MOST_BEYOND, ALL_BEYOND, LEAST_USED = 0.05, 0.5, 0.01

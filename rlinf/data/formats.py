@@ -113,7 +113,7 @@ def action_columns(info: DatasetInfo, action_key: str | Sequence[str] | None, wa
 
 
 def state_columns(info: DatasetInfo, state_key: str | Sequence[str] | None) -> tuple[list[str], int]:
-    """Return the columns of the state, those of ``state_key`` or the usual one, and their joint width; none without the usual one."""
+    """Return the columns of the state (``state_key``, or the usual one) and their joint width; none without the usual one."""
     names = column_names(info.state_key if state_key is None else state_key)
     missing = next((name for name in names if name not in info.state_dims), None)
     if missing is None:

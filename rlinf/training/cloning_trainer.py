@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from rlinf.distributed.process_group import any_rank, broadcast_object, gather_o
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
-from rlinf.rollout.demonstrations import Demonstrations, collect_demonstrations
+from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
 from rlinf.training.action_trainer import ActionTrainer, Parts
 from rlinf.training.loop import Update
@@ -193,11 +194,14 @@ class CloningTrainer(ActionTrainer):
         return played, {"sft/demonstrator_success_rate": played.success_rate}
 
 
-def compare_with_statistics(
-    model: ActionModel, rows: StoredDemonstrations | Demonstrations, env_name: str
-) -> tuple[dict[str, float], list[str]]:
-    """Return the largest fractions of actions and states beyond the statistics in use, and warnings; see ``Range.compare``."""
-    metrics, warnings, actions = {}, [], np.asarray(rows.actions)
+def compare_with_statistics(model: ActionModel, rows: Any, env_name: str) -> tuple[dict[str, float], list[str]]:
+    """Return the largest fractions of actions and states beyond the statistics in use, and warnings; see ``Range.compare``.
+
+    ``rows`` are demonstrations with ``actions`` (``[N, D]`` or ``[N, C, D]``) and ``state`` (``[N, S]`` or None).
+    """
+    metrics: dict[str, float] = {}
+    warnings: list[str] = []
+    actions = np.asarray(rows.actions)
     first = actions if actions.ndim == 2 else actions[:, 0]
     for name, span, values in (("actions", model.action_range, first), ("states", model.state_range, rows.state)):
         if span is not None and values is not None:

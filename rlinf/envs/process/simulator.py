@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SingleStep(NamedTuple):
     """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``. ``success`` None: not told.
 
-    Numbers and flags may be those of numpy; the worker checks them.
+    Numbers and flags may be NumPy scalars; the worker checks them.
     """
 
     dense_reward: float

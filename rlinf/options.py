@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, time
 from typing import Annotated, Any
 
 from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
@@ -136,7 +137,7 @@ def type_name(hint: Any) -> str:
         return f"list of {type_name(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is dict or hint is dict:
         return "section of any keys"
-    return hint.__name__
+    return "str" if hint is PathText else hint.__name__
 
 
 @contextmanager
@@ -195,7 +196,7 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
-        elif isinstance(value, (int, float)) and _match("", hint)[0]:  # the number that a text looks like
+        elif isinstance(value, (int, float, date, time)) and _match("", hint)[0]:  # which a text looks like
             example = f"'{dotted}=\"{override_text(value)}\"'"
         elif isinstance(value, list) and value and _match(value[0], hint)[0]:
             one, all_of_them = override_text(value[0]), ",".join(map(override_text, value))

@@ -19,11 +19,21 @@ FOLLOWED = re.compile(
 
 
 def end_tokens(model: Any, tokenizer: Any = None, given: int | list[int] | None = None) -> list[int]:
-    """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none."""
-    sources = (model.generation_config, model.config.get_text_config(), tokenizer)
-    candidates = (given, *(getattr(source, "eos_token_id", None) for source in sources))
-    found = next((value for value in candidates if value is not None), [])
-    return [found] if isinstance(found, int) else list(found)
+    """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none.
+
+    Ids without an embedding, which some published models name (-1), are skipped.
+    """
+    if given is not None:
+        return [given] if isinstance(given, int) else list(given)
+    text_config = model.config.get_text_config()
+    known = range(text_config.vocab_size)
+    for source in (model.generation_config, text_config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ends := [
+            token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int and token in known
+        ]:
+            return ends
+    return []
 
 
 def settle_end_tokens(model: Any, processor: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -64,7 +65,9 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     try:
         with _adapters_in_memory() if is_deferred(model) else nullcontext():
             inject_adapter_in_model(config, model)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, re.error) as error:
+        if not lora.target_modules and lora_path is not None:
+            raise _unusable(Path(lora_path), error) from error
         found = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
         raise ConfigError(found, **{TARGETS: None}) from error
     _check_untied(model)
@@ -293,8 +296,13 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
                 f"The adapter in '{folder}' has {name}={value}, which is not followed here; required: {needed}. Merge it by PEFT "
                 "(merge_and_unload), and set model.model_path=<the merged folder> model.lora_path=null model.is_lora=false"
             )
-    saved = PeftLoraConfig.from_pretrained(str(folder))
+    try:
+        saved = PeftLoraConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError) as error:
+        raise _unusable(folder, error) from error
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
+        if not isinstance(getattr(saved, key), int | float):
+            raise _unusable(folder, f"{key} is {getattr(saved, key)!r}")
         if getattr(saved, key) != getattr(lora, override):
             raise CheckpointError(
                 f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
@@ -305,9 +313,23 @@ def _saved_settings(folder: Path, lora: LoraConfig) -> PeftLoraConfig:
     return saved
 
 
+def _unusable(folder: Path, reason: object) -> CheckpointError:
+    return CheckpointError(
+        f"The adapter in '{folder}' cannot be used: {reason}. Set model.lora_path=<complete adapter folder>"
+    )
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise _unusable(file.parent, f"{file.name}: {error}") from error
+    check_loaded(tensors, file)
+    return tensors
+
+
 def _load_adapter(model: Any, folder: Path) -> None:
-    tensors = load_file(folder / ADAPTER_FILE)
-    check_loaded(tensors, folder / ADAPTER_FILE)
+    tensors = _tensors(folder / ADAPTER_FILE)
     _refuse_second_merge(model, tensors)
     wanted = set(adapter_state_dict(model))
     if set(tensors) != wanted:
@@ -319,8 +341,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE
     if full_file.is_file():
-        saved, own = load_file(full_file), model.state_dict()
-        check_loaded(saved, full_file)
+        saved, own = _tensors(full_file), model.state_dict()
         unknown = sorted(set(saved) - set(own))
         if unknown:
             raise CheckpointError(

@@ -49,7 +49,7 @@ from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.placement import check_evaluation_players, check_placement, has_players, ranks_by_ray
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_no_head, check_start, check_unread_keys
-from rlinf.tracking.config import check_project
+from rlinf.tracking.config import check_wandb
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
@@ -172,7 +172,7 @@ def learning_section(case: Case) -> None:
 def output_section(case: Case) -> None:
     if case.trains and case.config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
-        check_project("tracking.wandb_project", case.config.tracking.wandb_project)
+        check_wandb("tracking.wandb_project", case.config.tracking.wandb_project)
     if case.config.output_dir is not None and case.command in WITH_RANKS:
         check_writable(case.config.output_dir)
         if case.trains:

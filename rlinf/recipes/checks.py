@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.recipes.config import LOGGERS, RecipeConfig
-from rlinf.tracking.config import check_project
+from rlinf.tracking.config import check_wandb
 
 NOT_DONE: dict[str, tuple[tuple, str]] = {
     "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
@@ -118,12 +120,13 @@ def _check_train(config: RecipeConfig) -> None:
             f"logging.logger names '{unknown[0]}'; required: any of {', '.join(LOGGERS)}. Set logging.logger=[console,wandb]"
         )
     if "wandb" in map(str.lower, config.logging.logger):
-        check_project("logging.project_name", config.logging.project_name)
+        check_wandb("logging.project_name", config.logging.project_name)
     lora = config.policy.lora
     if lora is not None and isinstance(lora.target_modules, str):
+        names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
         raise ConfigError(
             f"policy.lora.target_modules is '{lora.target_modules}'; required: all-linear or a list of names. Set "
-            f"'policy.lora.target_modules=[{lora.target_modules}]'"
+            f"'policy.lora.target_modules=[{names}]'"
         )
     if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
         raise ConfigError(

@@ -24,7 +24,8 @@ from rlinf.options import from_mapping, override_text, plain_container, public_f
 from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT, check_recipe
 from rlinf.recipes.config import RecipeConfig
 
-SUFFIXES = (".toml", ".yaml", ".yml")
+SUFFIXES = (".toml", ".yaml")
+"""Hydra reads no ``.yml``."""
 GRPO_KEYS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
 """Without ``train.train_policy.type``, one of these means GRPO."""
 

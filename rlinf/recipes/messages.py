@@ -6,21 +6,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf.recipes.row_files import WrittenMap, WrittenNumber, scalar_text, without_nulls
+from rlinf.recipes.row_files import WrittenMap, WrittenNumber, as_text, scalar_text, without_nulls
 from rlinf.recipes.samples import BadRowError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of messages with ``from`` and ``value``; ``ROLES`` has the other names."""
-LEARNED_IF = ("weight", "train", "loss")
+LEARNED_IF = ("weight", "loss_weight", "loss", "train", "train_on_turn", "training", "trainable")
 """Fields by which a message of the assistant says whether it is learned."""
 MEANINGFUL = frozenset(
-    "audio channel function_call image images loss_mask loss_weight mask masked prefill prefix reasoning reasoning_content recipient "
+    "audio channel function_call image images loss_mask loss_scale mask masked prefill prefix reasoning reasoning_content recipient "
     "refusal thinking thoughts train_detail video videos".split()
 )
 """Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
+READ = {"role", "content", "tool_calls", "tool_call_id", "weight"}
+"""Fields of a message that are read here, or are of no meaning without a template that shows them."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-UNREAD_COLUMNS = ("weight", "sample_weight", "loss_weight", "history", "functions", "chat_template_kwargs", "input")
+UNREAD_COLUMNS = (
+    "weight", "sample_weight", "loss_weight", "loss_mask", "train_on_turn", "history", "functions", "chat_template_kwargs", "input",
+)  # fmt: skip
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
 
@@ -71,7 +75,7 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         text_of(content)
     flags = {key: given.pop(key) for key in LEARNED_IF if key in given}
     for key, flag in flags.items():
-        if isinstance(flag, str) or flag not in (0, 1) or (flag and key != "weight" and role != "assistant"):
+        if isinstance(flag, str) or flag not in (0, 1) or (flag and "weight" not in key and role != "assistant"):
             raise BadRowError(
                 f"message {number} of the {role} has '{key}': {_short(flag)}; required: 0 or 1, and 1 for answers only."
             )
@@ -86,8 +90,8 @@ def meaningful(message: Mapping[str, Any]) -> list[str]:
 
 def system_of(row: Mapping[str, Any]) -> str:
     """Return the system message in a column of a row; empty without one."""
-    texts = (row.get(name) for name in SYSTEM_COLUMNS)
-    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+    texts = (as_text(row[name], f"its column '{name}'") for name in SYSTEM_COLUMNS if row.get(name) is not None)
+    return next((text for text in texts if text.strip()), "")
 
 
 def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from rlinf.models.end_tokens import marked_tokens
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.messages import (
     IMAGE_MARK,
+    MEANINGFUL,
+    READ,
     as_messages,
     check_messages,
     images_of,
@@ -166,7 +168,7 @@ class ChatPacker:
             )
         self._special = marked_tokens(self.tokenizer)
         self._header = self._generation_prompt()
-        self._has_warned = False
+        self._has_warned, self._fields = False, set()
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the conversation of a row; override it for another kind of row.
@@ -306,13 +308,17 @@ class ChatPacker:
         return messages, images
 
     def _check_fields(self, message: dict[str, Any]) -> None:
-        """Raise BadRowError if a field of a message has a meaning that the chat template does not show."""
+        """Raise BadRowError if a field of a message has a meaning that the chat template does not show; say once what else it has."""
         plain = {"role": message["role"], "content": self._content("a")}
         before = [{**plain, "role": "user"}] if message["role"] in ("assistant", "tool") else []
-        for key in meaningful(message):
-            if self._render([*before, plain]) == self._render([*before, plain | {key: message[key]}]):
+        for key in sorted({*meaningful(message), *(message.keys() - READ - MEANINGFUL - self._fields)}):
+            is_shown = self._render([*before, plain]) != self._render([*before, plain | {key: message[key]}])
+            if not is_shown and key in MEANINGFUL:
                 raise BadRowError(f"the chat template does not show '{key}' of a message of the {plain['role']}; required: a template that "
                                   "does, or the text in its content.")  # fmt: skip
+            if not is_shown:
+                logger.warning("Messages have '%s', which nothing reads", key)
+            self._fields.add(key)
 
     def video_path(self, name: str) -> Path:
         """Return the file of a video; override it for another layout of the folder."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, closest
 from rlinf.options import option
+
+WANDB_MODES = ("online", "offline", "disabled", "dryrun")
 
 
 @dataclass
@@ -20,8 +23,13 @@ class TrackingConfig:
     progress: bool = option(True, "Show one live line with success, steps/s and time left.")
 
 
-def check_project(key: str, name: str) -> None:
-    """Raise ConfigError for a name of a project, the value of ``key``, that Weights & Biases would not take."""
+def check_wandb(key: str, name: str) -> None:
+    """Raise ConfigError for a project, the value of ``key``, or a ``WANDB_MODE`` that Weights & Biases would not take."""
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode not in WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE is '{mode}'; required: one of {', '.join(WANDB_MODES)}. Run export WANDB_MODE={closest(mode, WANDB_MODES) or 'offline'}"
+        )
     fit = re.sub(r"[/\\#?%:]", "-", name)[:128]
     if fit != name:
         taken = "at most 128 letters without any of /\\#?%:"

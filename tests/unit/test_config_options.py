@@ -21,7 +21,7 @@ from rlinf.config.overrides import values_of
 from rlinf.config.schema import RunConfig, build_config, field_types, section_class
 from rlinf.config.training import TrainerConfig
 from rlinf.errors import ConfigError
-from rlinf.options import from_mapping, option, override_text, to_mapping, type_name
+from rlinf.options import PathText, from_mapping, option, override_text, to_mapping, type_name
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.load import keys_of
 from rlinf.recipes.questions import QuestionsConfig
@@ -131,6 +131,7 @@ def test_override_text_is_what_the_command_line_reads():
 
 def test_type_names_are_words():
     assert type_name(list[int] | None) == "list of int or null"
+    assert type_name(PathText | None) == "str or null"
     assert type_name(dict[str, int]) == "section of any keys"
 
 

@@ -115,3 +115,9 @@ def test_an_added_token_that_is_not_special_ends_an_answer_and_pieces_of_text_do
     assert template_end(plain, 1) is None
     plain.add_tokens([AddedToken("<|im_end|>", special=False, rstrip=True)])
     assert plain.convert_ids_to_tokens(template_end(plain, 1)) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("eos", [-1, [-1, 99_999], "</s>", 2.0])
+def test_end_tokens_that_the_model_does_not_have_are_left_out(eos):
+    assert settled(eos, chat_tokenizer("qwen")) == ["</s>", "<|im_end|>"]
+    assert end_tokens(model([7, 99_999])) == [7]

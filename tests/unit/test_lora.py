@@ -354,6 +354,30 @@ def test_a_setting_that_this_version_of_peft_does_not_know_is_rejected(tiny_lm, 
             apply_lora(HFModel.from_pretrained(tiny_lm()), lora, str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("target_modules", 5), ("target_modules", ["no_such_layer"]), ("target_modules", "("), ("exclude_modules", "("), ("rank_pattern", None),
+     ("rank_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "x"}), ("lora_alpha", None), ("r", "2"), ("task_type", "x")],
+)  # fmt: skip
+def test_a_setting_of_pefts_with_a_value_that_it_cannot_have_is_rejected(tiny_lm, tmp_path, field, value):
+    lora = LoraConfig(rank=2, alpha=8)
+    get_peft_model(HFModel.from_pretrained(tiny_lm()), PeftLoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
+        tmp_path
+    )
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*lora_path=<"):
+        apply_lora(HFModel.from_pretrained(tiny_lm()), lora, str(tmp_path))
+
+
+def test_damaged_files_of_an_adapter_are_named(tmp_path):
+    for name in ("trained_in_full.safetensors", "adapter_model.safetensors"):
+        save_adapter(adapted(), tmp_path)
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=name):
+            policy(is_lora=True, lora=LORA, lora_path=str(tmp_path))
+
+
 def test_each_target_must_match_a_layer_and_the_suggestion_does():
     with pytest.raises(ConfigError, match=r"'v_prj'.*'v_proj'.*Set model.lora.target_modules=\[q_proj,v_proj\]"):
         policy(is_lora=True, lora=LORA | {"target_modules": ["q_proj", "v_prj"]})

@@ -429,7 +429,9 @@ def learned_text(row: dict, **settings) -> str:
     return tokenizer.decode([token for token, flag in zip(sample.input_ids, sample.token_mask, strict=True) if flag])
 
 
-@pytest.mark.parametrize("field", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
+@pytest.mark.parametrize(
+    "field", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"loss": False}, {"train_on_turn": 0}]
+)
 def test_an_answer_that_is_not_to_be_learned_is_context(field):
     assert learned_text({"messages": turns({}, field)}) == "right<|im_end|>"
     assert learned_text({"messages": turns({}, dict.fromkeys(field, 1))}) == "wrong<|im_end|>right<|im_end|>", "control"
@@ -452,8 +454,12 @@ def test_fields_with_a_meaning_that_nothing_reads_are_rejected_by_name(message, 
     (name,) = field
     with pytest.raises(BadRowError, match=f"'{name}'"):
         learned_text({"messages": turns(*([{}] * message), field)})
+
+
+def test_other_fields_are_named_once(caplog):
     harmless = {"timestamp": 3, "thinking": None, "images": [], "mask": None}
-    assert learned_text({"messages": turns(harmless, harmless)}) == "wrong<|im_end|>right<|im_end|>", "control"
+    assert learned_text({"messages": turns(harmless, harmless)}) == "wrong<|im_end|>right<|im_end|>"
+    assert [record.args for record in caplog.records] == [("timestamp",)]
 
 
 def test_reasoning_is_learned_where_the_template_shows_it_and_else_rejected():
@@ -484,12 +490,15 @@ def test_a_system_column_is_the_system_message():
     assert all("Be brief." in tokenizer.decode(each.input_ids) for each in ready(ChatPacker(), tokenizer).pair(pair))
     with pytest.raises(BadRowError, match="system"):
         ready(PromptPacker(), tokenizer).prompt({"prompt": "q", "answer": "a", "system": "Be brief."})
+    with pytest.raises(BadRowError, match="'system'.*Be brief"):
+        text({"messages": turns(), "system": ["Be brief."]})
 
 
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
         ({"weight": 0.5}, {}),
+        ({"loss_mask": [1, 0]}, {}),
         ({"history": [["a", "b"]]}, {}),
         ({"input": "2 + 2"}, {"prompt_column_name": "instruction"}),
     ],

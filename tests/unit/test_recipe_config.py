@@ -161,12 +161,17 @@ def test_a_yaml_recipe_writes_a_dollar_as_the_message_says(tmp_path):
         assert load_recipe(str(path))[0].train.train_policy.system_prompt == text
 
 
-def test_a_project_that_weights_and_biases_would_refuse_is_named_before_the_run(recipe):
+def test_what_weights_and_biases_would_refuse_is_named_before_the_run(recipe, monkeypatch):
     with pytest.raises(ConfigError, match="^logging.project_name is 'team/proj'.*Set logging.project_name=team-proj"):
         recipe("logging.logger=[wandb]", "logging.project_name=team/proj")
     assert recipe("logging.logger=[wandb]", "logging.project_name=team-proj") and recipe(
         "logging.project_name=team/proj"
     )
+    monkeypatch.setenv("WANDB_MODE", "disable")
+    with pytest.raises(ConfigError, match="^WANDB_MODE is 'disable'.*WANDB_MODE=disabled"):
+        recipe("logging.logger=[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert recipe("logging.logger=[wandb]")
 
 
 def test_a_yaml_recipe_may_build_on_another(tmp_path):
@@ -220,6 +225,7 @@ def test_all_linear_and_none_are_words_of_released_recipes(recipe):
         ("policy.parallelism.dp_shard_size=3", "does not divide over policy.parallelism.dp_shard_size=3 ranks"),
         ("policy.model_name_or_path=''", "Set policy.model_name_or_path=<folder or hub id>"),
         ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
+        (r"policy.lora.target_modules=.*\.(q_proj|v_proj)", "Set 'policy.lora.target_modules=[q_proj,v_proj]'"),
         ("policy.lora=3", "required: a section with the keys r, lora_alpha"),
         ("logging.logger=[tensorbord]", "logging.logger names 'tensorbord'"),
         ("rollout.backend=trtllm", "that engine is not available; required: vllm or torch. Set rollout.backend=vllm"),

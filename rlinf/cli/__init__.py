@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from rlinf import __version__
@@ -163,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, TextIOWrapper):  # files of others may hold text that no terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if words else EXIT_USER_ERROR

@@ -192,11 +192,13 @@ def _check_rows(
             at = int(np.flatnonzero(known[: len(values)] != values[: len(known)])[:1].sum())
             told = f"{name} of episode {ids[at]} is {values[at]} by its rows, but {known[at]} by"
             raise damaged(folder, f"{told} {layout.EPISODES_FOLDER}")
-    wanted = np.arange(len(episode)) - first[episode]
+    wanted = (
+        np.arange(len(episode)) + (rows["frame_index"][first] - first)[episode]
+    )  # a trimmed episode keeps its numbers
     if len(wrong := np.flatnonzero(rows["frame_index"] != wanted)):
         row = wrong[0]
         found = f"row {row} (episode {ids[episode[row]]}) has the frame_index {rows['frame_index'][row]}"
-        raise damaged(folder, f"{found}; required: {wanted[row]}, its place in the episode")
+        raise damaged(folder, f"{found}; required: {wanted[row]}, after the row before it")
     steps = np.diff(rows["timestamp"])[np.diff(episode) == 0]
     if fps is not None and len(steps) and not abs(np.median(steps) * fps - 1) < 0.1:
         stamps = f"the time stamps of its rows are {np.median(steps):.4f} s apart"

@@ -25,6 +25,8 @@ logger = logging.getLogger("rlinf")
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
+LARGEST_FILE = 64 * 2**20
+"""Bytes of a description: a JSON file, or the statistics beside it."""
 LISTS = ("q01", "q99", "min", "max", "mean", "std")
 """Lists of statistics, each with a number for each dimension."""
 
@@ -48,11 +50,13 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint folder; refuse a file that holds none."""
+    """Return the object in a JSON file of a checkpoint folder; raise CheckpointError for a file that holds none, or is huge."""
     try:
+        if (size := Path(path).stat().st_size) > LARGEST_FILE:
+            raise ValueError(f"{size} bytes; required: at most {LARGEST_FILE}")
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         found = f"it holds a {type(values).__name__}"
-    except (ValueError, RecursionError) as error:  # of the JSON, or of its encoding
+    except (OSError, ValueError, RecursionError) as error:  # of the file, the JSON, or its encoding
         values, found = None, str(error)
     if not isinstance(values, dict):
         raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")

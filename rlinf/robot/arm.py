@@ -55,12 +55,12 @@ class Arm:
 
     def position(self) -> dict[str, float]:
         """Return where its joints are, which are also its actions."""
-        seen = answer_of(self.robot.get_observation)
+        seen = self._observe()
         return {name: seen[name] for name in self.action_features if name in seen}
 
     def get_observation(self) -> dict[str, Any]:
         """Return the robot's; raise TimeoutError for a picture that is not new: lerobot's cameras return the last one for 0.5 s."""
-        seen, now = answer_of(self.robot.get_observation), time.monotonic()
+        seen, now = self._observe(), time.monotonic()
         for name in cameras_of(self.robot):
             picture, since = self._pictures.get(name, (None, now))
             if seen.get(name) is not picture:
@@ -68,6 +68,9 @@ class Arm:
             elif now - since > self.repeat_s:
                 raise TimeoutError(f"the camera {name} has no new picture")
         return seen
+
+    def _observe(self) -> dict[str, Any]:
+        return answer_of(lambda: dict(self.robot.get_observation()))
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         self._num_sent += 1  # also if it does not reach the robot, or the episode of a dead bus would not end

@@ -118,7 +118,7 @@ def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
     """Return numbers of a reading, float32 ``[D]``; raise ConnectionError for NaN and infinity, ConfigError for text and the like."""
     numbers = []
     for name in names:
-        value = (values or {}).get(name)
+        value = _part(values, name)
         try:
             numbers.append(float("text" if isinstance(value, (str, bytes)) else value))
         except (TypeError, ValueError, OverflowError):
@@ -128,9 +128,14 @@ def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
     return np.array(numbers, np.float32)
 
 
+def _part(values: Any, name: str) -> Any:
+    """Return one value of a reading; what is no reading is its own, wrong value."""
+    return values.get(name) if isinstance(values, Mapping) else values
+
+
 def image_of(robot: Robot, values: Mapping[str, Any], name: str) -> np.ndarray:
     """Return the image of a camera, uint8 ``[H, W, 3]``; raise ConfigError unless type and size are as its feature declares them."""
-    image, shape = np.asarray((values or {}).get(name)), robot.observation_features[name]
+    image, shape = np.asarray(_part(values, name)), robot.observation_features[name]
     fits = image.ndim == 3 and all(size in (None, given) for size, given in zip(shape, image.shape, strict=True))
     if image.dtype != np.uint8 or not fits:
         raise ConfigError(

@@ -77,15 +77,17 @@ class TakeOver:
         self.policy_acts, self.is_correction = True, False
         self.action: np.ndarray | None = None
 
+    def _wants(self) -> Any:
+        """Return whether the person takes over, as the teleoperator says it."""
+        events = self.teleoperator.get_teleop_events()
+        return {getattr(name, "value", name): value for name, value in events.items()}.get("is_intervention", False)
+
     def look(self, last: np.ndarray) -> None:
         """Ask who acts now; ``last [D]`` is the last action, or where the robot is."""
         if self.teleoperator is None:
             return
         try:
-            events = answer_of(self.teleoperator.get_teleop_events)
-            wants = {getattr(name, "value", name): value for name, value in events.items()}.get(
-                "is_intervention", False
-            )
+            wants = answer_of(self._wants)
             if np.ndim(wants) or wants not in (0, 1):
                 raise ConnectionError(f"is_intervention is {wants!r}; required: true or false")
             wanted = numbers_of(answer_of(self.teleoperator.get_action), self._names) if wants else None

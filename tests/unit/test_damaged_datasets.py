@@ -233,6 +233,15 @@ def test_rows_that_contradict_the_description_are_named(lerobot, file, name, fir
         open_lerobot(lerobot)
 
 
+def test_rows_of_trimmed_episodes_keep_their_frame_numbers(lerobot):
+    """Numbers and time stamps that go on from another frame than 0 are those of a longer recording."""
+    path, whole = data_file(lerobot), open_lerobot(lerobot)
+    for name, offset in (("frame_index", 7), ("timestamp", 0.7)):
+        values = pq.read_table(path).column(name).to_pylist()
+        change_parquet(path, name, [value + offset for value in values])
+    assert np.array_equal(open_lerobot(lerobot).actions, whole.actions)
+
+
 WRONG_COLUMNS = {
     "ragged": (
         "observation.state",

@@ -128,6 +128,17 @@ def _narrow(folder: Path) -> None:
     )
 
 
+def _set(file: str, *keys: object, value: object) -> Callable[[Path], None]:
+    """Set the value at a path of keys in a JSON file."""
+
+    def edit(values: dict) -> None:
+        for key in keys[:-1]:
+            values = values[key]
+        values[keys[-1]] = value
+
+    return lambda folder: change(folder, file, edit)
+
+
 BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, str]] = {
     "no normaliser": (_without_normalizer, make, "observation.images.front", "dataset_stats"),
     "no preprocessor": (lambda folder: (folder / f"{BEFORE}.json").unlink(), make, f"{BEFORE}.json", "migrate="),
@@ -138,6 +149,16 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
         lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"][1]["config"]["norm_map"].update(STATE="IDENTITY")),
         make, "observation.state", "IDENTITY",
     ),
+    "another kind in the processor, which has no mode": (
+        lambda folder: change(folder, f"{BEFORE}.json", lambda values: values["steps"][1]["config"]["features"]["observation.state"].update(type="ENV")),
+        make, "observation.state", "IDENTITY",
+    ),
+    "a mode that lerobot has not": (
+        lambda folder: None, lambda folder: make(folder, modes={**MODES, "STATE": "MEDIAN"}), "observation.state", "QUANTILES"
+    ),
+    "a processor whose settings are null": (_set(f"{BEFORE}.json", "steps", 1, "config", value=None), make, "observation.images.front", "dataset_stats"),
+    "a processor whose features are null": (_set(f"{BEFORE}.json", "steps", 1, "config", "features", value=None), make, "observation.images.front", "dataset_stats"),
+    "a processor whose modes are null": (_set(f"{BEFORE}.json", "steps", 1, "config", "norm_map", value=None), make, "observation.images.front", "IDENTITY"),
     "channels last": (_channels_last, make, "observation.images.front", "[3, 32, 32]"),
     "statistics of bytes": (_bytes, make, "observation.images.front", "0..255"),
     "bounds of bytes": (
@@ -271,17 +292,6 @@ def _tokenizer_with(text: str, key: str = "action_tokenizer_name") -> Callable[[
     return plant
 
 
-def _set(file: str, *keys: object, value: object) -> Callable[[Path], None]:
-    """Set the value at a path of keys in a JSON file."""
-
-    def edit(values: dict) -> None:
-        for key in keys[:-1]:
-            values = values[key]
-        values[keys[-1]] = value
-
-    return lambda folder: change(folder, file, edit)
-
-
 def _text(file: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / file).write_text(text)
 
@@ -340,6 +350,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a name that is a list": (_pipeline(registry_name=["device_processor"]), "device_processor"),
     "code of an action tokenizer": (_tokenizer_with('{"auto_map": {"AutoProcessor": "run.Run"}}'), "auto_map"),
     "its name in escapes": (_tokenizer_with('{"\\u0061uto_map": {"AutoProcessor": "a/b--run.Run"}}', "vlm_model_name"), "auto_map"),
+    "a tokenizer's configuration that is a folder": (lambda folder: (_tokenizer_with("")(folder), (folder / "words/tokenizer_config.json").mkdir()), "words"),
     "a tokenizer of the hub": (_set("config.json", "action_tokenizer_name", value="nobody/no-tokenizer"), "nobody/no-tokenizer"),
     "statistics at an absolute path": (_state_elsewhere("{}/other.safetensors"), "other.safetensors"),
     "statistics above the folder": (_state_elsewhere("../other.safetensors"), "../other.safetensors"),
@@ -353,6 +364,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled weights": (_pickled("model.safetensors"), "model.safetensors"),
     "a pickled pipeline": (_pickled(f"{BEFORE}.json"), f"{BEFORE}.json"),
     "a huge pipeline": (_sparse(f"{BEFORE}.json"), f"{BEFORE}.json"),
+    "a huge config": (_sparse("config.json"), "config.json"),
     "huge statistics": (_sparse(NORMALIZER), NORMALIZER),
     "a deep pipeline": (_text(f"{BEFORE}.json", "[" * 100_000), f"{BEFORE}.json"),
     "a huge number": (_text("config.json", '{"type": "act", "chunk_size": 1' + "0" * 5000 + "}"), "config.json"),
@@ -367,6 +379,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a count that is a text": (_set("config.json", "n_obs_steps", value="1"), "n_obs_steps"),
     "a count that is true": (_set("config.json", "n_action_steps", value=True), "n_action_steps"),
     "a type that is an object": (_set("config.json", "type", value={}), "{}"),
+    "a tokenizer of half a character": (_set("config.json", "text_tokenizer_name", value="\ud800words"), "words"),
     "a tokenizer of no user": (_set("config.json", "text_tokenizer_name", value="~nobody/words"), "~nobody/words"),
     "a name of a thousand letters": (_set("config.json", "text_tokenizer_name", value="a" * 1000), "aaaa"),
     "a state_file of no name": (_set(f"{AFTER}.json", "steps", 0, "state_file", value="\0"), "state_file"),

@@ -17,6 +17,7 @@ from rlinf.models.embodiment.lerobot import runner as runner_module
 from rlinf.models.embodiment.lerobot import worker
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
 from rlinf.models.embodiment.lerobot.smolvla import SmolVLAPolicy
+from rlinf.models.embodiment.modules.ranges import STDS
 from rlinf.types import Observation
 
 STATE, ACTIONS = 6, 4
@@ -118,3 +119,13 @@ def test_a_folder_is_checked_again_where_lerobot_reads_it(folder: Path, monkeypa
     change_tensors(folder, UNNORMALIZER, lambda state: {name: each * 57.3 for name, each in state.items()})
     with pytest.raises(CheckpointError, match="other units"):
         runner_module.LocalRunner(str(folder), policy.config)
+
+
+def test_numbers_that_are_not_normalised_have_no_range(tmp_path: Path, stand_in: None) -> None:
+    """Without statistics nothing lies beyond them, whatever the width; the actions keep theirs."""
+    folder = make(tmp_path / "folder", modes={"ACTION": "MEAN_STD"})
+    save_file({"model.encoder.weight": WEIGHT, "model.encoder.bias": BIAS}, folder / "model.safetensors")
+    policy = policy_of(folder)
+    assert not policy.state_range.far(np.full((2, STATE), 1e5)).any()
+    np.testing.assert_allclose(policy.action_range.middle, np.full(ACTIONS, MEAN))
+    np.testing.assert_allclose(policy.action_range.half, np.full(ACTIONS, STDS * STD))

@@ -92,7 +92,7 @@ MODELS = {
     "pi0_tiny": ["model.init_config.use_quantile_norm=false"],
     "hf_vla_tiny": [],
     "mlp": ["model.init_config.state_dim=4"],
-    "cnn": ["model.init_config.state_dim=4"],
+    "cnn": ["model.init_config.state_dim=4", "model.init_config.image_size=64"],
 }
 
 

@@ -334,6 +334,11 @@ def test_what_is_no_number_ends_the_command_and_the_robot_holds(value):
     with pytest.raises(ConfigError, match="now is .*required: a number"):
         played(clock)
     assert clock.sent == [1, 2, 3, 0]
+    clock = Clock()
+    clock.position = lambda: value  # no reading at all
+    with pytest.raises(ConfigError, match="joint is .*required: a number"):
+        played(clock)
+    assert clock.sent == []
 
 
 @pytest.mark.parametrize(("wrong", "named"), [

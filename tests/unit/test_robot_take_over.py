@@ -71,6 +71,14 @@ def test_a_person_acts_and_the_policy_is_asked_afresh(displacements):
     )
 
 
+@pytest.mark.parametrize("events", [None, [True], {"is_intervention": float("nan")}, {"is_intervention": "yes"}])
+def test_a_teleoperator_that_says_no_flag_is_gone_and_the_policy_goes_on_afterwards(events, caplog):
+    person, calls = Person(), []
+    person.get_teleop_events = lambda: calls.append(0) or (events if len(calls) == 4 else {})
+    sent, timing = played(person, displacements=[0])
+    assert sent[:3] == [1, 2, 3] and sent[3] == 0 and 100 not in sent and timing.gone == 1
+
+
 def test_the_answer_to_a_question_from_before_the_take_over_is_dropped():
     """0.3 s are six steps. The policy was asked at step 2 for the chunk that follows; at the hand-back at step 4 the robot holds until step 10."""
     sent, _ = played(Person(steps=(3,)), latency_s=0.3, displacements=[0])

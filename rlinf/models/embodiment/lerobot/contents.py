@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rlinf.errors import CheckpointError
-from rlinf.models.loading import read_json
+from rlinf.models.loading import LARGEST_FILE, read_json
 
 if TYPE_CHECKING:
     from rlinf.models.embodiment.lerobot.config import LerobotConfig
@@ -34,8 +34,8 @@ NAMES = {
     "action_tokenizer_name": None,
 }
 """Fields that name a tokenizer or a model, and the field of ``LerobotConfig`` that replaces it."""
-LARGEST_FILE, LARGEST_COUNT, LARGEST_SHAPE = 64 * 2**20, 100_000, 10**8
-"""Bytes of a pipeline or its statistics; a width or a number of steps; numbers of a picture."""
+LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
+"""A width or a number of steps; numbers of a picture."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
@@ -61,8 +61,6 @@ class Finding:
 
 def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object in a JSON file; raise CheckpointError unless its parts have the types of ``wanted``."""
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        raise CheckpointError(f"{path} has {size} bytes; required: at most {LARGEST_FILE}")
     values = read_json(path)
     if problem := mismatch(values, wanted):
         raise CheckpointError(f"{path} has {problem}")

@@ -195,13 +195,14 @@ def _normalizer_findings(
     if step is None:
         yield Finding(name, f"is trained with {mode}, and {file} has no normaliser", retrain)
         return
-    found = step.get("config", {}).get("norm_map", {}).get(feature["type"], "IDENTITY")
-    if found != mode:
-        yield Finding(name, f"has {mode} in config.json and {found} in {file}", retrain)
-        return
-    listed = step.get("config", {}).get("features", {}).get(name)
+    listed = step["config"].get("features", {}).get(name)
     if listed is None:
         yield Finding(name, f"is not among the features of the normaliser in {file}, which leaves it as it is", retrain)
+        return
+    found = step["config"].get("norm_map", {}).get(listed["type"], "IDENTITY")
+    if found != mode or mode not in NEEDED:
+        known = "" if mode in NEEDED else f"; required: {', '.join(NEEDED)} or IDENTITY"
+        yield Finding(name, f"has {mode} in config.json and {found} in {file}{known}", retrain)
         return
     keys = [f"{name}.{part}" for part in NEEDED[mode]]
     if any(key not in state for key in keys):
@@ -228,8 +229,7 @@ def _normalizer_findings(
 def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
     """Check that no step gives a picture of the policy to another one."""
     for step in _steps(folder, "policy_preprocessor.json"):
-        names = step.get("config", {}).get("rename_map") or {}
-        for old, new in names.items():
+        for old, new in step["config"].get("rename_map", {}).items():
             if old != new and {old, new} <= set(config.pictures):
                 found = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
                 yield Finding(old, found, "empty its rename_map")
@@ -249,8 +249,12 @@ def _units(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterato
 
 
 def _steps(folder: Path, file: str) -> list[dict[str, Any]]:
-    path = folder / file
-    return [dict(step) for step in read_json(path).get("steps", [])] if path.is_file() else []
+    """Return the steps of a pipeline, whose settings may lack any that is null."""
+    steps = read_json(folder / file).get("steps", []) if (folder / file).is_file() else []
+    settings = [
+        {key: value for key, value in (step.get("config") or {}).items() if value is not None} for step in steps
+    ]
+    return [{**step, "config": config} for step, config in zip(steps, settings, strict=True)]
 
 
 def _step(folder: Path, file: str) -> dict[str, Any] | None:
@@ -262,7 +266,7 @@ def _statistics(folder: Path, step: Mapping[str, Any] | None) -> dict[str, Tenso
     """Return the statistics of a step: in its file, or in its configuration."""
     if step is None:
         return {}
-    given = step.get("config", {}).get("stats") or {}
+    given = step["config"].get("stats", {})
     inline = {f"{name}.{part}": torch.as_tensor(each) for name, parts in given.items() for part, each in parts.items()}
     return inline or (load_file(folder / step["state_file"]) if step.get("state_file") else {})
 

@@ -193,11 +193,11 @@ class LerobotPolicy(ActionModel, nn.Module):
         features |= self.config.output_features or {}
         ends = []
         for name, width in widths.items() if self.folder is not None else ():
-            names = NEEDED.get(modes.get(features[name]["type"], ""))
-            span = (
-                Range.of(action_statistics(self.folder, file, name), names, None) if names else Range(0, 0)
-            )  # as it is
-            ends.append(np.broadcast_to([span.middle - span.half, span.middle + span.half], (2, width)))
+            bounds = np.zeros((2, width))  # of a feature that stays as it is: not compared
+            if names := NEEDED.get(modes.get(features[name]["type"], "")):
+                span = Range.of(action_statistics(self.folder, file, name), names, None)
+                bounds += [span.middle - span.half, span.middle + span.half]
+            ends.append(bounds)
         return Range(*(np.concatenate(ends, 1) / np.array(scale))) if ends else None
 
     def check_actions(self, low: np.ndarray, high: np.ndarray) -> None:

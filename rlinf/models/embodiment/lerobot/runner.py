@@ -164,7 +164,7 @@ class LocalRunner:
         """Return the device to load on, and tokenizers where they lie on this machine."""
         found: dict[str, Any] = {}
         for step in read_json(self.folder / "policy_preprocessor.json")["steps"]:
-            name, options = step.get("registry_name"), step.get("config", {})
+            name, options = step.get("registry_name"), step.get("config") or {}
             if name == "device_processor":
                 found[name] = {"device": "cpu"}
             names = ("tokenizer_name", "action_tokenizer_name", "paligemma_tokenizer_name")

@@ -106,12 +106,14 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
     code_of_model = MODELS.entries()[config.model.model_type].origin if config.model.model_type in MODELS else BUILTIN
     at_hand = (BUILTIN, code_of_model)
     env, algorithm = config.env, config.algorithm
-    if ENVS.entries()[env.name].origin not in at_hand or any(code_values({"env": to_mapping(env)})):
-        state_dim = ENVS.get(env.name).state_width(env)
+    env_class, leaves_plugins = ENVS.get(env.name), any(plugin != code_of_model for plugin in config.plugins)
+    is_of_plugin = ENVS.entries()[env.name].origin not in at_hand or (leaves_plugins and env_class.is_registered(env))
+    if is_of_plugin or any(code_values({"env": to_mapping(env)})):
+        state_dim = env_class.state_width(env)
         if state_dim is None:
             state_dim = getattr(model.config, "state_dim", None)
         env = ExternalConfig(
-            cameras=env.cameras, image_size=env.image_size, max_episode_steps=ENVS.get(env.name).longest_horizon(env),
+            cameras=env.cameras, image_size=env.image_size, max_episode_steps=env_class.longest_horizon(env),
             state_dim=state_dim or 0, trained_on=env_overrides(config),
         )  # fmt: skip
     if ALGORITHMS.entries()[algorithm.name].origin not in at_hand:

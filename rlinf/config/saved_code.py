@@ -78,7 +78,12 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def env_overrides(config: Any) -> str:
-    """Return the overrides that give a different command the env of a ``RunConfig``, quoted for a shell."""
+    """Return the overrides that give a different command the env of a ``RunConfig``, quoted for a shell.
+
+    Of a policy that was exported without the code of its env (``external``), the env that it was trained on.
+    """
+    if getattr(config.env, "trained_on", None):
+        return config.env.trained_on
     defaults = to_mapping(type(config.env)())
     changed = {name: value for name, value in to_mapping(config.env).items() if defaults.get(name) != value}
     changed["cameras"] = list(config.env.cameras)

@@ -232,6 +232,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return None
 
     @classmethod
+    def is_registered(cls, config: EnvConfig) -> bool:
+        """Return whether ``config`` names an env that code of others has registered elsewhere, e.g. with gymnasium."""
+        return False
+
+    @classmethod
     def action_width(cls, config: EnvConfig) -> int | None:
         """Return ``action_dim`` under ``config``, before an env is made; None: unknown."""
         return None

@@ -32,8 +32,8 @@ class ExternalEnv(VectorEnv):
 
     def __init__(self, config: ExternalConfig, num_envs: int, auto_reset: bool) -> None:
         raise ConfigError(
-            f"This policy was exported without the code of its env ({config.trained_on or 'unknown'}); required: an env "
-            f"for {num_envs} episodes at a time. Set {config.trained_on or 'env=<name>'}"
+            f"This policy was exported without the code of its env; required: an env for {num_envs} episodes at a time. "
+            f"Set {config.trained_on or 'env=<name>'}"
         )
 
     @classmethod

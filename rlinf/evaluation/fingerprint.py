@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlinf.errors import SimulatorError
 from rlinf.types import Observation
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 NUM_EPISODES = 4
 NUM_ACTIONS = 12
+MAX_TRIES = 3
+"""Tries of these actions, each of which loses a simulator, that end the run."""
 HOLD_STEPS = 3
 """Env steps for which an action is repeated: single random ones would cancel out."""
 THUMBNAIL_SIZE = 8
@@ -47,12 +50,18 @@ def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
     episodes = env.episode_specs("eval")
     rows = range(min(NUM_EPISODES, env.num_envs, len(episodes)))
     specs = [episodes[row] for row in rows]
-    observation, _ = env.reset(options={"episodes": specs + [None] * (env.num_envs - len(specs))})
-    start = [_snapshot(observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
-    instructions = observation.instruction
-    step = env.chunk_step(fixed_actions(env.action_low, env.action_high, env.num_envs))
-    if len(step.lost_env_ids):
-        return take_fingerprint(env)
+    for _ in range(MAX_TRIES):
+        observation, _ = env.reset(options={"episodes": specs + [None] * (env.num_envs - len(specs))})
+        start = [_snapshot(observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
+        instructions = observation.instruction
+        step = env.chunk_step(fixed_actions(env.action_low, env.action_high, env.num_envs))
+        if not len(step.lost_env_ids):
+            break
+    else:
+        raise SimulatorError(
+            f"The simulators of env={env.config.name} were lost {MAX_TRIES} times within the first {NUM_ACTIONS} env steps of the first "
+            "evaluation episodes, see the log. To debug them in this process, set env.num_processes=0"
+        )
     end = [_snapshot(step.observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
     return {
         "num_actions": NUM_ACTIONS,

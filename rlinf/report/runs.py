@@ -172,15 +172,12 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
             shown = [f"{key}={override_text(settings[key])}" for key in _telling(keys) if key in settings]
             groups.append(RunGroup(" ".join([name, *shown]), [run for _, run in members], settings))
     folders = [group.runs[0].folder.resolve().name if len(group.runs) == 1 else "" for group in groups]
-    for count in (
-        Counter(folders),
-        Counter(group.label for group in groups),
-    ):  # names of folders; then keys that are not enough
-        for group, folder in zip(groups, folders, strict=True):
-            if folder and count[folder] == 1 and not re.fullmatch(NO_NAME, folder):
-                group.label = folder
-            elif count[group.label] > 1:
-                group.label += f" {folder or group.runs[0].folder.resolve().name}"
+    num_folders, num_labels = Counter(folders), Counter(group.label for group in groups)
+    for group, folder in zip(groups, folders, strict=True):
+        if folder and num_folders[folder] == 1 and not re.fullmatch(NO_NAME, folder):
+            group.label = folder
+        elif num_labels[group.label] > 1:  # keys are not enough
+            group.label += f" {os.path.relpath(group.runs[0].folder)}"
     return groups
 
 

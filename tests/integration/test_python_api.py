@@ -16,9 +16,10 @@ import pytest
 import rlinf
 from rlinf.api import _quoted, run_config
 from rlinf.cli import main
-from rlinf.commands.export import export
+from rlinf.commands.export import _with_code_of_model, export
 from rlinf.config.compose import compose_config
 from rlinf.config.overrides import parse_overrides
+from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS
 from rlinf.envs.gymnasium.env import GymnasiumConfig
@@ -259,6 +260,21 @@ def test_an_env_of_ones_own_needs_no_yaml_and_a_folder_of_ones_own_groups_names_
     assert words[0] == f"plugins=[{plugin}]" and words[1:] == ["env=my_dot", "env.tasks=[reach]", "env.cameras=[]"]
     sys.modules.pop("my_dot")  # the plug-in registers the env again
     assert rlinf.evaluate(folder, episodes=2, overrides=words).episodes == 2
+
+
+def test_an_export_leaves_out_an_id_that_a_plug_in_registers_with_gymnasium(tmp_path):
+    plugin = tmp_path / "their_poles.py"
+    plugin.write_text(
+        "import gymnasium\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Pole(CartPoleEnv):\n    pass\n"
+        "gymnasium.register('TheirPole-v0', entry_point=Pole, max_episode_steps=9)\n"
+    )
+    for env_id, name in (("TheirPole-v0", "external"), ("Pendulum-v1", "gymnasium")):
+        config = run_config("gymnasium", [f"env.id={env_id}", f"plugins=[{plugin}]"])
+        exported = _with_code_of_model(config, tmp_path, None)
+        assert (exported.env.name, exported.plugins) == (name, [])
+        words = shlex.split(env_overrides(exported))  # as a server of the export prints them
+        assert ({f"plugins=[{plugin}]", "env=gymnasium", f"env.id={env_id}"} <= {*words}) == (name == "external")
 
 
 def test_an_export_brings_the_plug_in_file_of_its_model(here, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from rlinf.report.why.rules import diagnose, explain
 ROOT = Path(__file__).parents[2]
 RECORDED = [
     json.loads(line)
-    for name in ("why_runs.jsonl", "why_new_runs.jsonl")  # the second were not seen when thresholds were chosen
+    for name in ("why_runs.jsonl", "why_new_runs.jsonl")  # some thresholds were chosen on each of them
     for line in (ROOT / "tests" / "fixtures" / name).read_text().splitlines()
 ]
 

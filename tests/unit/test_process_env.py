@@ -25,6 +25,7 @@ from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.envs.process.env import Worker
 from rlinf.errors import ConfigError, SimulatorError
+from rlinf.evaluation.fingerprint import MAX_TRIES, take_fingerprint
 
 NUM_ENVS = 4
 PATIENCE_S = 60.0
@@ -341,6 +342,14 @@ def test_a_simulator_that_always_fails_in_one_episode_ends_the_run_and_the_episo
         for _ in range(20):
             env.chunk_step(zeros(env))
     assert f"{specs[guilty]} of the task 'far' in row {guilty}. " in str(caught.value) and env.num_restarts == 3
+
+
+def test_a_fingerprint_whose_steps_always_fail_ends_the_run(make):
+    make.of = FragileVectorEnv
+    env = make(num_envs=2, num_processes=1, max_episode_steps=50, tasks=["far"])
+    with pytest.raises(SimulatorError, match="env.num_processes=0"):
+        take_fingerprint(env)
+    assert env.num_restarts == MAX_TRIES < env.config.max_restarts
 
 
 def test_failures_in_different_episodes_do_not_end_the_run(make):

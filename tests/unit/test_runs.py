@@ -141,6 +141,12 @@ def test_runs_that_differ_in_their_seed_are_one_group(sweep, tmp_path):
     assert [group.label for group in group_runs(read_runs(times))] == [
         "another trainer.batch=3", "another",
     ], "a key that one of them has"  # fmt: skip
+    in_folders = [
+        run_folder(tmp_path / parent / "run", 0, 0.5, "another", batch=batch, top={"k1": k, "k2": k, "k3": k})
+        for parent, batch, k in (("p", 1, 0), ("q", 2, 0), ("r", 2, 1))
+    ]
+    labels = [group.label for group in group_runs(read_runs(in_folders))]
+    assert len(set(labels)) == 3, "the first two differ in a fourth key and have folders of one name"
     with pytest.raises(CheckpointError, match="There is no folder"):
         read_runs([tmp_path / "nowhere"])
 

@@ -343,6 +343,11 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return len(spaces_of(config).state_low)
 
     @classmethod
+    def is_registered(cls, config: GymnasiumConfig) -> bool:
+        entry = getattr(gymnasium.registry.get(config.id), "entry_point", "")
+        return not (_module_of(config.id) or str(entry)).startswith("gymnasium.")
+
+    @classmethod
     def action_width(cls, config: GymnasiumConfig) -> int:
         return len(spaces_of(config).action_low)
 

@@ -121,7 +121,7 @@ def sft_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         sequence_packing=True, max_tokens_per_microbatch=settings["micro_batch"] * settings["length"],
     )  # fmt: skip
     rows = GivenRows()
-    trainer = SFTTrainer(policy, rows, num_steps=10**6, batch_size=0)
+    trainer = SFTTrainer(policy, rows, num_steps=10**6, batch_size=1)
     before, step = memory_mb("VmRSS"), 0
 
     def answer(rows_of_step: list[list[list[int]]], all_tokens: bool = False) -> dict[str, Any]:

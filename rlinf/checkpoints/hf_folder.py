@@ -41,7 +41,7 @@ from rlinf.models.base_weights import base_tensors, weights_digest
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.loading import read_json
-from rlinf.models.lora import adapter_state_dict, apply_lora
+from rlinf.models.lora import adapter_state_dict, apply_lora, check_untied
 from rlinf.models.merged_weights import block_of
 from rlinf.number_formats import GIB
 from rlinf.run_folder import ADAPTER_FILE, CONFIG_FILE, MANIFEST_FILE, STATISTICS_FILE, TRAINER_FOLDER
@@ -90,6 +90,7 @@ class HFFolder:
                 if ".lora_" in name and any(True for _ in module.parameters(recurse=False)):
                     module.to_empty(device="cpu")
             if merge_lora:
+                check_untied(shapes)
                 self._adapted = _adapted_layers(self.model, source)
 
     def __call__(self, checkpoint: Path, output: Path) -> None:

@@ -228,10 +228,18 @@ def cameras_read(config: RunConfig) -> list[str]:
     return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
 
 
+LEAST_IMAGE = 64
+"""Side of the images that random weights read where the env's are smaller, in pixels."""
+
+
 def size_by_env(config: RunConfig, num_cameras: int) -> None:
     """Fill in the sizes of random weights that are null: the env's. ``validate`` reports an env that cannot tell."""
     model, env, sizes = config.model, config.env, config.model.init_config
-    of_env: dict[str, Any] = {"state_dim": 1, "image_size": env.image_size, "num_images_in_input": num_cameras or 1}
+    of_env: dict[str, Any] = {
+        "state_dim": 1,
+        "image_size": max(env.image_size, LEAST_IMAGE),
+        "num_images_in_input": num_cameras or 1,
+    }
     with suppress(ConfigError, MissingDependencyError):
         if model.action_token_len is None:
             model.action_token_len = ENVS.get(env.name).action_width(env)

@@ -58,7 +58,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     config = saved or PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha)
     config.lora_dropout, config.exclude_modules = lora.dropout, config.exclude_modules or "|".join(excluded) or None
     if lora.target_modules:
-        _check_targets(model, lora.target_modules, config.exclude_modules)
+        _check_targets(model, lora.target_modules, in_full)
     if lora.target_modules or lora_path is None:
         targets = lora.target_modules or model.lora_target_modules
         config.target_modules = targets if isinstance(targets, str) else set(targets)
@@ -70,7 +70,6 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
             raise _unusable(Path(lora_path), error) from error
         found = f"{TARGETS}={lora.target_modules} matches no layer of {type(model).__name__}: {error}."
         raise ConfigError(found, **{TARGETS: None}) from error
-    _check_untied(model)
     _match_formats_on_meta(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
@@ -159,6 +158,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     if not has_adapters(model):
         done = " (they were merged before)" if getattr(model.config, "merged_adapters", []) else ""
         raise ConfigError(f"The model has no LoRA layers to merge{done}.")
+    check_untied(model)
     adapters = adapter_state_dict(model)
     fingerprint = adapter_fingerprint(adapters)
     _refuse_second_merge(model, adapters)
@@ -185,6 +185,7 @@ def merged_tensors(
     The model stays as it is; adapted weights are new tensors, all others are the model's own. ``names``, without adapters,
     selects tensors (None: all); ``state`` holds the gathered weights of a sharded model (None: the model's own).
     """
+    check_untied(model)
     for name, tensor in base_tensors(model, state):
         if names is None or name in names:
             module, _, parameter = name.rpartition(".")
@@ -249,12 +250,11 @@ def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
         )
 
 
-def _check_targets(model: nn.Module, targets: Sequence[str], excluded: str | Collection[str] | None) -> None:
-    """Raise ConfigError for a target that ends no layer's name; ``excluded``: a pattern of layers that are never adapted."""
+def _check_targets(model: nn.Module, targets: Sequence[str], in_full: str | None) -> None:
+    """Raise ConfigError for a target that ends no layer's name; ``in_full``: a pattern of layers that are trained whole."""
     weights = ((name, getattr(module, "weight", None)) for name, module in model.named_modules())
     layers = [name for name, weight in weights if getattr(weight, "ndim", 0) > 1]
-    if isinstance(excluded, str):
-        layers = [name for name in layers if not re.fullmatch(excluded, name)]
+    layers = [name for name in layers if not (in_full and re.fullmatch(in_full, name))]
     names = {name.rpartition(".")[2] for name in layers}
     wrong = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
     if wrong:
@@ -263,8 +263,8 @@ def _check_targets(model: nn.Module, targets: Sequence[str], excluded: str | Col
         raise ConfigError(f"{found}.{did_you_mean(wrong[0], names)}", **{TARGETS: None if None in meant else meant})
 
 
-def _check_untied(model: nn.Module) -> None:
-    """Raise ConfigError for an adapted weight that another layer has too: merged into it, the adapter would change both."""
+def check_untied(model: nn.Module) -> None:
+    """Raise ConfigError for an adapted weight that a second layer has too: merged into it, the adapter would change both."""
     holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer) and holders[id(getattr(layer.get_base_layer(), "weight", None))] > 1:

@@ -60,7 +60,8 @@ def report_of(config):
 
 
 def test_no_registered_env_is_left_out():
-    assert {name for name, entry in ENVS.entries().items() if entry.origin == BUILTIN} == {name for name, _ in CASES}
+    packaged = {name for name, entry in ENVS.entries().items() if entry.origin == BUILTIN}
+    assert packaged - {"external"} == {name for name, _ in CASES}, "an external env has no episodes"
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)

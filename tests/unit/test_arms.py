@@ -51,7 +51,7 @@ def test_pusht_succeeds_above_95_percent_and_pays_the_share():
     goal = simulator._env.get_goal_pose_body(simulator._env.goal_pose)
     simulator._env.agent.position = 40, 40
     body.angle, body.position = goal.angle, goal.position
-    assert simulator.step(np.array([40, 40], np.float32)) == (1.0, True, False)
+    assert simulator.step(np.array([40, 40], np.float32)) == (1.0, True, False, False)
     assert simulator._distance() == pytest.approx(0, abs=1e-3)
     body.position = goal.position + (30, 40)  # all corners move by 50 pixels
     assert simulator._distance() == pytest.approx(50, abs=1e-3)

@@ -165,7 +165,10 @@ def test_a_policy_of_a_rank_is_loaded_on_the_ranks_own_gpu(monkeypatch, tiny_lm)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(causal_lm, "take_own_device", lambda: torch.device("cuda", 3))
-    monkeypatch.setattr(causal_lm, "_load_spread", lambda name, device_map, **_: spread.append(device_map))
+    monkeypatch.setattr(
+        causal_lm, "_load_spread", lambda name, device_map, **_: spread.append(device_map) or torch.nn.Module()
+    )
+    monkeypatch.setattr(causal_lm, "settle_end_tokens", lambda model, tokenizer: None)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: moved.append(device))
     config = causal_lm.CausalLMConfig()
     for has_ranks in (True, False):

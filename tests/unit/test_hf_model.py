@@ -573,7 +573,7 @@ def test_a_hub_that_does_not_answer_is_named_once_and_the_cache_is_used_without_
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setattr(hub_constants, "ENDPOINT", closed)
-    with pytest.raises(CheckpointError, match=f"'some/model' is no folder and not in the cache.*{closed}"):
+    with pytest.raises(CheckpointError, match=f"'some/model' is neither a folder nor in the cache.*{closed}"):
         load_config("some/model")
     assert hub_constants.HF_HUB_OFFLINE and hub_fault() is None, "nobody asks again"
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)

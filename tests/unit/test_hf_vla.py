@@ -343,7 +343,7 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
          {"override_config": {**SETTINGS, "n_action_bins": 2000}}),
         ("model.action_token_len is 5|Set model.action_token_len=3", {"action_token_len": 5}),
         ("'arn'|arm", {"unnorm_key": "arn"}),
-        ("no action statistics|Set e.g. model.unnorm_key=tabletop", {"override_config": {"n_action_bins": 21}}),
+        ("no action statistics|model.unnorm_key=tabletop", {"override_config": {"n_action_bins": 21}}),
         ("'{pic}{instruction}'|model.override_config.prompt_template=",
          {"override_config": {**SETTINGS, "prompt_template": "{pic}{instruction}"}}),
         ("'do {instruction}'|{image}", {"override_config": {**SETTINGS, "prompt_template": "do {instruction}"}}),

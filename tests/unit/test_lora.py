@@ -388,10 +388,12 @@ def test_each_target_must_match_a_layer_and_the_suggestion_does():
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_tied_weights_take_no_adapter_and_others_are_merged_right(tiny_lm, target):
+def test_adapters_on_tied_weights_are_not_merged_and_others_are_merged_right(tiny_lm, target):
     lora, tokens = LoraConfig(rank=2, alpha=8, target_modules=[target]), {"input_ids": torch.arange(3, 9)[None]}
-    with pytest.raises(ConfigError, match=f"'{target}.weight' have no tensor of their own.*lora.target_modules=None"):
-        apply_lora(HFModel.from_pretrained(tiny_lm(tie_word_embeddings=True)), lora)
+    tied = apply_lora(HFModel.from_pretrained(tiny_lm(tie_word_embeddings=True)), lora)
+    for merge in (merge_lora, merged_state_dict):
+        with pytest.raises(ConfigError, match=f"'{target}.weight' have no tensor of their own.*target_modules=None"):
+            merge(tied)
     model = apply_lora(HFModel.from_pretrained(tiny_lm()), lora).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

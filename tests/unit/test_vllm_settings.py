@@ -160,9 +160,13 @@ def started_with(monkeypatch, **engine_args):
 @pytest.mark.parametrize("given", [None, True, False])
 def test_a_recipes_enforce_eager_reaches_the_engine(monkeypatch, given):
     monkeypatch.setattr(recipe_build, "why_no_engine", lambda config: None)
+    monkeypatch.setattr(recipe_build, "end_tokens", lambda model, tokenizer: [2])
     config = from_mapping(RecipeConfig, {"rollout": {"enforce_eager": given}})
     policy = SimpleNamespace(
-        model=SimpleNamespace(config=None), model_name="x", temperature=1.0, config=SimpleNamespace(max_model_len=64)
+        model=SimpleNamespace(config=None),
+        model_name="x",
+        temperature=1.0,
+        config=SimpleNamespace(max_model_len=64, tokenizer=None),
     )
     settings = recipe_build._engine(config, policy, None)
     seen = started_with(monkeypatch, **engine_arguments(settings))

@@ -123,11 +123,11 @@ def test_folders_and_splits_have_no_guessed_types_either(tmp_path):
         assert answers(tmp_path / "packed", streaming=streaming) == ["2024-01-02"]
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
-def test_what_is_said_about_a_folder_of_images_has_no_guessed_types(tmp_path, name):
+@pytest.mark.parametrize(("name", "words"), [("metadata.jsonl", ["2024-01-02"] * 3), ("metadata.csv", WORDS)])
+def test_what_is_said_about_a_folder_of_images_has_no_guessed_types(tmp_path, name, words):
     tmp_path = tmp_path / "images"
     tmp_path.mkdir()
-    rows = [{"file_name": f"{n}.png", "mask_file_name": "0.png", "answer": word} for n, word in enumerate(WORDS)]
+    rows = [{"file_name": f"{n}.png", "mask_file_name": "0.png", "answer": word} for n, word in enumerate(words)]
     for row in rows:
         Image.new("RGB", (2, 2)).save(tmp_path / row["file_name"])
     write(tmp_path / "metadata.jsonl", rows)
@@ -135,7 +135,7 @@ def test_what_is_said_about_a_folder_of_images_has_no_guessed_types(tmp_path, na
         (tmp_path / "metadata.jsonl").unlink()
         write_text(tmp_path / name, "\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
     for streaming in (False, True):
-        assert answers(tmp_path, streaming=streaming) == WORDS
+        assert answers(tmp_path, streaming=streaming) == words
         for n, row in enumerate(load_rows(str(tmp_path), streaming=streaming)):
             assert [row[key]["path"] for key in ("image", "mask")] == [f"{tmp_path}/{n}.png", f"{tmp_path}/0.png"]
 

@@ -121,7 +121,7 @@ def override_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(override_text(item) for item in value)}]"
     if isinstance(value, dict) or dataclasses.is_dataclass(value):
-        return "..."
+        return "..." if value else "{}"
     return str(value)
 
 

@@ -38,7 +38,7 @@ from rlinf.config.schema import (
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
-from rlinf.options import LITERAL, closest, from_mapping, public_fields
+from rlinf.options import LITERAL, closest, from_mapping, override_text, public_fields, to_mapping
 
 ROOT = "train"
 """Name of the packaged primary config."""
@@ -109,6 +109,11 @@ def compose_normalized(overrides: list[str], config_dir: str | None = None, root
 def _load_named_plugins(overrides: list[str]) -> None:
     """Import the plugins that overrides or their experiment name, because Hydra asks for the names that these register."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides) if not item.is_sweep_override()}
+    for key in (search.GROUP, *to_mapping(RunConfig())):
+        names = typed.get(key, "") if key == search.GROUP or dataclasses.is_dataclass(getattr(RunConfig(), key)) else ""
+        if not all(isinstance(name, str) for name in (names if isinstance(names, list) else [names])):
+            inner = "" if key == search.GROUP else f", or one of its keys: {key}.<key>=<value>"
+            raise ConfigError(f"{key} is {override_text(typed[key])}; required: a name. Set {key}=<name>{inner}")
     path, plugins = search.find_experiment(str(typed.get(search.GROUP))), typed.get("plugins", [])
     if "plugins" not in typed and path is not None:
         with suppress(yaml.YAMLError):  # Hydra reads the file after this, and reports the error
@@ -166,6 +171,9 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
         sweep = f"Run rlinf train -m {key}={value} for one run per value"
         either = f"set '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a text"
         return ConfigError(f"{key}={value} holds several values. {sweep}, or {either}")
+    if match := re.match(r"Error merging override (?:\+\+)?([^=]+)=(.*)", str(error)):
+        key, value = match.groups()
+        return ConfigError(f"{key} is {value}; required: a section. Set one of its keys: {key}.<key>=<value>")
     match = re.search(r"Could not (?:override|append to config|delete from config)[^']*'?([\w./@-]+)'?", str(error))
     if match:
         override = next((item for item in parse_overrides(overrides) if item.key_or_group == match[1]), None)

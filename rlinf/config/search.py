@@ -65,7 +65,11 @@ class GroupSource(FileConfigSource):
         result = super().load_config(config_path)
         section, _, _ = config_path.rpartition("/")
         default, config = getattr(RunConfig(), section, None), result.config
-        if not dataclasses.is_dataclass(default) or not isinstance(config, DictConfig) or _has_base(config, section):
+        if not isinstance(config, DictConfig):
+            raise ConfigError(
+                f"{self.path}/{config_path}.yaml holds a list; required: keys of the {section or 'configuration'}."
+            )
+        if not dataclasses.is_dataclass(default) or _has_base(config, section):
             return result
         if section in REGISTRIES:
             default = section_class(section, config.get("name", default.name))()

@@ -19,7 +19,7 @@ from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.files import TextFileError
 from rlinf.models.loading import hub_fault
-from rlinf.recipes.row_files import KINDS, is_plain, stream_rows
+from rlinf.recipes.row_files import KINDS, METADATA, is_plain, stream_rows
 from rlinf.recipes.samples import BadRowError, cut_and_equal, tokens_of
 from rlinf.seeding import derive_seed
 
@@ -196,12 +196,13 @@ def check_place(name: str, section: str) -> None:
 def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
     """Return a split as a dataset, or as a list of rows where its files are JSON or tables of text, which declare no types."""
     path, folder = Path(name).expanduser(), local_folder(name)
+    part = f"train{split[len(split.partition('[')[0]) :]}"  # of files, which are one split
     paths = [path] if path.is_file() else _mirrored_files(folder, subset, split)
     if paths and paths[0].suffix not in KINDS:
         files = [str(file) for file in paths]
-        return library.load_dataset("parquet", data_files=files, split="train", streaming=streaming)
+        return library.load_dataset("parquet", data_files=files, split=part, streaming=streaming)
     if paths:
-        return _undeclared(library, {split: paths}, KINDS[paths[0].suffix], split, streaming)
+        return _undeclared(library, {"train": paths}, KINDS[paths[0].suffix], part, streaming)
     if folder is not None and any((folder / each).exists() for each in _SAVED):
         saved = library.load_from_disk(str(folder))
         if isinstance(saved, library.DatasetDict):
@@ -212,9 +213,12 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
     source = {"path": str(folder or name), "name": subset or None, "revision": None if folder else revision}
     builder = library.load_dataset_builder(**source)
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
+    by_split = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     if builder.name in ("csv", "json") and not is_declared:
-        by_split = {str(key): list(value) for key, value in builder.config.data_files.items()}
         return _undeclared(library, by_split, getattr(builder.config, "sep", "json"), split, streaming)
+    about = {key: [file for file in files if Path(file).name in METADATA] for key, files in by_split.items()}
+    if builder.name == "imagefolder" and folder is not None and all(about.values()):
+        return _undeclared(library, about, KINDS[Path(about[next(iter(about))][0]).suffix], split, streaming)
     return library.load_dataset(**source, split=split, streaming=streaming)
 
 

@@ -13,7 +13,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 
@@ -22,6 +22,8 @@ from rlinf.recipes.samples import BadRowError
 
 KINDS = {".csv": ",", ".json": "json", ".jsonl": "json", ".tsv": "\t"}
 """Kinds of files by their suffixes: ``json`` (a list of rows, or one on each line), or what separates the columns of a table."""
+METADATA = ("metadata.csv", "metadata.jsonl")
+"""What each image of a folder of images is about; ``file_name`` names it."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,300})(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 
 
@@ -44,18 +46,37 @@ def stream_rows(files: Sequence[str | Path], kind: str) -> Iterator[Any]:
 
     Raise TextFileError for a file that is not UTF-8, and for a line without a row.
     """
-    parse = partial(parse_json, object_hook=WrittenMap, parse_float=WrittenNumber)
     for path in files:
         with open(path, "rb") if is_plain(path) else fsspec.open(str(path), "rb", compression="infer") as file:
-            if kind != "json":
-                yield from _table(file.read(), path, kind)
-                continue
-            for number, line in enumerate(file, start=1):
-                text = line.removeprefix(codecs.BOM_UTF8).strip()
-                if number == 1 and text.startswith(b"["):
-                    yield from parse(line + file.read(), path)
-                elif text:
-                    yield parse(line, path, number)
+            rows = _json(file, path) if kind == "json" else _table(file.read(), path, kind)
+            is_metadata = Path(path).name in METADATA
+            yield from (_with_images(row, Path(path).parent) if is_metadata else row for row in rows)
+
+
+def _json(file: IO[bytes], path: str | Path) -> Iterator[Any]:
+    parse, is_first = partial(parse_json, object_hook=WrittenMap, parse_float=WrittenNumber), True
+    for number, line in enumerate(file, start=1):
+        text = line.removeprefix(codecs.BOM_UTF8).strip()
+        if is_first and text.startswith(b"["):
+            yield from parse(line + file.read(), path, number)
+        elif text:
+            yield parse(line, path, number)
+        is_first = is_first and not text
+
+
+def _with_images(row: Any, folder: Path) -> Any:
+    """Return a row about images of a folder with their places, in the columns that ``datasets`` makes of ``file_name`` and the like."""
+    if not isinstance(row, Mapping):
+        return row
+    placed = type(row)()
+    for key, value in row.items():
+        if match := re.fullmatch("(?:(.+)_)?file_name(s?)", key):
+            names = value if isinstance(value, list) else [value]
+            images = [{"bytes": None, "path": str(folder / str(name))} for name in names if name]
+            key = match[1] or f"image{match[2]}"
+            value = images if match[2] else (images or [None])[0]
+        placed[key] = value
+    return placed
 
 
 def is_plain(path: str | Path) -> bool:

@@ -247,6 +247,9 @@ def test_a_users_group_lies_over_the_schema_of_its_section(tmp_path):
     assert mine.env.tasks == ["reach"] and not mine.algorithm.scale_by_std
     over = build("model=over", config_dir=str(tmp_path)).model
     assert over.precision == "bf16" and over.init_config == build("model=mlp").model.init_config, "of the one below"
+    (tmp_path / "model" / "listed.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="model/listed.yaml holds a list"):
+        build("model=listed", config_dir=str(tmp_path))
     for words, key in ((["model=typo"], "model.precison"), (["model=mine", "model.is_lorra=true"], "model.is_lorra")):
         with pytest.raises(ConfigError, match=f"no key '{key}'.*Did you mean"):
             build(*words, config_dir=str(tmp_path))
@@ -258,6 +261,19 @@ def test_a_name_that_is_no_text_is_one_sentence_with_the_group_to_type(word):
         build(word)
     section = word.partition(".")[0]
     assert getattr(build(str(error.value).rpartition("Set ")[2]), section) == getattr(build(), section)
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [("trainer=[1]", "max_steps=3"), ("trainer=3", "max_steps=3"), ("model=null", "precision=fp32"), ("env={a: 1}", "name=tabletop"),
+     ("model.lora=[1]", "rank=8"), ("model.override_config=[1]", "x=1"), ("experiment=1", None)],
+)  # fmt: skip
+def test_a_section_that_is_no_section_is_named(word, typed):
+    section = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{section} is ") as error:
+        build(word)
+    if typed is not None:
+        assert f"{section}.<key>=<value>" in str(error.value) and build(f"{section}.{typed}")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from rlinf.errors import ConfigError
 from rlinf.files import TextFileError, decode_text, parse_json_lines, write_text
@@ -114,6 +115,7 @@ def test_folders_and_splits_have_no_guessed_types_either(tmp_path):
     ):
         assert answers(tmp_path / "data", split=split) == found
     assert answers(tmp_path / "data", split="train", streaming=True) == ["007", "NA", "3"]
+    assert answers(tmp_path / "data" / "train.csv", split="train[1:]") == ["NA", "3"]
     (tmp_path / "packed").mkdir()
     with gzip.open(tmp_path / "packed" / "train.jsonl.gz", "wt") as file:
         file.write('{"answer": "2024-01-02"}\n')
@@ -121,10 +123,29 @@ def test_folders_and_splits_have_no_guessed_types_either(tmp_path):
         assert answers(tmp_path / "packed", streaming=streaming) == ["2024-01-02"]
 
 
+@pytest.mark.parametrize(("name", "words"), [("metadata.jsonl", ["2024-01-02"] * 3), ("metadata.csv", WORDS)])
+def test_what_is_said_about_a_folder_of_images_has_no_guessed_types(tmp_path, name, words):
+    tmp_path = tmp_path / "images"
+    tmp_path.mkdir()
+    rows = [{"file_name": f"{n}.png", "mask_file_name": "0.png", "answer": word} for n, word in enumerate(words)]
+    for row in rows:
+        Image.new("RGB", (2, 2)).save(tmp_path / row["file_name"])
+    write(tmp_path / "metadata.jsonl", rows)
+    if name == "metadata.csv":
+        (tmp_path / "metadata.jsonl").unlink()
+        write_text(tmp_path / name, "\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
+    for streaming in (False, True):
+        assert answers(tmp_path, streaming=streaming) == words
+        for n, row in enumerate(load_rows(str(tmp_path), streaming=streaming)):
+            assert [row[key]["path"] for key in ("image", "mask")] == [f"{tmp_path}/{n}.png", f"{tmp_path}/0.png"]
+
+
 def test_a_line_ends_at_a_newline_only_and_blank_lines_are_none(tmp_path):
     text = '\ufeff{"answer": "a\u2028b"}\r\n\n  \n{"answer": "c\x85d"}'
     write_text(tmp_path / "a.jsonl", text)
     assert answers(tmp_path / "a.jsonl") == ["a\u2028b", "c\x85d"]
+    write_text(tmp_path / "a.json", '\ufeff\n\n [\n{"answer": "a"},\n{"answer": "b"}]')
+    assert answers(tmp_path / "a.json") == ["a", "b"]
     assert parse_json_lines(text.encode(), "x") == [{"answer": "a\u2028b"}, {"answer": "c\x85d"}]
     half = {"text": "\ud83d\n\u2028"}
     written = write_text(tmp_path / "half", json.dumps(half, ensure_ascii=False)).read_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rlinf.errors import ConfigError
 
@@ -49,7 +49,8 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
     except (OSError, ValueError, SyntaxError, struct.error, Image.DecompressionBombError) as error:
         if isinstance(error, ImageError):
             raise
-        raise ImageError(f"{name} cannot be read ({_short(error)}); required: an image such as PNG or JPEG.") from error
+        reason = "of no known format" if isinstance(error, UnidentifiedImageError) else _short(error)
+        raise ImageError(f"{name} cannot be read ({reason}); required: an image such as PNG or JPEG.") from error
 
 
 def to_rgb(image: Image.Image, name: str = "the image") -> Image.Image:

@@ -118,6 +118,7 @@ class StoredDemonstrations:
             raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
         self.unreadable = np.zeros(len(self.actions), dtype=bool)
         self._shown = np.arange(len(self.actions))
+        self._statistics: dict[str, Any] | None = None
 
     def check_images(self, skip: bool) -> StoredDemonstrations:
         """Raise UnreadableRowError at the first row that is known to have no image. With ``skip``, read all and leave such rows out."""
@@ -143,8 +144,10 @@ class StoredDemonstrations:
         return len(self.actions)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the ``normalization_statistics`` of all rows."""
-        return normalization_statistics(self.actions, self.state)
+        """Return the ``normalization_statistics`` of all rows, which log what they change once."""
+        if self._statistics is None:
+            self._statistics = normalization_statistics(self.actions, self.state)
+        return self._statistics
 
     def digest(self) -> str:
         """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description and statistics."""

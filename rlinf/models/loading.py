@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -27,8 +26,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
 LARGEST_FILE = 64 * 2**20
 """Bytes of a description: a JSON file, or the statistics beside it."""
-LISTS = ("q01", "q99", "min", "max", "mean", "std")
-"""Lists of statistics, each with a number for each dimension."""
+LISTS = ("q01", "q99", "min", "max", "mean", "std", "mask")
+"""Lists of statistics, each with a number (of the mask, a flag) for each dimension."""
 
 
 def field_error(problem: str, override: str) -> ConfigError:
@@ -76,7 +75,7 @@ def dataset_statistics(folder: Path) -> dict[str, Any]:
 
 
 def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless the lists of one data set's statistics are finite, of one length, and can normalise.
+    """Raise ConfigError unless the lists of one data set's statistics are finite in float32, of one length, and can normalise.
 
     ``used`` are the two lists that do: (q01, q99), (min, max), or (mean, std), of which zeros at the end of ``std`` are padding.
     """
@@ -87,10 +86,10 @@ def check_statistics(stats: Any, place: str, used: Sequence[str] = ()) -> None:
     problem = None
     for name, numbers in lists.items():
         values = list(numbers) if isinstance(numbers, Iterable) else [numbers]
-        wrong = [value for value in values if not isinstance(value, Real) or not math.isfinite(value)]
+        wrong = [value for value in values if not isinstance(value, Real) or not abs(value) < 1e38]  # float32
         if (wrong or not isinstance(numbers, Iterable)) and problem is None:
             problem = f"{name} holds {values[0] if not wrong else wrong[0]!r}; required: a list of finite numbers"
-    if problem is None and len({len(each) for each in (*lists.values(), *filter(None, [named.get("mask")]))}) > 1:
+    if problem is None and len({len(numbers) for numbers in lists.values()}) > 1:
         problem = (
             f"their lengths are {[len(each) for each in lists.values()]} ({', '.join(lists)}); required: one length"
         )

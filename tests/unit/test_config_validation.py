@@ -108,7 +108,7 @@ CASES = {
     "a camera too many": (["env.cameras=[front,side]"], "env.cameras has 2"),
     "no camera": (["env.cameras=[]"], "env.cameras has 0"),
     "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
-    "state policy of another width": (["model=mlp", "env.state=proprio"], "width 31"),
+    "state policy of another width": (["model=mlp", "env.state=proprio", "model.init_config.state_dim=3"], "width 3 (state_dim)"),
     "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
     "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),

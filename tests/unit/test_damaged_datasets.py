@@ -242,6 +242,14 @@ def test_rows_of_trimmed_episodes_keep_their_frame_numbers(lerobot):
     assert np.array_equal(open_lerobot(lerobot).actions, whole.actions)
 
 
+def test_a_glitch_is_told_once_however_often_statistics_are_asked_for(lerobot, caplog):
+    actions = pq.read_table(data_file(lerobot)).column("action").to_pylist()
+    change_parquet(data_file(lerobot), "action", [*actions[:7], [1e6, 0.0], *actions[8:]])
+    dataset = open_lerobot(lerobot)
+    assert dataset.statistics()["action"] == dataset.statistics()["action"]
+    assert ["row 7" in record.getMessage() for record in caplog.records] == [True]
+
+
 WRONG_COLUMNS = {
     "ragged": (
         "observation.state",

@@ -23,6 +23,7 @@ from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.models import build_policy
+from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.modules.ranges import STDS, Range
 from rlinf.models.sampling import check_finite
 from rlinf.policy import Policy
@@ -117,6 +118,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 NOT_FINITE = {
     "NaN": ("q99", float("nan")),
     "infinity": ("mean", float("inf")),
+    "infinite in float32": ("q01", -1e39),
+    "too large for any float": ("max", 10**400),
+    "a mask of texts": ("mask", "false"),
     "null": ("q01", None),
     "text": ("q01", "0.5"),
 }
@@ -149,6 +153,14 @@ def test_statistics_that_cannot_normalise_are_rejected_with_the_folder(model, fo
         (tmp_path / name).write_bytes((source / name).read_bytes())
     with nullcontext() if is_small else pytest.raises(RLinfError, match="(?i)safetensors|header"):  # control
         build_policy(config)
+
+
+@pytest.mark.parametrize(
+    "stats", [None, [], "x", {"action": "x"}, {"action": {"q01": [-1.0], "q99": [1.0], "mask": 5}}]
+)
+def test_statistics_of_another_type_are_rejected_with_the_name_of_their_data_set(stats):
+    with pytest.raises(ConfigError, match="'arm'"):
+        select_stats({"arm": stats}, None)
 
 
 def test_a_greedy_policy_of_tokens_rejects_logits_that_are_not_finite():

@@ -12,11 +12,15 @@ from torch import Tensor
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.models.embodiment.modules.ranges import Range
+from rlinf.models.loading import check_statistics
 from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the statistics of one data set: ``action``, and ``proprio`` if it has states; None: of the only data set."""
+    """Return the statistics of one data set: ``action``, and ``proprio`` if it has states; None: of the only data set.
+
+    Raise ConfigError as ``check_statistics``.
+    """
     if unnorm_key is None:
         if len(norm_stats) != 1:
             raise ConfigError(
@@ -29,7 +33,10 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
         known = closest(unnorm_key, norm_stats) or next(iter(norm_stats), "<name>")
         found = f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)}"
         raise ConfigError(f"{found} Set model.unnorm_key={known}")
-    return norm_stats[unnorm_key]
+    stats = norm_stats[unnorm_key]
+    for part in ("action", "proprio"):
+        check_statistics(stats.get(part) or {} if isinstance(stats, Mapping) else stats, f"{part} of '{unnorm_key}'")
+    return stats
 
 
 def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:

@@ -227,7 +227,7 @@ def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> Actio
     if not config.use_proprio:
         return None
     stats = select_stats(config.norm_stats, unnorm_key)
-    if "proprio" not in stats:
+    if not stats.get("proprio"):
         raise ConfigError(
             f"use_proprio is true, but the statistics of '{unnorm_key or next(iter(config.norm_stats))}' "
             f"hold {', '.join(stats)} and no proprio. Set env.state=proprio where the statistics are the "

@@ -15,7 +15,7 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.flow_policy import FlowPolicy
 from rlinf.models.embodiment.modules.flow import noisy_actions, training_times
-from rlinf.models.embodiment.modules.normalizer import select_stats
+from rlinf.models.embodiment.modules.normalizer import select_action_stats, select_stats
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.embodiment.modules.readout_token import TOKEN_WIDTH
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
@@ -270,5 +270,5 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
 
 def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: int) -> StatisticsNormalizer:
-    stats = select_stats(config.norm_stats, unnorm_key)["action"]
+    stats = select_action_stats(config.norm_stats, unnorm_key)
     return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")

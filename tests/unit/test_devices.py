@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import rank_environments
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlinf.distributed import launch, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
@@ -160,15 +160,12 @@ def test_what_a_tensor_parallel_engine_is_sent_does_not_grow_with_the_weights():
 
 def test_a_policy_of_a_rank_is_loaded_on_the_ranks_own_gpu(monkeypatch, tiny_lm):
     """Not spread over all GPUs, where it would meet the other ranks."""
-    moved, spread = [], []
+    moved, spread, loaded = [], [], AutoModelForCausalLM.from_pretrained(tiny_lm())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(causal_lm, "take_own_device", lambda: torch.device("cuda", 3))
-    monkeypatch.setattr(
-        causal_lm, "_load_spread", lambda name, device_map, **_: spread.append(device_map) or torch.nn.Module()
-    )
-    monkeypatch.setattr(causal_lm, "settle_end_tokens", lambda model, tokenizer: None)
+    monkeypatch.setattr(causal_lm, "_load_spread", lambda name, device_map, **_: spread.append(device_map) or loaded)
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: moved.append(device))
     config = causal_lm.CausalLMConfig()
     for has_ranks in (True, False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ def flags_of(values: Any, what: str) -> np.ndarray:
 
     ``bool`` would take NaN, text and fractions for true. ``what`` names the flags in the message.
     """
-    array = np.asarray(values)
+    array = _array(values, what)
     is_flag = np.isin(array, (0, 1)) if array.dtype.kind in "biuf" else np.zeros(array.shape, dtype=bool)
     if not is_flag.all():
         place = tuple(map(int, np.argwhere(~is_flag)[0]))
@@ -38,7 +37,13 @@ def number_of(value: Any, what: str) -> float:
 
 
 def _single(value: Any, what: str) -> np.ndarray:
-    with suppress(ValueError, TypeError):  # a ragged list, or a tensor that is not in this memory
-        if (array := np.asarray(value)).size == 1:
-            return array.reshape(())
-    raise ConfigError(f"{what} is {value!r:.80}; required: one value")
+    if (array := _array(value, what)).size != 1:
+        raise ConfigError(f"{what} is {value!r:.80}; required: one value")
+    return array.reshape(())
+
+
+def _array(values: Any, what: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:  # a ragged list, a tensor with a gradient or on a GPU
+        raise ConfigError(f"{what} is {values!r:.80}, which is no array ({error})") from error

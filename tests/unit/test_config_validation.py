@@ -108,7 +108,6 @@ CASES = {
     "a camera too many": (["env.cameras=[front,side]"], "env.cameras has 2"),
     "no camera": (["env.cameras=[]"], "env.cameras has 0"),
     "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
-    "state policy of another width": (["model=mlp", "env.state=proprio", "model.init_config.state_dim=3"], "width 3 (state_dim)"),
     "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
     "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),
@@ -156,6 +155,14 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
     for words in mending:
         words = [re.sub(r"<folder.*", str(tmp_path), word) for word in words if "=" in word]
         validate(build(*overrides, *words))
+
+
+def test_a_state_width_that_is_typed_must_be_the_envs():
+    words = ["model=mlp", "env.state=proprio"]
+    with pytest.raises(ConfigError, match=r"width 3 .*width 4\. Set model\.init_config\.state_dim=4"):
+        validate(build(*words, "model.init_config.state_dim=3"))
+    for mending in ([], ["model.init_config.state_dim=4"]):  # without a width, it is the env's
+        validate(build(*words, *mending))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ YES = [
 ]
 NO = [False, 0, 0.0, -0.0, np.False_, np.uint8(0), np.array(0.0), np.array([False]), torch.tensor(False)]
 NONE = [None, float("nan"), np.nan, np.inf, "true", "no", "", b"1", 2, -1, 0.5, np.float32(1e-9), [], [True, True], np.zeros(2), {}, object(),
-        np.array(["1"]), np.array([None]), [[1], [1, 0]], 1j]  # fmt: skip
+        np.array(["1"]), np.array([None]), [[1], [1, 0]], 1j, torch.ones((), requires_grad=True)]  # fmt: skip
 
 
 def test_flags_are_true_false_0_and_1():
@@ -50,6 +50,6 @@ def test_a_column_with_one_value_that_is_none_is_refused_with_its_place(values):
 
 def test_a_reward_is_one_number():
     assert [number_of(value, "x") for value in (2, np.float32(0.5), np.array([3]), True)] == [2, 0.5, 3, 1]
-    for value in (None, "1", np.zeros(2), [], {}):
+    for value in (None, "1", np.zeros(2), [], {}, torch.ones((), requires_grad=True)):
         with pytest.raises(ConfigError, match="^reward"):
             number_of(value, "reward")

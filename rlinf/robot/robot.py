@@ -129,7 +129,7 @@ def numbers_of(values: Mapping[str, Any], names: Iterable[str]) -> np.ndarray:
 
 
 def _part(values: Any, name: str) -> Any:
-    """Return one value of a reading; what is no reading is its own, wrong value."""
+    """Return one value of a reading; anything else that a driver returns is returned as it is."""
     return values.get(name) if isinstance(values, Mapping) else values
 
 

@@ -233,23 +233,6 @@ def test_rows_that_contradict_the_description_are_named(lerobot, file, name, fir
         open_lerobot(lerobot)
 
 
-def test_rows_of_trimmed_episodes_keep_their_frame_numbers(lerobot):
-    """Numbers and time stamps that go on from another frame than 0 are those of a longer recording."""
-    path, whole = data_file(lerobot), open_lerobot(lerobot)
-    for name, offset in (("frame_index", 7), ("timestamp", 0.7)):
-        values = pq.read_table(path).column(name).to_pylist()
-        change_parquet(path, name, [value + offset for value in values])
-    assert np.array_equal(open_lerobot(lerobot).actions, whole.actions)
-
-
-def test_a_glitch_is_told_once_however_often_statistics_are_asked_for(lerobot, caplog):
-    actions = pq.read_table(data_file(lerobot)).column("action").to_pylist()
-    change_parquet(data_file(lerobot), "action", [*actions[:7], [1e6, 0.0], *actions[8:]])
-    dataset = open_lerobot(lerobot)
-    assert dataset.statistics()["action"] == dataset.statistics()["action"]
-    assert ["row 7" in record.getMessage() for record in caplog.records] == [True]
-
-
 WRONG_COLUMNS = {
     "ragged": (
         "observation.state",

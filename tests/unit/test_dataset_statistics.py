@@ -1,10 +1,13 @@
 """Statistics that models normalise by: those of the rows, and usable where a column hardly varies."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from rlinf.data.statistics import MIN_SHARE, ImageStatistics, normalization_statistics, vector_statistics
+from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer
@@ -202,3 +205,12 @@ def test_a_gripper_is_no_glitch(rows, caplog):
         (line,) = [record.getMessage() for record in caplog.records]
         row = int(np.argmax(values[:, column] > values[:, column].max() / 2))
         assert line.startswith(f"column {column} of the action: row {row}") and f"{values[row, column]:g}" in line
+
+
+def test_a_glitch_is_told_once_however_often_statistics_are_asked_for(caplog):
+    values, zeros = moving(20), np.zeros(20, np.int64)
+    values[7, 0] = 1e6
+    info = DatasetInfo(Path("data"), "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 3)
+    dataset = StoredDemonstrations(info, {}, None, values, zeros, ["reach"], zeros)
+    assert dataset.statistics()["action"] == dataset.statistics()["action"]
+    assert ["row 7" in record.getMessage() for record in caplog.records] == [True]

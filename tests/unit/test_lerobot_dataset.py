@@ -47,6 +47,19 @@ def error(images: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.abs(images.astype(float) - expected).mean((1, 2, 3))
 
 
+def test_rows_of_trimmed_episodes_keep_their_frame_numbers(tmp_path):
+    """Numbers and time stamps that go on from another frame than 0 are those of a longer recording."""
+    folder = shutil.copytree(FIXTURES / "images", tmp_path / "trimmed")
+    (path,) = (folder / "data").glob("*/*.parquet")
+    table = pq.read_table(path)
+    for name, offset in (("frame_index", 7), ("timestamp", 0.7)):
+        place, field = table.column_names.index(name), table.schema.field(name)
+        moved = [value + offset for value in table.column(name).to_pylist()]
+        table = table.set_column(place, field, pa.array(moved, field.type))
+    pq.write_table(table, path)
+    assert np.array_equal(open_fixture(folder).actions, open_fixture(FIXTURES / "images").actions)
+
+
 @pytest.mark.parametrize("name", ["images", "video"])
 def test_a_dataset_of_the_lerobot_package_is_read(name):
     if name == "video":

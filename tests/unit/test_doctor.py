@@ -135,6 +135,7 @@ def test_a_python_without_builds_of_all_packages_is_a_fault(monkeypatch):
 
 def test_env_of_a_missing_package_matters_only_if_the_main_job_needs_it(registered):
     registered.register("other", "no_such_package.env:Env", origin="a plugin")
+    registered.register("external", "rlinf.envs.external:ExternalEnv")  # a note in exports, which cannot be made
     statuses = {finding.topic: finding.status for finding in module.check_envs()}
     assert statuses == {"env tabletop": YES, "env other": OPTIONAL}
     registered.register("tabletop", "no_such_package.env:Env")

@@ -544,7 +544,7 @@ def test_an_env_of_the_main_script_runs_in_this_process_or_is_refused(monkeypatc
         gymnasium.registry, "OfMain-v0", gymnasium.envs.registration.EnvSpec("OfMain-v0", maker, max_episode_steps=6)
     )
     monkeypatch.setattr(gymnasium_env, "tried", tried)
-    with pytest.raises(ConfigError, match="OfMain-v0.*needs the module that registers it"):
+    with pytest.raises(ConfigError, match=r"OfMain-v0.*that registers it: plugins=\["):
         make_env(GymnasiumConfig(id="OfMain-v0"), 1, auto_reset=False)
     env = make_env(GymnasiumConfig(id="OfMain-v0", num_processes=0), 1, auto_reset=False)
     assert env.reset()[0].state.tolist() == [[0.0]]

@@ -49,6 +49,7 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
         (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
          r"cameras \[front,nose\], but env\.cameras is \[front\].*model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio", "+model.init_config.cameras=[]"], r"model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "env.cameras=[]"], r"env\.cameras of env\.name=tabletop is \[\]"),
         (["env.state=proprio"], None),
         (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),
         (["env.state=proprio", "+model.init_config.cameras=[front,null]"], None),

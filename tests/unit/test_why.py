@@ -327,6 +327,9 @@ def test_groups_that_become_equal_after_a_fall_are_no_cause_and_a_falling_return
     assert said([*evaluated, *lines(train__approx_kl=0.7, train__entropy=0.9)], without) == ["steps_too_large"], (
         "the first cause is the larger one"
     )
+    few = lines(train__approx_kl=0.01)[:3]
+    for rate, rules in ((0.5, ["steps_too_large"]), (1e-3, ["return_falls"])):
+        assert said([*evaluated, *few], without | {"trainer": {"learning_rate": rate}}) == rules, "without enough KLs"
 
 
 def test_an_evaluation_before_and_after_on_the_same_episodes_is_compared_in_pairs():

@@ -133,8 +133,8 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.VersionNotFound) as error:
         hint = did_you_mean(config.id, list(gymnasium.registry))
         raise ConfigError(
-            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} An id of your own needs the module that "
-            "registers it: env.id=my_package.my_module:MyEnv-v0"
+            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} An id of your own needs the code that "
+            "registers it: plugins=[<file or module>], or env.id=my_package.my_module:MyEnv-v0"
         ) from error
     except ImportError as error:
         module = config.id.rpartition(":")[0]
@@ -155,7 +155,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
             import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
             f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
-            "Set env.kwargs={...} with arguments that the environment takes"
+            "Fix the environment, or set env.kwargs={...} with arguments that it takes"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -153,13 +154,15 @@ def kl_penalty_too_strong(record: Record) -> Finding | None:
 def steps_too_large(record: Record) -> Finding | None:
     """The KL of an iteration is above 0.1 nat, or a step of AdamW moves a weight by 0.02 or decays it by a tenth."""
     (key, rate), moved, steps = rate_of(record), 0.0, record.outcome.steps
-    if record.trained_phase == "rl" and any("train/approx_kl" in line for line in record.lines):
-        kl = record.series("train/approx_kl")
-        moved, steps = median(kl.late), kl.late_steps
-    elif not record.settings:
-        raise NotMeasured
     decay = record.setting("trainer.weight_decay", 0.0) * rate
-    if moved <= LARGEST_KL and rate < LARGEST_RATE and decay <= LARGEST_DECAY:
+    is_large = rate >= LARGEST_RATE or decay > LARGEST_DECAY  # known, however few iterations have told their KL
+    with suppress(NotMeasured) if is_large else nullcontext():
+        if record.trained_phase == "rl" and any("train/approx_kl" in line for line in record.lines):
+            kl = record.series("train/approx_kl")
+            moved, steps = median(kl.late), kl.late_steps
+        elif not record.settings:
+            raise NotMeasured
+    if moved <= LARGEST_KL and not is_large:
         return None
     text = f"AdamW moves each weight by up to {rate:.2g} in a step, and weights are some hundredths"
     if moved > LARGEST_KL:

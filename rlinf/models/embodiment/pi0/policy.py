@@ -91,8 +91,14 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     @classmethod
     def check_env(cls, config: Pi0Config, env: EnvSpec) -> None:
         """Check that the env shows the cameras of the policy, and a state that fits into its input."""
-        given, names = list(env.cameras), [name for name in config.cameras or [] if name is not None]
-        if config.cameras is not None and (not names or not set(names) <= set(given)):
+        given = list(env.cameras)
+        names = given if config.cameras is None else [name for name in config.cameras if name is not None]
+        if not given:
+            raise ConfigError(
+                f"The model reads images, and env.cameras of env.name={env.name} is []; required: one camera or more. Set "
+                f"env.cameras={override_text(names or ['<camera>'])}, or model=mlp, which reads none"
+            )
+        if not names or not set(names) <= set(given):
             raise field_error(
                 f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
                 f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",

@@ -168,7 +168,8 @@ class ChatPacker:
             )
         self._special = marked_tokens(self.tokenizer)
         self._header = self._generation_prompt()
-        self._has_warned, self._fields = False, set()
+        self._has_warned = False
+        self._fields: set[str] = set()
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the conversation of a row; override it for another kind of row.

@@ -68,7 +68,7 @@ def _with_images(row: Any, folder: Path) -> Any:
     """Return a row about images of a folder with their places, in the columns that ``datasets`` makes of ``file_name`` and the like."""
     if not isinstance(row, Mapping):
         return row
-    placed = type(row)()
+    placed: Any = type(row)()
     for key, value in row.items():
         if match := re.fullmatch("(?:(.+)_)?file_name(s?)", key):
             names = value if isinstance(value, list) else [value]

@@ -141,15 +141,16 @@ def type_name(hint: Any) -> str:
 
 
 @contextmanager
-def cured_by_settings(section: str, **renamed: str) -> Iterator[None]:
+def cured_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
     """Have library errors that are raised inside name the override to set instead of the argument to pass.
 
-    ``section`` holds the settings; ``renamed`` maps arguments to settings where their names differ.
+    ``section`` holds the settings; ``renamed`` maps arguments to settings where their names differ, or to None where there is none.
     """
     try:
         yield
     except RLinfError as error:
-        overrides = [f"{section}.{renamed.get(name, name)}={override_text(v)}" for name, v in error.cure.items()]
+        named = ((renamed.get(name, name), value) for name, value in error.cure.items())
+        overrides = [f"{section}.{name}={override_text(value)}" for name, value in named if name is not None]
         if overrides:
             error.args, error.cure = (f"{error.args[0]} Set {' or '.join(overrides)}",), {}
         raise

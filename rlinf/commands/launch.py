@@ -22,6 +22,7 @@ from rlinf.distributed.start import is_connected, launch_context
 from rlinf.errors import CheckpointError, ConfigError, RLinfError, UploadError
 from rlinf.models.hf_model import load_config
 from rlinf.models.loading import hide_progress_bars
+from rlinf.options import cured_by_settings
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
@@ -150,15 +151,16 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
         if validation.enable and validation.dataset.name:
             check_place(validation.dataset.name, "validation.dataset")
     model = config.policy.model_name_or_path
-    if model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
-        if not Path(model).exists():
-            recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
-            make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
-            either = f"Make it with {make}, or set" if make else "Set"
-            raise ConfigError(
-                f"policy.model_name_or_path={model} does not exist. {either} policy.model_name_or_path=<folder or hub id>"
-            )
-        load_config(model)
+    if Path(model).exists():
+        with cured_by_settings("policy", path="model_name_or_path", trust_remote_code=None):
+            load_config(model)
+    elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
+        recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
+        make = f"rlinf launch --config {recipe}" if recipe else made_by(model)
+        either = f"Make it with {make}, or set" if make else "Set"
+        raise ConfigError(
+            f"policy.model_name_or_path={model} does not exist. {either} policy.model_name_or_path=<folder or hub id>"
+        )
 
 
 def _device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> str:

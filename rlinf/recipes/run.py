@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,14 @@ def _run_in(
 ) -> None:
     """Build the parts of a run, and run it."""
     train = config.train
-    processor = load_processor(config.policy.model_name_or_path)
+    cured = partial(cured_by_settings, "policy", path="model_name_or_path", trust_remote_code=None)
+    with cured():
+        processor = load_processor(config.policy.model_name_or_path)
     mapping = to_mapping(config)
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
         seed_everything(train.seed or 0)  # dropout of adapters draws
-        with cured_by_settings("policy", path="model_name_or_path"):
+        with cured():
             policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)

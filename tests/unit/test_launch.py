@@ -198,6 +198,23 @@ def test_a_dry_run_plans_before_the_own_data_of_a_recipe_are_made_and_warns(reci
         assert bool(printed.out) == (status == 0) and calls == []
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("adapter_config.json", "holds adapters only"), ("README.md", "Set policy.model_name_or_path=<another folder>")],
+)
+def test_a_folder_without_a_model_is_refused_before_the_plan_is_printed(
+    recipe, calls, capsys, tmp_path, monkeypatch, file, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / file).write_text("{}")
+    assert main(["launch", "--config", recipe(), "policy.model_name_or_path=made"]) == 2
+    printed = capsys.readouterr()
+    assert (
+        printed.out == "" and message in printed.err and "policy.trust_remote_code" not in printed.err and calls == []
+    )
+
+
 @pytest.mark.parametrize("is_dry", [False, True])
 @pytest.mark.parametrize(
     ("word", "maker"),

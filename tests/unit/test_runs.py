@@ -265,7 +265,8 @@ def test_a_page_of_three_runs_has_one_short_legend_their_intervals_and_a_p_value
         (table,) = re.findall(r"in pairs</h2>(.*?)</table>", page, flags=re.S)
         p_values = re.findall(r"<td>([\d.e-]+)</td></tr>", re.sub(r"\s*\n\s*", "", table))
         assert [float(value) for value in p_values] == pytest.approx([2 / 2**6, 2 / 2**9, 2 / 2**3], rel=0.01)
-    four = [*runs, run_folder(tmp_path / "d", 0, 0.5, name="other")]
+    four = [*runs, run_folder(tmp_path / "d", 0, 0.5, name="other", max_steps=0, top={"algorithm": {"name": "ppo"}})]
+    assert "<td>cloning</td>" in write_runs_report(read_runs(four), tmp_path / "four.html").read_text()
     pairs = [pair[:2] for pair in compared_pairs(group_runs(read_runs(four)))]
     assert pairs == [(labels[0], other) for other in (*labels[1:], "d")], "of four, each against the first"
 

@@ -232,9 +232,9 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
     low, high = _limits(space)
     with np.errstate(over="ignore"):
         bounds = np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
-    if not np.isfinite(bounds).all():
+    if not (bounds[0].size and np.isfinite(bounds).all()):
         raise ConfigError(
-            f"env.id={env_id} acts in {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
+            f"env.id={env_id} acts in {space}; required: a Box of numbers with finite bounds, Discrete, MultiDiscrete or "
             "MultiBinary. Register a version with a gymnasium.ActionWrapper that has one, and name it in env.id"
         )
     return bounds

@@ -431,6 +431,8 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
         announce(config)
     while (back := _execute(run, config)) is not None:
         config = replace(config, resume=str(back.checkpoint), init_from=None)
+        if rank() == 0:  # at once: a run that is killed while it builds must not resume the checkpoints that it left
+            checkpoints.set_aside_later(back.checkpoint)
         run = build(config, reservation)
 
 

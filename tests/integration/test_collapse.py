@@ -194,7 +194,7 @@ def test_a_run_that_is_to_stop_ends_with_its_best_checkpoint_named(tmp_path, suc
     assert "from 100.0% (20/20) to 0.0% (0/20); the run ends, and the best checkpoint is rl_000001" in said.err
     assert "best checkpoint: rl_000001" in said.out and rates_of(tmp_path) == [RATE] * 3
     report = (tmp_path / "report.html").read_text()
-    assert "certainly fell" in report and "it was 100.0% (20/20)" in report
+    assert "certainly did not rise" in report and "it was 100.0% (20/20)" in report
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,10 @@ def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
             [*STATE, "env.id=CartPole-v1", "env.tasks=null", "model.init_config.state_dim=4"],
             "some of whose actions are choices.*Set algorithm=ppo",
         ),
-        ([*STATE, "env.id=Unbounded-v0", "env.tasks=null"], "Box with finite bounds.*ActionWrapper"),
+        ([*STATE, "env.id=Unbounded-v0", "env.tasks=null"], "Box of numbers with finite bounds.*ActionWrapper"),
         ([*STATE, "env.id=Pictures-v0", "env.tasks=null"], "gives no state. Set model=cnn"),
         (
-            [*STATE, "algorithm.replay_capacity=100000000000"],
+            [*STATE, "algorithm.replay_capacity=4000000000"],
             "80% of the memory of this machine.*Set algorithm.replay_capacity=",
         ),
         ([*STATE, "sft.max_steps=5", "algorithm.head.name=actor"], "sft.max_steps=5 with.*Set sft.max_steps=0"),

@@ -232,7 +232,7 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
         (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
         (["algorithm.updates_per_env_step=1e6"], "about .* s; required: at most 60 s.*Set algorithm.updates_per_env_step="),
         (["algorithm.replay_capacity=4"], "2 observations or more for each env"),
-        (["algorithm.replay_capacity=10000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
+        (["algorithm.replay_capacity=4000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
         (["rollout.num_chunks=7"], "7 env steps per iteration.*Set rollout.num_chunks=8"),
         (["rollout.auto_reset=false"], "Set rollout.auto_reset=true"),
         (["algorithm.updates_per_env_step=0"], "Set algorithm.updates_per_env_step=0.5"),

@@ -129,7 +129,7 @@ def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
 
 def test_a_resumed_run_takes_the_number_of_ranks_of_its_launcher(monkeypatch, tmp_path):
     saved = to_mapping(build_config(compose_config(["experiment=quickstart", "cluster.num_processes=2"])))
-    monkeypatch.setattr(hydra_app, "resolve_checkpoint", lambda path: path)
+    monkeypatch.setattr(hydra_app, "resolve_checkpoint", Path)
     monkeypatch.setattr(hydra_app, "read_saved_config", lambda folder: saved)
     args = hydra_app.parse([f"resume={tmp_path}"])
     assert hydra_app.compose_resumed(args, str(tmp_path)).cluster.num_processes == 2, "a control"

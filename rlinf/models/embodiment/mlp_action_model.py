@@ -84,6 +84,10 @@ class MLPForRLActionPrediction(PlainPolicy):
     def check_env(cls, config: MLPConfig, env: EnvSpec) -> None:
         """Refuse an environment of another state than the policy reads, and a policy that reads none."""
         if cls.needs_state and config.state_dim < 1:
+            if env.state_dim == 0:
+                raise ConfigError(
+                    f"The policy reads a state, and env.name={env.name} gives no state. Set {cls.without_state}"
+                )
             raise ConfigError(
                 f"state_dim={config.state_dim}; required: 1 or more, because the policy reads nothing else. "
                 f"Set model.init_config.state_dim={env.state_dim or 4}"

@@ -402,8 +402,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return Proposal(self.decode_actions(greedy).unsqueeze(1), features, sample if samples else None)
 
     def _greedy(self, states: Tensor) -> Tensor:
-        """Tokens ``[B, A]`` of parallel decoding."""
-        return check_finite(self._bin_logits(states)).argmax(-1) + self.action_tokenizer.first_token
+        """Tokens ``[B, A]`` of parallel decoding. Not checked, which would wait for the GPU: features that are NaN show it."""
+        return self._bin_logits(states).argmax(-1) + self.action_tokenizer.first_token
 
     def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens ``[B, K, A]`` of parallel decoding for ``uniforms [B, K, A]``."""

@@ -173,7 +173,7 @@ def test_a_greedy_policy_of_tokens_rejects_logits_that_are_not_finite():
             model.get_input_embeddings().weight.fill_(float("nan"))
         with pytest.raises(CheckpointError, match="not finite"):
             model.predict_action_batch(do_sample=False, **inputs)
-        if name == "openvla_oft_tiny":  # parallel decoding does not wait for a check: its features show it
+        if getattr(model.config, "action_decoding", None) == "parallel" or "oft" in name:  # no wait: features show it
             assert model.propose(inputs).features.isnan().any()
         else:
             with pytest.raises(CheckpointError, match="not finite"):

@@ -228,8 +228,8 @@ def cameras_read(config: RunConfig) -> list[str]:
     return usual[:wanted] if isinstance(wanted, int) else usual  # ``validate`` reports another type
 
 
-LEAST_IMAGE = 64
-"""Side of the images that random weights read where the env's are smaller, in pixels."""
+LEAST_IMAGE = 36
+"""Side of the smallest images that the layers of `cnn` can read, in pixels; smaller ones of an env are enlarged."""
 
 
 def size_by_env(config: RunConfig, num_cameras: int) -> None:

@@ -59,9 +59,12 @@ def test_what_is_missing_or_does_not_fit_is_refused():
 
 
 def test_statistics_are_chosen_by_the_name_of_their_data_set():
-    one, two = {"kitchen": {"action": 1}}, {"kitchen": {"action": 1}, "table": {"action": 2, "proprio": 3}}
-    assert select_stats(one, None) == select_stats(two, "kitchen") == {"action": 1}
-    assert select_stats(two, "table") == {"action": 2, "proprio": 3} and select_action_stats(two, "table") == 2
+    first, second, third = ({"q01": [-number], "q99": [number]} for number in (1.0, 2.0, 3.0))
+    one = {"kitchen": {"action": first}}
+    two = one | {"table": {"action": second, "proprio": third}}
+    assert select_stats(one, None) == select_stats(two, "kitchen") == {"action": first}
+    assert select_stats(two, "table") == {"action": second, "proprio": third}
+    assert select_action_stats(two, "table") == second
     with pytest.raises(ConfigError, match="of 2 data sets .*choose one, e.g. model.unnorm_key=kitchen"):
         select_stats(two, None)
     with pytest.raises(ConfigError, match="of 0 data sets"):

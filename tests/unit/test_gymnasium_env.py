@@ -405,8 +405,8 @@ def test_what_does_not_fit_is_refused_with_what_to_type(settings, words):
     (ImportError("run `pip install shimmy`"), MissingDependencyError, "env.id=Other-v1 .*pip install shimmy"),
     (ModuleNotFoundError("No module named 'jax'", name="jax"), MissingDependencyError, "env.id=Other-v1 .*jax"),
     (gymnasium.error.DependencyNotInstalled("run `pip install paint`"), MissingDependencyError, "Other-v1 .*install paint"),
-    (OSError("no.xml does not exist"), ConfigError, "env.kwargs={'xml_file': 'no.xml'}: OSError: no.xml.* Set env.kwargs="),
-    (ValueError("XML Error"), ConfigError, "XML Error.*Set env.kwargs="),
+    (OSError("no.xml does not exist"), ConfigError, "env.kwargs={'xml_file': 'no.xml'}: OSError: no.xml.* set env.kwargs="),
+    (ValueError("XML Error"), ConfigError, "XML Error.*set env.kwargs="),
 ])  # fmt: skip
 def test_an_env_that_cannot_be_made_is_told_with_what_to_type(monkeypatch, raised, error, words):
     monkeypatch.setattr(gymnasium, "make", Mock(side_effect=raised))

@@ -130,6 +130,7 @@ def hub_fault() -> str | None:
         return None
     for module in filter(None, (constants, sys.modules.get("datasets.config"))):
         module.HF_HUB_OFFLINE = True
+    logger.warning("The hub does not answer (%s), so only files in its cache are read", reason)
     return f"the hub does not answer: {reason}"
 
 

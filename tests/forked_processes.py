@@ -68,6 +68,11 @@ def _take_and_call(rank: int, inherited: Inherited, function: Callable[..., None
     function(rank, *arguments)
 
 
+def _take_and_run(inherited: Inherited, function: Callable[..., None], arguments: tuple) -> None:
+    inherited.take()
+    function(*arguments)
+
+
 def _take_and_execute(inherited: Inherited, source: str, words: Sequence[str]) -> None:
     inherited.take()
     sys.argv = ["-c", *words, str(os.getppid()), *map(str, inherited.files)]
@@ -83,6 +88,21 @@ def fork(function: Callable[..., None], arguments: tuple, server: ForkServer | N
         return Popen(
             process
         )  # unlike ``process.start()`` keeps it from the children that ``multiprocessing`` waits for
+
+
+def status_of_forked(function: Callable[..., None], *arguments: Any, seconds: float = 120) -> int:
+    """Return the exit status of a forked process that calls a function, minus the number of the signal that ended it.
+
+    The fork server has one thread. A process that ``os.fork`` makes of the one that runs tests waits forever for a lock that a thread
+    of an earlier test held, or crashes in a library that is gone. One that runs after ``seconds`` is killed, and the test fails.
+    """
+    process = ForkedProcess(fork(_take_and_run, (Inherited(os.environ), function, arguments)))
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        pytest.fail(f"child process {process.pid} had not ended after {seconds:g} s")
 
 
 class ForkedProcess:

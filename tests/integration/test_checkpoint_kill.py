@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import status_of_child
+from forked_processes import status_of_forked
+from processes import is_running
 from torch import nn
 
 from rlinf.checkpoints.checkpoint import load_checkpoint
@@ -52,14 +53,8 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_there_is_no_moment_at_which_a_kill_loses_more_than_one_save(tmp_path, stage, mode):
     name, call, newest = STAGES[stage]
-    child = os.fork()
-    if child == 0:  # a process that ends without cleaning up
-        try:
-            _save_three(tmp_path, name, call, mode)
-        finally:
-            os._exit(1)
-    status = status_of_child(child)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {name}: {status}"
+    status = status_of_forked(_save_three, tmp_path, name, call, mode)
+    assert status == -signal.SIGKILL, f"it did not reach {name}: {status}"
     model, optimizer = build()
     assert resolve_checkpoint(tmp_path).name == newest
     state = load_checkpoint(resolve_checkpoint(tmp_path), model=model, optimizer=optimizer)
@@ -73,15 +68,10 @@ def test_there_is_no_moment_at_which_a_kill_loses_more_than_one_save(tmp_path, s
     assert not list((tmp_path / "checkpoints").glob(".*")), "what was half-written is cleared away"
 
 
-def test_a_child_that_hangs_is_ended_and_told():
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-        os._exit(0)
-    with pytest.raises(pytest.fail.Exception, match=f"child process {child} had not ended after 0.2 s"):
-        status_of_child(child, 0.2)
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+def test_a_child_that_hangs_is_ended_and_reported():
+    with pytest.raises(pytest.fail.Exception, match=r"child process \d+ had not ended after 0.2 s") as failure:
+        status_of_forked(signal.pause, seconds=0.2)
+    assert not is_running(int(str(failure.value).split()[2]))
 
 
 def _save_three(folder: Path, name: str, call: int, mode: str) -> None:

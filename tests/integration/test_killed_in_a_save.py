@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from every_trainer import checkpoint, lines, start, tensors
-from processes import status_of_child
+from forked_processes import status_of_forked
 from recipe_sums import add_tokenizer
 from run_results import differing_weights
 
@@ -49,14 +49,8 @@ def whole(tmp_path_factory, tiny_lm):
 @pytest.mark.parametrize(("name", "stage"), CASES)
 def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit(name, stage, tmp_path, tiny_lm, whole):
     model, folder = add_tokenizer(tiny_lm()), tmp_path / "killed"
-    child = os.fork()
-    if child == 0:  # a process that ends without cleaning up
-        try:
-            _killed_at_the_third(stage, name, folder, 4, model)
-        finally:
-            os._exit(1)
-    status = status_of_child(child)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it did not reach {stage}: {status}"
+    status = status_of_forked(_killed_at_the_third, stage, name, folder, 4, model)
+    assert status == -signal.SIGKILL, f"it did not reach {stage}: {status}"
     assert resolve_checkpoint(folder) == checkpoint(name, folder, STAGES[stage])
     start(name, folder, 4, model, resumes=True)
     assert not differing_weights(tensors(name, folder, 4), tensors(name, whole(name), 4))

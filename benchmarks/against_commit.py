@@ -96,7 +96,7 @@ def answer_s(tree: Path, name: str, folder: Path) -> float:
 
 
 def alternately(trees: dict[str, Path], rounds: int) -> list[tuple[int, str]]:
-    """Return the number of the round and the side of each run; every round begins with the other side."""
+    """Return the number of the round and the side of each run; every round starts with the other side."""
     return [(number, side) for number in range(rounds) for side in (trees if number % 2 else reversed(trees))]
 
 

@@ -59,7 +59,7 @@ class ShiftedPolicy:
         if do_sample:
             uniforms = draw_uniforms(len(actions), self.num_uniforms) if uniforms is None else uniforms
             shift = shift + self.noise * (2.0 * uniforms.to(actions.device).view_as(actions) - 1.0)
-        greedy = torch.minimum(torch.maximum(actions, low), high)  # as a residual head reads it
+        greedy = torch.minimum(torch.maximum(actions, low), high)  # as a residual actor reads it
         moved = greedy + 0.5 * (high - low) * shift
         return prediction._replace(actions=torch.minimum(torch.maximum(moved, low), high))
 
@@ -92,6 +92,6 @@ def best_offset(
         for offset in offsets
     ]
     totals = [result.total for result in results]
-    is_told = any(total.is_told for total in totals)
-    scores = [float(total.successes) if is_told else total.returns[0] for total in totals]
+    is_reported = any(total.is_reported for total in totals)
+    scores = [float(total.successes) if is_reported else total.returns[0] for total in totals]
     return offsets[scores.index(max(scores))], results

@@ -127,15 +127,13 @@ def ppo_settings(config: Any) -> Row:
 def replay_settings(config: Any) -> Row:
     """Return what SAC and TD3 have in common."""
     algorithm = config.algorithm
-    if algorithm.updates_per_env_step != 1:
-        raise SystemExit(
-            f"algorithm.updates_per_env_step={algorithm.updates_per_env_step}; required of this comparison: 1"
-        )
+    if algorithm.utd_ratio != 1:
+        raise SystemExit(f"algorithm.utd_ratio={algorithm.utd_ratio}; required of this comparison: 1")
     return {
         "learning_rate": algorithm.learning_rate, "buffer_size": algorithm.replay_capacity, "gamma": algorithm.gamma,
-        "learning_starts": algorithm.warmup_env_steps, "batch_size": algorithm.batch_size, "tau": algorithm.tau,
+        "learning_starts": algorithm.learning_starts, "batch_size": algorithm.batch_size, "tau": algorithm.tau,
         "train_freq": 1, "gradient_steps": -1,
-        "policy_kwargs": {"net_arch": [algorithm.head.hidden_size] * algorithm.head.num_layers},
+        "policy_kwargs": {"net_arch": [algorithm.actor.hidden_size] * algorithm.actor.num_layers},
     }  # fmt: skip
 
 
@@ -151,7 +149,7 @@ def td3_settings(config: Any) -> Row:
     algorithm, size = config.algorithm, config.model.action_token_len
     noise = NormalActionNoise(np.zeros(size), np.full(size, algorithm.noise_std))
     return replay_settings(config) | {
-        "policy_delay": algorithm.actor_every, "target_policy_noise": algorithm.target_noise_std,
+        "policy_delay": algorithm.policy_delay, "target_policy_noise": algorithm.target_noise_std,
         "target_noise_clip": algorithm.target_noise_clip,
         "action_noise": noise if config.rollout.num_envs == 1 else VectorizedActionNoise(noise, config.rollout.num_envs),
     }  # fmt: skip

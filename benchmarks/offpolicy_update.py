@@ -1,4 +1,4 @@
-"""An update of SAC on a head: critics computed as one with a fused Adam, next to the same update written plainly.
+"""An update of SAC on an actor: critics computed as one with a fused Adam, next to the same update written plainly.
 
 The plain update has a network for each critic, Adam as torch runs it on a CPU by default, and a loop over the targets' tensors. Both draw
 their batches from the same buffer and train on the same numbers of rows. They take turns, so that a busy machine slows both; the median of
@@ -24,9 +24,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
-from rlinf.models.heads.base import perceptron
-from rlinf.models.heads.kinds import ResidualHead
+from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig
+from rlinf.models.actors.base import perceptron
+from rlinf.models.actors.kinds import ResidualActor
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.offpolicy.sac import SAC
 
@@ -37,20 +37,20 @@ class PlainSAC:
     """The update of ``SAC``, written as textbooks do."""
 
     def __init__(self, config: SACConfig) -> None:
-        self.config, self.head = config, ResidualHead(config.head, FEATURES, NUMBERS)
-        widths = [FEATURES + 2 * NUMBERS] + [config.head.hidden_size] * config.head.num_layers
+        self.config, self.actor = config, ResidualActor(config.actor, FEATURES, NUMBERS)
+        widths = [FEATURES + 2 * NUMBERS] + [config.actor.hidden_size] * config.actor.num_layers
         self.critics = nn.ModuleList(perceptron(widths, 1) for _ in range(config.num_critics))
         self.targets = copy.deepcopy(self.critics)
         self.log_alpha = nn.Parameter(torch.tensor(config.initial_alpha).log())
-        parts = (self.head.parameters(), self.critics.parameters(), [self.log_alpha])
+        parts = (self.actor.parameters(), self.critics.parameters(), [self.log_alpha])
         self.optimizers = [torch.optim.Adam(list(part), lr=config.learning_rate) for part in parts]
 
     def values(self, critics: nn.ModuleList, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
         return torch.stack([critic(torch.cat([features, base[:, 0], actions], 1))[:, 0] for critic in critics])
 
     def act(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-        r, logprobs = self.head.draw(features, base, torch.randn(len(features), NUMBERS))
-        return self.head.compose(base, r), logprobs
+        r, logprobs = self.actor.draw(features, base, torch.randn(len(features), NUMBERS))
+        return self.actor.compose(base, r), logprobs
 
     def update(self, batch: Batch) -> None:
         with torch.no_grad():
@@ -94,16 +94,16 @@ def our_steps_per_second(name: str, steps: int) -> float:
 
     words = [
         "model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env=gymnasium", "env.num_processes=0",
-        "env.new_each_episode=false", f"algorithm={name}", "algorithm.updates_per_env_step=1", "algorithm.warmup_env_steps=200",
+        "env.new_each_episode=false", f"algorithm={name}", "algorithm.utd_ratio=1", "algorithm.learning_starts=200",
         "algorithm.batch_size=256", "algorithm.gamma=0.99", "algorithm.learning_rate=3e-4", "algorithm.tau=0.005",
-        "algorithm.head.hidden_size=256", "algorithm.head.layer_norm=false", "rollout.num_envs=1", f"trainer.max_steps={1 + steps // 200}",
+        "algorithm.actor.hidden_size=256", "algorithm.actor.layer_norm=false", "rollout.num_envs=1", f"trainer.max_steps={1 + steps // 200}",
         "evaluation.num_episodes=1", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
         "cluster.num_threads=1",
     ]  # fmt: skip
     if name == "td3":
-        words += ["algorithm.target_policy=true", "algorithm.target_every=2", "algorithm.policy_value=first"]
+        words += ["algorithm.target_policy=true", "algorithm.target_update_interval=2", "algorithm.actor_q=first"]
     else:
-        words += ["algorithm.entropy_in_target=true", "algorithm.policy_value=min"]
+        words += ["algorithm.entropy_in_target=true", "algorithm.actor_q=min"]
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(compose_config([*words, f"output_dir={folder}"]))
         train(config)
@@ -161,9 +161,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    head = HeadConfig(hidden_size=options.hidden_size)
-    config = SACConfig(head=head, num_critics=options.critics, batch_size=options.batch_size)
-    ours, peer = SAC(config, ResidualHead(head, FEATURES, NUMBERS), seed=0), PlainSAC(config)
+    actor = ActorConfig(hidden_size=options.hidden_size)
+    config = SACConfig(actor=actor, num_critics=options.critics, batch_size=options.batch_size)
+    ours, peer = SAC(config, ResidualActor(actor, FEATURES, NUMBERS), seed=0), PlainSAC(config)
     buffer, seconds = filled_buffer(), {"ours": [], "peer": []}
     for number in range(options.updates + 10):
         for name, learner in (("ours", ours), ("peer", peer)):

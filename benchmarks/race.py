@@ -1,19 +1,19 @@
 """Race of methods: held-out success against env steps, processor time and passes of the policy.
 
 A seed is that of a whole pipeline: demonstrations, cloning, and what learns on the clone. With ``--one-clone SEED`` all
-begin at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
+start at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
 
 Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
 smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. ``filtered``, ``hg_dagger`` and
 ``recap`` clone from a folder of the clone's episodes, which the scripted person corrects; ``rlpd`` is ``residual`` with
-this folder. The others freeze the policy and train a head. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
+this folder. The others freeze the policy and train an actor. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
 a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
 
     python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
 
 Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. What is
-there is kept: a race that was stopped, or is run in parts, goes on with the same command. ``table.md`` and ``race.png``
+there is kept: a race that was stopped, or is run in parts, continues with the same command. ``table.md`` and ``race.png``
 show all runs of the folder; ``--without-runs`` only makes these two. Overrides belong to every run: give another
 FOLDER with them. Needs matplotlib.
 
@@ -64,7 +64,7 @@ SETTING_SEEDS = (0, 1, 33)
 SEEDS = range(41, 46)  # they chose nothing
 OWN_CLONES, ONE_CLONE = "own_clones", "one_clone_"  # folders of a gap
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
-TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the picture
+TICKS = (0, 2_000, 8_000, 32_000, 90_000)  # env steps in the image
 PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
 EPISODES, NUM_PLAYED, CLONING_STEPS = "{episodes}", 60, 300  # the folder of episodes, in the overrides of a method
 LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
@@ -72,7 +72,7 @@ LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 @dataclass(frozen=True)
 class Gap:
-    """Env steps of a run with a head and of one of the whole policy; the gap whose clone it takes (None: its own)."""
+    """Env steps of a run with an actor and of one of the whole policy; the gap whose clone it takes (None: its own)."""
 
     head_steps: int
     policy_steps: int
@@ -101,7 +101,7 @@ class Method:
 
 
 def _head(algorithm: str, name: str, *more: str) -> Method:
-    own = (f"algorithm={algorithm}", f"algorithm.head.name={name}", "model.features=pooled")
+    own = (f"algorithm={algorithm}", f"algorithm.actor.name={name}", "model.features=pooled")
     return Method((*own, "rollout.num_envs=32", "env.reward_mode=sparse", *more), 32 * 16, 2_048)
 
 
@@ -119,16 +119,16 @@ METHODS = {
     ),
     "residual": _head("sac", "residual"),
     "residual_td3": _head("td3", "residual"),
-    "edit": _head("sac", "edit"),
+    "expo": _head("sac", "expo"),
     "direct": _head("sac", "direct"),
-    "noise": _head("sac", "noise", "algorithm.head.scale=2"),
-    "chunk": _head("td3", "chunk"),
+    "dsrl": _head("sac", "dsrl", "algorithm.actor.scale=2"),
+    "rlt": _head("td3", "rlt"),
     # Corrections of nothing: the critics choose among the chunks of the clone.
-    "best_of_8": _head("sac", "edit", "algorithm.head.num_candidates=8", "algorithm.head.scale=1e-6"),
-    "filtered": _cloned("sft.rows=successes"),
-    "hg_dagger": _cloned("sft.rows=corrected"),
-    "recap": _cloned("sft.advantage_share=0.2", "model.features=pooled"),
-    "rlpd": _head("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_share=0.5"),
+    "best_of_8": _head("sac", "expo", "algorithm.actor.num_candidates=8", "algorithm.actor.scale=1e-6"),
+    "filtered": _cloned("sft.filter=successes"),
+    "hg_dagger": _cloned("sft.filter=corrected"),
+    "recap": _cloned("sft.advantage_top_fraction=0.2", "model.features=pooled"),
+    "rlpd": _head("sac", "residual", f"algorithm.offline_dataset={EPISODES}", "algorithm.offline_ratio=0.5"),
 }
 
 
@@ -202,11 +202,11 @@ def curve(folder: Path) -> list[Point]:
     if last["phase"] == "sft":
         counts = (int(last[f"eval/{name}"]) for name in ("successes", "episodes"))
         return [Point(0, *counts, last["time/total_s"], last["step"] * 64)]
-    frozen = any("rollout/base_calls_total" in line for line in lines)
+    frozen = any("rollout/base_policy_queries" in line for line in lines)
     for line in lines:
         if line["phase"] == "rl":
             cpu_s += line.get("time/cpu_s", 0.0)
-            calls = line.get("rollout/base_calls_total", calls)
+            calls = line.get("rollout/base_policy_queries", calls)
         if line["phase"] == "rl" and "eval/success_rate" in line:
             steps = int(line["rollout/env_steps_total"])
             passes = int(calls) if frozen else PASSES_OF_TRAINING * steps
@@ -241,7 +241,7 @@ def play(folder: Path, gap: str, seed: int, overrides: Sequence[str]) -> Path:
 
 
 def group_folder(folder: Path, gap: str, one_clone: int | None) -> Path:
-    """Return the folder of the runs of a gap that begin at clones of their own, or at one clone."""
+    """Return the folder of the runs of a gap that start at clones of their own, or at one clone."""
     return folder / gap / (OWN_CLONES if one_clone is None else f"{ONE_CLONE}{one_clone}")
 
 
@@ -452,9 +452,9 @@ def main() -> None:
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=list(GAPS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--one-clone", type=int, metavar="SEED", help="begin all seeds at the clone of this one")
+    parser.add_argument("--one-clone", type=int, metavar="SEED", help="start all seeds at the clone of this one")
     parser.add_argument("--output", type=Path, default=Path("outputs/race"))
-    parser.add_argument("--without-runs", action="store_true", help="only make the table and the picture")
+    parser.add_argument("--without-runs", action="store_true", help="only make the table and the image")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     options = parser.parse_args()
     if not options.without_runs:
@@ -472,7 +472,7 @@ def main() -> None:
     print("\n".join(rows))
     print(f"table: {write_text(options.output / 'table.md', chr(10).join(rows))}")
     draw(options.output / "race.png", found)
-    print(f"picture: {options.output / 'race.png'}")
+    print(f"image: {options.output / 'race.png'}")
     print(json.dumps(summary(found)))
 
 

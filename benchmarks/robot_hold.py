@@ -1,7 +1,7 @@
 """How long after `kill -9` of its policy's server, or of its camera's process, a robot makes its first action that holds.
 
 Both act at 20 Hz in real time. The policy is `rlinf serve` of a checkpoint, in the middle of an episode; each kill comes at another moment of a step,
-and the next one after the server was started again. The camera's process sends 30 pictures a second. The newest one is kept, as
+and the next one after the server was started again. The camera's process sends 30 images a second. The newest one is kept, as
 `read_latest` of lerobot's cameras keeps it. Milliseconds are printed; required: at most 200. There is no peer to compare with.
 
     python benchmarks/robot_hold.py [--checkpoint outputs/quickstart/latest] [--kills 10] [--port 8031]
@@ -111,24 +111,24 @@ class Watched:
         self.start()
 
     def start(self) -> None:
-        pictures, ends = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        images, ends = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self.camera = multiprocessing.get_context("spawn").Process(target=film, args=(ends,), daemon=True)
         self.camera.start()
         ends.close()
-        self.picture, self.seen_s = pictures.recv(), time.monotonic()
-        threading.Thread(target=self.read, args=(pictures,), daemon=True).start()
+        self.image, self.seen_s = images.recv(), time.monotonic()
+        threading.Thread(target=self.read, args=(images,), daemon=True).start()
 
-    def read(self, pictures: Any) -> None:
+    def read(self, images: Any) -> None:
         try:
             while True:
-                self.picture, self.seen_s = pictures.recv(), time.monotonic()
+                self.image, self.seen_s = images.recv(), time.monotonic()
         except EOFError:
             pass
 
     def get_observation(self) -> dict[str, Any]:
         if time.monotonic() - self.seen_s > 0.5:  # the longest age that read_latest accepts
-            raise TimeoutError("no picture")
-        return {"joint": 0.0, "front": self.picture}
+            raise TimeoutError("no image")
+        return {"joint": 0.0, "front": self.image}
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         return action

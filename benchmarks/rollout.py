@@ -1,6 +1,6 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
-``ours`` are two processes that act for, and step, a share of the envs each (``rollout.worker_processes=2``). ``threads`` is the same with two
+``ours`` are two processes that act for, and step, a fraction of the envs each (``rollout.worker_processes=2``). ``threads`` is the same with two
 worker threads of this process. ``peer`` is the slower of stepping and rendering the same envs with given
 actions, and of running the same policy on given observations with all of torch's threads. Doing one after the other reaches
 ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first size is the quickstart's.

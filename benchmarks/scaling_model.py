@@ -12,7 +12,7 @@ iteration, ``peer`` the largest that is accepted.
     python benchmarks/scaling_model.py --runs outputs/half outputs/whole [--gpus-per-node 8 --gpu-link 400e9 --node-link 400e9]
 
 ``--runs`` takes folders of runs. Those of one process that trains and plays, which differ in ``rollout.num_envs``, give the model. All
-others (more ranks, processes or players) are compared with what it predicts for them, so a small cluster can check the model before a
+others (more ranks, processes or rollout workers) are compared with what it predicts for them, so a small cluster can check the model before a
 large one is rented. Then it prints a table for 1 to 1024 GPUs with as many envs on each GPU as the largest run of one process had.
 ``--example`` prints this table for a 7B policy, from estimates. ``--oft`` prints where they come from, with every assumption: samples
 per second of OpenVLA-OFT 7B with LoRA on 8 H100, from FLOPs and launches, with and without three changes.
@@ -47,8 +47,8 @@ from rlinf.preflight.validation import validate
 from rlinf.tracking import read_metrics
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
-PLACEMENTS = ("colocated", "split", "async")
-"""Trainers play too; players have GPUs of their own; they also play while trainers train."""
+PLACEMENTS = ("colocated", "disaggregated", "async")
+"""Trainers play too; rollout workers have GPUs of their own; they also play while trainers train."""
 PHASES = {"rollout": "time/rollout_s", "score": "time/logprob_s", "update": "time/update_s", "push": "time/sync_s"}
 """Name of a phase to its metric."""
 ACCEPTED = 0.15
@@ -99,7 +99,7 @@ class Machine:
     latency_s: float = 20e-6
 
     def gather_s(self, num_bytes: float, gpus: int) -> float:
-        """Return the seconds of an all-gather: each of ``gpus`` GPUs holds an equal share of ``num_bytes`` and gets the rest."""
+        """Return the seconds of an all-gather: each of ``gpus`` GPUs holds an equal fraction of ``num_bytes`` and gets the rest."""
         if gpus == 1 or not num_bytes:
             return 0.0
         inside, machines = min(gpus, self.gpus), math.ceil(gpus / self.gpus)
@@ -127,9 +127,9 @@ class Workload:
         steps: Optimiser steps.
         sample_bytes: Of the images and everything else of a sample.
         gradient_bytes: Added up over trainers in each optimiser step.
-        pushed_bytes: Of the weights that players get; 0 where the player is the trained model.
+        pushed_bytes: Of the weights that rollout workers get; 0 where the rollout worker is the trained model.
         gathered_bytes: Of sharded weights that a trainer gathers for each of its samples; 0: replicated.
-        spread: Standard deviation of the time of a GPU's rollout, in shares of its mean.
+        spread: Standard deviation of the time of a GPU's rollout, in fractions of its mean.
         gathers_samples: Every trainer holds the samples of all: what this project does not do, for comparison.
     """
 
@@ -156,7 +156,7 @@ class Iteration:
     """A predicted iteration.
 
     Attributes:
-        trainers, players: GPUs that train and that play; the same ones where colocated.
+        trainers, rollout workers: GPUs that train and that play; the same ones where colocated.
         seconds: Of the iteration.
         busy_s: Resource to the seconds for which it is busy.
         memory: Bytes of samples in the main memory of a machine.
@@ -164,7 +164,7 @@ class Iteration:
     """
 
     trainers: int
-    players: int
+    workers: int
     seconds: float
     busy_s: Mapping[str, float]
     memory: float
@@ -176,23 +176,23 @@ def slowest_of(num: int, spread: float) -> float:
     return 1 + spread * math.sqrt(2 * math.log(num))
 
 
-def predict(work: Workload, machine: Machine, placement: str, trainers: int, players: int) -> Iteration:
+def predict(work: Workload, machine: Machine, placement: str, trainers: int, workers: int) -> Iteration:
     """Predict an iteration.
 
     Args:
         work: Of all GPUs.
         machine: Each machine.
         placement: One of ``PLACEMENTS``.
-        trainers, players: GPUs of each kind; colocated: the same number, and the same GPUs.
+        trainers, rollout workers: GPUs of each kind; colocated: the same number, and the same GPUs.
     """
     colocated = placement == "colocated"
-    gpus = trainers if colocated else trainers + players
-    mine, played = work.samples / trainers, work.samples / players
+    gpus = trainers if colocated else trainers + workers
+    mine, played = work.samples / trainers, work.samples / workers
     mean_s = work.rollout.seconds(played)
     busy = {
-        "players": work.rollout.row_s * played,
+        "workers": work.rollout.row_s * played,
         "fixed part of a rollout": work.rollout.fixed_s,
-        "waiting for the slowest player": mean_s * (slowest_of(players, work.spread) - 1),
+        "waiting for the slowest rollout worker": mean_s * (slowest_of(workers, work.spread) - 1),
         "trainers": work.score.seconds(mine) + work.update.seconds(mine),
         "adding up gradients": work.steps * machine.reduce_s(work.gradient_bytes, trainers),
         "gathering sharded weights": machine.gather_s(work.gathered_bytes * mine, trainers),
@@ -204,23 +204,23 @@ def predict(work: Workload, machine: Machine, placement: str, trainers: int, pla
         busy["moving samples"] = machine.gather_s(work.samples * work.sample_bytes, trainers)
     if not colocated:
         link = machine.link_of_a_gpu(gpus)
-        busy["pushing weights"] += work.pushed_bytes * math.ceil(players / trainers) / link
+        busy["pushing weights"] += work.pushed_bytes * math.ceil(workers / trainers) / link
         busy["moving samples"] += mine * work.sample_bytes / link
-    plays = ("players", "fixed part of a rollout", "waiting for the slowest player", "moving samples")
+    plays = ("workers", "fixed part of a rollout", "waiting for the slowest rollout worker", "moving samples")
     playing_s = sum(busy[name] for name in plays)
     training_s = sum(busy[name] for name in ("trainers", "adding up gradients", "gathering sharded weights"))
     both_s = max(playing_s, training_s) if placement == "async" else playing_s + training_s
     memory = min(trainers, machine.gpus) * held * work.sample_bytes
     limit = max(busy, key=lambda name: busy[name])
-    if players > work.blocks or trainers > work.blocks:
+    if workers > work.blocks or trainers > work.blocks:
         limit = "too few blocks of envs"
     elif memory > machine.memory:
         limit = "main memory"
-    return Iteration(trainers, players, both_s + busy["pushing weights"], busy, memory, limit)
+    return Iteration(trainers, workers, both_s + busy["pushing weights"], busy, memory, limit)
 
 
 def best(work: Workload, machine: Machine, placement: str, gpus: int) -> Iteration:
-    """Predict an iteration on ``gpus`` GPUs, divided so that it takes least time; each trainer has equally many players."""
+    """Predict an iteration on ``gpus`` GPUs, divided so that it takes least time; each trainer has equally many rollout workers."""
     if placement == "colocated":
         return predict(work, machine, placement, gpus, gpus)
     if gpus < 2:
@@ -230,7 +230,7 @@ def best(work: Workload, machine: Machine, placement: str, gpus: int) -> Iterati
     return min(found, key=lambda each: (each.limit == "too few blocks of envs", each.seconds))
 
 
-def evaluation_share(evaluation_s: float, evaluators: int, every: int, iteration_s: float) -> float:
+def evaluation_fraction(evaluation_s: float, evaluators: int, every: int, iteration_s: float) -> float:
     """Return the part of a run that evaluations take.
 
     Args:
@@ -293,7 +293,7 @@ class Roofline:
     step_rows: float = 56.0
     """Rows of an optimiser step on a GPU."""
     checked: float = 1 / 64
-    """Share of the samples that the trainer scores for the parity gate, where rollouts give the old log-probabilities."""
+    """Fraction of the samples that the trainer scores for the parity gate, where rollouts give the old log-probabilities."""
 
     @property
     def forward_s(self) -> float:
@@ -336,7 +336,7 @@ def phases_of(workers: int, ranks: int, envs: int, sleep_s: float, iterations: i
             "model=mlp", plugins, "env=tabletop", "env.name=slow_tabletop", "env.cameras=[]", "env.tasks=[push]",
             f"env.sleep_s={sleep_s}", f"env.max_episode_steps={CHUNKS}", "algorithm=ppo", "algorithm.name=padded",
             f"algorithm.sleep_s={sleep_s}", "algorithm.update_epochs=1", f"rollout.num_envs={envs}",
-            f"rollout.num_chunks={CHUNKS}", f"rollout.worker_processes={workers}", f"rollout.num_lanes={'null' if workers else 1}",
+            f"rollout.num_chunks={CHUNKS}", f"rollout.worker_processes={workers}", f"rollout.pipeline_stages={'null' if workers else 1}",
             f"trainer.minibatch_size={envs * CHUNKS}", f"trainer.max_steps={iterations + 1}", "sft.max_steps=0",
             "evaluation.num_episodes=4", "evaluation.num_envs=4", "evaluation.probe=false", "evaluation.num_videos_per_task=0",
             f"cluster.num_processes={ranks}", "cluster.num_threads=1", "cluster.device=cpu", "tracking.progress=false",
@@ -359,13 +359,13 @@ def check(sleep_s: float, iterations: int) -> dict:
     errors = {}
     for kind, workers, ranks in [("one", 0, 1)] + [(kind, count if kind == "processes" else 0, count if kind == "ranks" else 1)
                                                   for kind in ("processes", "ranks") for count in (2, 4)]:  # fmt: skip
-        players = max(workers, ranks)
-        predicted = predict(work, Machine(), "colocated", ranks, players)
-        found = points[rows] if players == 1 else phases_of(workers, ranks, ENVS, sleep_s, iterations)
+        count = max(workers, ranks)
+        predicted = predict(work, Machine(), "colocated", ranks, count)
+        found = points[rows] if count == 1 else phases_of(workers, ranks, ENVS, sleep_s, iterations)
         seconds = sum(found.values())
-        errors[f"{kind} {players}"] = predicted.seconds / seconds - 1
-        print(json.dumps({"workers": kind, "count": players, "predicted_s": round(predicted.seconds, 3),
-                          "measured_s": round(seconds, 3), "error": round(errors[f"{kind} {players}"], 4),
+        errors[f"{kind} {count}"] = predicted.seconds / seconds - 1
+        print(json.dumps({"workers": kind, "count": count, "predicted_s": round(predicted.seconds, 3),
+                          "measured_s": round(seconds, 3), "error": round(errors[f"{kind} {count}"], 4),
                           "phases_s": {name: round(value, 3) for name, value in found.items()}}), flush=True)  # fmt: skip
     worst = max(map(abs, errors.values()))
     return {"name": "scaling_model", "ours": round(worst, 4), "peer": ACCEPTED, "ratio": round(ACCEPTED / worst, 2),
@@ -382,7 +382,7 @@ def table(work: Workload, machine: Machine, pushed_bytes: float) -> None:
             own = work if placement == "colocated" else replace(work, pushed_bytes=max(work.pushed_bytes, pushed_bytes))
             found = best(own.times(gpus), machine, placement, gpus)
             rate = own.samples * gpus / found.seconds
-            print(f"{gpus:>5} {placement:>10} {found.trainers:>8} {found.players:>8} {found.seconds:>9.1f} {rate:>10.0f}  "
+            print(f"{gpus:>5} {placement:>10} {found.trainers:>8} {found.workers:>8} {found.seconds:>9.1f} {rate:>10.0f}  "
                   f"{found.limit} ({found.busy_s.get(found.limit, 0) / found.seconds:.0%} of the time)")  # fmt: skip
 
 
@@ -393,10 +393,10 @@ class Recorded:
         config = read_saved_config(resolve_checkpoint(folder))
         rollout, cluster, env = config["rollout"], config["cluster"], config["env"]
         self.name, self.ranks = folder.name, cluster["num_processes"]
-        self.players = self.ranks * max(1, rollout["worker_processes"])
+        self.workers = self.ranks * max(1, rollout["worker_processes"])
         self.placement = cluster["placement"]
-        if self.placement == "split":
-            self.players = cluster["num_players"] or self.ranks
+        if self.placement == "disaggregated":
+            self.workers = cluster["num_rollout_workers"] or self.ranks
         if cluster["max_staleness"]:
             self.placement = "async"
         self.rows = rollout["num_envs"] * rollout["num_chunks"]
@@ -408,7 +408,7 @@ class Recorded:
     @property
     def of_one_process(self) -> bool:
         """Return whether one process trained and played, so that the run gives the model."""
-        return self.ranks == self.players == 1 and self.placement == "colocated"
+        return self.ranks == self.workers == 1 and self.placement == "colocated"
 
 
 def workload_of(runs: list[Recorded]) -> Workload:
@@ -425,8 +425,8 @@ def compare(runs: list[Recorded], work: Workload, machine: Machine) -> None:
     """Print what the model predicts for each run, next to what was measured."""
     for run in runs:
         own = replace(work, samples=run.rows, blocks=run.blocks, steps=run.steps)
-        predicted, seconds = predict(own, machine, run.placement, run.ranks, run.players), sum(run.phases.values())
-        line = {"run": run.name, "placement": run.placement, "ranks": run.ranks, "players": run.players,
+        predicted, seconds = predict(own, machine, run.placement, run.ranks, run.workers), sum(run.phases.values())
+        line = {"run": run.name, "placement": run.placement, "ranks": run.ranks, "workers": run.workers,
                 "predicted_s": round(predicted.seconds, 3), "measured_s": round(seconds, 3),
                 "error": round(predicted.seconds / seconds - 1, 4)}  # fmt: skip
         print(json.dumps(line))
@@ -442,7 +442,7 @@ def main() -> None:
         "--pushed-bytes",
         type=float,
         default=0.0,
-        help="of --runs with players: 2 for each trained parameter in 16 bits",
+        help="of --runs with rollout workers: 2 for each trained parameter in 16 bits",
     )
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu-link", type=float, default=400e9, help="bytes per second into a GPU within a machine")

@@ -6,8 +6,8 @@ same observations with the same policy and as many rows, and must return the sam
 the same server, where each call is filled up to as many rows. ``peer_unfilled`` is one after the other on a server with ``max_batch=1``, which
 fills nothing up: ``ratio_unfilled`` is the gain over the best that one client at a time can have.
 
-Last, prompts of ``--prompt-mib`` MiB come to a server with its usual limits, while another client goes on asking: the milliseconds from the last
-byte to the refusal (required: at most 50), the memory that the server takes in addition (at most 70 MiB), and the other client's 99th percentile
+Last, prompts of ``--prompt-mib`` MiB come to a server with its usual limits, while another client continues asking: the milliseconds from the last
+byte to the rejection (required: at most 50), the memory that the server takes in addition (at most 70 MiB), and the other client's 99th percentile
 against its usual one (at most twice). The prompt is sent as a frame from a small buffer, so that the sender takes no processor time from the server.
 
     python benchmarks/serve.py [--image-size 224] [--calls 200] [--clients 8] [--rounds 5] [--device cpu]
@@ -90,7 +90,7 @@ def served(checkpoint: Path, max_batch: int) -> Iterator[tuple[str, int]]:
 
 
 def observations(number: int, size: int) -> list[dict[str, Any]]:
-    """Return requests with pictures of noise, which no compression would make smaller."""
+    """Return requests with images of noise, which no compression would make smaller."""
     generator = np.random.default_rng(0)
     return [
         {
@@ -152,8 +152,8 @@ def memory_mib(pid: int, name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-def refusal_ms(url: str, size: int) -> float:
-    """Send a prompt of ``size`` bytes; return the milliseconds from its last byte to its refusal."""
+def rejection_ms(url: str, size: int) -> float:
+    """Send a prompt of ``size`` bytes; return the milliseconds from its last byte to its rejection."""
     with connect(url, compression=None, proxy=None) as client:
         client.recv()
         message = b"\x81\xa6prompt\xdb" + struct.pack(">I", size)
@@ -165,7 +165,7 @@ def refusal_ms(url: str, size: int) -> float:
                 client.socket.sendall(chunk)
             if not isinstance(client.recv(), str):
                 raise SystemExit("a long prompt was answered")
-        except (ConnectionClosed, OSError):  # the latter: it was refused before all of it was sent
+        except (ConnectionClosed, OSError):  # the latter: it was rejected before all of it was sent
             pass
         return 1000 * (time.perf_counter() - start)
 
@@ -175,14 +175,14 @@ def long_prompts(url: str, pid: int, args: argparse.Namespace) -> dict[str, floa
     client, request, size = PolicyClient(url, 600, 600), observations(1, args.image_size)[0], args.prompt_mib * 2**20
     usual = [milliseconds(lambda: client.ask(request))[0] for _ in range(args.calls + 5)][5:]
     before = memory_mib(pid, "VmRSS")
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(lambda: [refusal_ms(url, size) for _ in range(args.rounds)])
+        sent = pool.submit(lambda: [rejection_ms(url, size) for _ in range(args.rounds)])
         beside = []
         while not sent.done() or len(beside) < args.calls:
             beside.append(milliseconds(lambda: client.ask(request))[0])
         client.close()
-        found = {"refused_ms": max(sent.result()), "limit_ms": 50, "memory_mib": memory_mib(pid, "VmHWM") - before}
+        found = {"rejected_ms": max(sent.result()), "limit_ms": 50, "memory_mib": memory_mib(pid, "VmHWM") - before}
     p99 = [float(np.percentile(each, 99)) for each in (beside, usual)]
     return found | {"limit_mib": 70, "p99_ms": p99[0], "usual_p99_ms": p99[1], "ratio": p99[0] / p99[1], "limit": 2}
 

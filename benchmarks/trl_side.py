@@ -84,7 +84,7 @@ def serve(make_answer: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]
 
 
 def distinct_words(text: str) -> float:
-    """Return the share of the words of a text that differ: a reward."""
+    """Return the fraction of the words of a text that differ: a reward."""
     words = text.split()
     return len(set(words)) / max(1, len(words))
 

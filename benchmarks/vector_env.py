@@ -1,7 +1,7 @@
 """Our vector env against gymnasium's synchronous and asynchronous vector envs, on the same scene, in one run.
 
 Every side steps the tabletop task "reach" with random actions, resets where an episode ends (in the same step), and
-renders a 64 px picture of every env at every step. The peers get single envs that call the simulator directly, each
+renders a 64 px image of every env at every step. The peers get single envs that call the simulator directly, each
 with its own ``mujoco.Renderer`` and the same fast settings (no shadows, reflections, sky, antialiasing). Rounds of the
 sides alternate; the best round of each counts. The last line is one JSON object.
 """
@@ -44,7 +44,7 @@ class SingleTabletop(gymnasium.Env):
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.observation_space = gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
 
-    def _picture(self) -> np.ndarray:
+    def _image(self) -> np.ndarray:
         self._renderer.update_scene(self._simulator.states[0], camera="front")
         for flag in self._slow_flags:
             self._renderer.scene.flags[flag] = 0
@@ -60,7 +60,7 @@ class SingleTabletop(gymnasium.Env):
         self._simulator.place(0, layout.pusher, TASK.height, layout.blocks, layout.zones)
         self._goal, self._num_steps = layout.first, 0
         self._to_go = self._distance()
-        return self._picture(), {}
+        return self._image(), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         self._simulator.step(FIRST, action[None])
@@ -68,7 +68,7 @@ class SingleTabletop(gymnasium.Env):
         self._num_steps += 1
         success = self._to_go < 0.045
         late = not success and self._num_steps >= TASK.horizon
-        return self._picture(), REWARD_PER_METRE * (before - self._to_go) + success, success, late, {}
+        return self._image(), REWARD_PER_METRE * (before - self._to_go) + success, success, late, {}
 
     def close(self) -> None:
         self._renderer.close()

@@ -45,7 +45,7 @@ CLONE = ("sft.max_steps=200", "sft.num_demonstrations=150", "sft.learning_rate=1
 SFT = ("experiment=tabletop_ppo_mlp", "trainer.max_steps=0", *CLONE)
 CLONED_PPO = (*PPO, *CLONE, "trainer.learning_rate=5e-4")
 HEAD = (
-    *MLP, "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=16", "rollout.num_chunks=16", "algorithm.warmup_env_steps=256", *CLONE,
+    *MLP, "algorithm=sac", "env.reward_mode=sparse", "rollout.num_envs=16", "rollout.num_chunks=16", "algorithm.learning_starts=256", *CLONE,
     "sft.expert.aim_offset_m=[0.07,0.0]", "trainer.max_steps=9", "trainer.eval_every=4",
 )  # fmt: skip
 
@@ -99,9 +99,9 @@ FAULTS = (
     *fault("cloning diverges", ("sft.learning_rate",), SFT, "sft.learning_rate=1.0"),
     *fault("cloning stands still", ("sft.learning_rate",), SFT, "sft.learning_rate=1e-8"),
     *fault("wrong aim", ("imitation_ceiling", "trainer.max_steps"), SFT, "sft.expert.aim_offset_m=[0.07,0.0]"),
-    *fault("head", ("algorithm.learning_rate",), HEAD, "algorithm=td3", "algorithm.learning_rate=0.3", "algorithm.gamma=1.0",
+    *fault("actor", ("algorithm.learning_rate",), HEAD, "algorithm=td3", "algorithm.learning_rate=0.3", "algorithm.gamma=1.0",
           "algorithm.num_critics=1", "algorithm.num_target_critics=1", "algorithm.tau=1.0"),
-    *fault("small head", ("algorithm.head.scale",), HEAD, "algorithm=td3", "algorithm.head.scale=0.05"),
+    *fault("small actor", ("algorithm.actor.scale",), HEAD, "algorithm=td3", "algorithm.actor.scale=0.05"),
 )  # fmt: skip
 
 HEALTHY = (
@@ -109,12 +109,12 @@ HEALTHY = (
     *(Case(f"grpo seed {seed}", (*GROUPS, f"seed={seed}"), chose=seed == 0) for seed in range(4)),
     *(Case(f"clone seed {seed}", (*SFT, f"seed={seed}"), chose=seed == 0) for seed in range(4)),
     *(Case(f"clone, ppo seed {seed}", (*CLONED_PPO, "sft.max_steps=50", f"seed={seed}"), chose=seed == 0) for seed in range(4)),
-    *(Case(f"head seed {seed}", (*HEAD, f"seed={seed}"), chose=seed == 0) for seed in range(3)),
+    *(Case(f"actor seed {seed}", (*HEAD, f"seed={seed}"), chose=seed == 0) for seed in range(3)),
 )  # fmt: skip
 
 
 def run(case: Case, folder: Path) -> float:
-    """Run a case into ``folder``; returns its seconds. A run that the framework refuses is left as it is: what it wrote is read."""
+    """Run a case into ``folder``; returns its seconds. A run that the framework rejects is left as it is: what it wrote is read."""
     shutil.rmtree(folder, ignore_errors=True)
     start = time.monotonic()
     status = rlinf.cli.main(["train", *case.words, *SMALL, f"output_dir={folder}"])

@@ -47,7 +47,7 @@ from rlinf.options import override_text, plain_container, public_fields, to_mapp
 from rlinf.policy import Policy
 from rlinf.report.compare_folders import compare_folders
 from rlinf.run_folder import POLICY_FILE
-from rlinf.types import Acts, Observation
+from rlinf.types import Observation, SupportsAct
 
 if (other := other_project()) is not None:
     warnings.warn(other, stacklevel=2)
@@ -139,20 +139,20 @@ def train(
         sft_only: Only clone behaviour, as ``rlinf sft`` does.
 
     Raises:
-        RLinfError: The configuration is refused before anything starts, or training failed in a way that you can fix.
+        RLinfError: The configuration is rejected before anything starts, or training failed in a way that you can fix.
         KeyboardInterrupt: A signal stopped training; a checkpoint was saved.
     """
     _check_overrides(overrides, "train")
     own = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
     try:
         (folder,) = run_training([*own, *overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
-    except SystemExit as stop:  # a notebook goes on
+    except SystemExit as stop:  # a notebook continues
         raise KeyboardInterrupt("training was stopped by a signal; all training so far is saved") from stop
     return folder
 
 
 def evaluate(
-    policy: str | os.PathLike | Policy | Acts | Callable[[Observation], Any],
+    policy: str | os.PathLike | Policy | SupportsAct | Callable[[Observation], Any],
     env: str | EnvConfig | None = None,
     *,
     episodes: int | None = None,
@@ -190,7 +190,7 @@ def evaluate(
 
 
 def audit(
-    policy: str | os.PathLike | Policy | Acts | Callable[[Observation], Any],
+    policy: str | os.PathLike | Policy | SupportsAct | Callable[[Observation], Any],
     env: str | EnvConfig | None = None,
     *,
     episodes: int = auditing.NUM_EPISODES,
@@ -265,7 +265,7 @@ def _of_folder(
 
 @contextmanager
 def _opened_object(
-    policy: Policy | Acts | Callable[[Observation], Any],
+    policy: Policy | SupportsAct | Callable[[Observation], Any],
     env: str | EnvConfig | None,
     overrides: Sequence[str],
     function: str,
@@ -280,8 +280,8 @@ def _opened_object(
     for key in _typed_values(overrides):
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
             found = f"{function} got the override '{key}', which has no effect on an object"
-            cure = "Pass other overrides to load_policy, or evaluate the folder"
-            raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {cure}")
+            fix = "Pass other overrides to load_policy, or evaluate the folder"
+            raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {fix}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = 1 if remembers(policy) else min(settings.num_envs, settings.num_episodes or settings.num_envs)
@@ -305,9 +305,9 @@ def run_config(
     ``settings`` are keys of the env, applied last; ``config_dir`` is a folder of the user's own groups.
     """
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
-        cure = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
+        fix = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
         raise ConfigError(
-            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. {cure}"
+            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. {fix}"
         )
     is_named = isinstance(env, str)
     chosen = [f"env={env}", *overrides] if is_named else list(overrides)

@@ -1,6 +1,6 @@
 """Errors that a user can cause, and suggestions for misspelt names.
 
-Every message states the actual value, the requirement, and the cure.
+Every message states the actual value, the requirement, and the fix.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 class RLinfError(Exception):
     """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
 
-    ``cure`` holds arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
-    ``rlinf.options.cured_by_settings`` turns them into the override to set.
+    ``fix`` holds arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
+    ``rlinf.options.fixed_by_settings`` turns them into the override to set.
     """
 
-    def __init__(self, message: str = "", **cure: Any) -> None:
+    def __init__(self, message: str = "", **fix: Any) -> None:
         super().__init__(message)
-        self.cure = cure
+        self.fix = fix
 
     def __str__(self) -> str:
-        values = {name: value if str(value).startswith("<") else repr(value) for name, value in self.cure.items()}
-        cure = " or ".join(f"{name}={value}" for name, value in values.items())
-        return f"{self.args[0]} Pass {cure}" if cure else self.args[0]
+        values = {name: value if str(value).startswith("<") else repr(value) for name, value in self.fix.items()}
+        fix = " or ".join(f"{name}={value}" for name, value in values.items())
+        return f"{self.args[0]} Pass {fix}" if fix else self.args[0]
 
     def __reduce__(self) -> tuple:
         return _with_message, (type(self), self.args[0] if self.args else "", self.__dict__)
@@ -33,7 +33,7 @@ class RLinfError(Exception):
     def finished(self, message: str) -> RLinfError:
         """Return an error of this class whose whole text is ``message``."""
         kept = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
-        return _with_message(type(self), message, {**kept, "cure": {}})
+        return _with_message(type(self), message, {**kept, "fix": {}})
 
 
 def _with_message(cls: type[RLinfError], message: str, attributes: dict[str, Any]) -> RLinfError:
@@ -47,8 +47,8 @@ class ConfigError(RLinfError, ValueError):
     """A configuration value is unknown, out of range or contradicts another one."""
 
 
-class RefusedInputError(ConfigError):
-    """A policy refuses an observation, or does not answer with actions; it may take other observations."""
+class RejectedInputError(ConfigError):
+    """A policy rejects an observation, or does not answer with actions; it may take other observations."""
 
 
 class MissingDependencyError(RLinfError, ImportError):
@@ -68,11 +68,11 @@ class SimulatorError(RLinfError):
 
 
 class PolicyServerError(RLinfError):
-    """A policy that acts elsewhere does not answer, answers what does not fit, or refuses what it is asked."""
+    """A policy that acts elsewhere does not answer, answers what does not fit, or rejects what it is asked."""
 
 
-class RefusedRequestError(PolicyServerError):
-    """A policy server is there and refuses one request; it may take another one."""
+class RejectedRequestError(PolicyServerError):
+    """A policy server is there and rejects one request; it may take another one."""
 
 
 class ManifestMismatchError(CheckpointError):

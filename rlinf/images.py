@@ -29,7 +29,7 @@ def open_image(image: Any, folder: Path = Path(), name: str = "") -> Image.Image
     Args:
         image: A PIL image, pixels uint8 ``[H, W]`` or ``[H, W, 1, 3 or 4]``, a path, a ``data:`` URI, the bytes of a file, or a
             mapping with ``bytes`` and ``path``.
-        folder: Where a relative path begins.
+        folder: Where a relative path starts.
         name: For messages; empty: the path.
     """
     if isinstance(image, (Image.Image, np.ndarray)):

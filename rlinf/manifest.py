@@ -2,7 +2,7 @@
 
 A policy given images of another size, actions scaled by other statistics or another simulator version still runs, only
 worse. Every checkpoint therefore holds a ``manifest.json``. Loading it for evaluation compares these conditions with the
-present ones and refuses a difference that changes results, unless the user names the field.
+present ones and rejects a difference that changes results, unless the user names the field.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BASE_FIELD = "lora.base_sha256"
 
 WORLD_FIELDS = ("env", "simulators", "renderer", "questions")
 """Sections that change what a policy sees, what its actions do or how success is counted. A field that only one side has
-is reported, not refused: a setting of a later version, a task that was not played, an unused renderer."""
+is reported, not rejected: a setting of a later version, a task that was not played, an unused renderer."""
 
 MUST_MATCH_MINOR = ("transformers",)
 """Libraries whose major and minor version and origin must match, because earlier releases have changed numbers."""
@@ -45,7 +45,7 @@ ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_
 
 
 def other_project() -> str | None:
-    """Return a message with the cure if the installed package ``rlinf`` is another project of that name, else None."""
+    """Return a message with the fix if the installed package ``rlinf`` is another project of that name, else None."""
     try:
         found = distribution("rlinf")
     except PackageNotFoundError:
@@ -162,7 +162,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A field that differs; the difference is refused if ``must_match``."""
+    """A field that differs; the difference is rejected if ``must_match``."""
 
     field: str
     saved: Any
@@ -189,9 +189,9 @@ def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
 
 
 def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()) -> list[Mismatch]:
-    """Return the differences of the present conditions from the checkpoint's, unless one is refused.
+    """Return the differences of the present conditions from the checkpoint's, unless one is rejected.
 
-    Of the fields in ``allow_mismatch``, which may differ, ``env`` stands for all that begin with ``env.``.
+    Of the fields in ``allow_mismatch``, which may differ, ``env`` stands for all that start with ``env.``.
 
     Raises:
         ManifestMismatchError: Fields that must match differ.
@@ -199,7 +199,7 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
     """
     check_allowed(allow_mismatch, saved, present)
     sentence = "The checkpoint was made under conditions that differ from the present ones"
-    return refuse_mismatches(compare(saved, present), allow_mismatch, sentence)
+    return reject_mismatches(compare(saved, present), allow_mismatch, sentence)
 
 
 def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
@@ -212,13 +212,13 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
             raise ConfigError(f"evaluation.allow_mismatch names '{name}', which no manifest has.{hint}")
 
 
-def refuse_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
+def reject_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
     """Return ``mismatches``, or raise ManifestMismatchError with those that must match and are not in ``allow_mismatch``."""
     prefixes = tuple(f"{name}." for name in allow_mismatch)
-    refused = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]
-    if refused:
-        lines = "\n".join(f"  {mismatch}" for mismatch in refused)
-        names = ",".join([*allow_mismatch, *(mismatch.field for mismatch in refused)])
+    rejected = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]
+    if rejected:
+        lines = "\n".join(f"  {mismatch}" for mismatch in rejected)
+        names = ",".join([*allow_mismatch, *(mismatch.field for mismatch in rejected)])
         raise ManifestMismatchError(
             f"{sentence}:\n{lines}\nRestore them, or accept the differences with 'evaluation.allow_mismatch=[{names}]'."
         )
@@ -240,13 +240,13 @@ def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
 
 def verify_files(folder: str | Path, manifest: Manifest) -> None:
     """Raise CheckpointError if a file of the manifest is missing or changed, or if the manifest lists none."""
-    cure = "Use another checkpoint, or copy it again."
+    fix = "Use another checkpoint, or copy it again."
     if not manifest.files:
-        raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {cure}")
+        raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {fix}")
     if changed := changed_files(folder, manifest):
         raise CheckpointError(
             f"{folder} is damaged or was edited: {len(changed)} of {len(manifest.files)} files differ from its "
-            f"{MANIFEST_FILE} or are missing ({', '.join(changed[:5])}). {cure}"
+            f"{MANIFEST_FILE} or are missing ({', '.join(changed[:5])}). {fix}"
         )
 
 

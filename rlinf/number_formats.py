@@ -29,12 +29,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_interval(low: float, high: float, between: str = " to ") -> str:
-    """Format an interval of shares: ``12.5% to 25.0%``."""
+    """Format an interval of fractions: ``12.5% to 25.0%``."""
     return f"{low:.1%}{between}{high:.1%}"
 
 
 def format_points(*differences: float) -> str:
-    """Format a difference of shares, or the ends of its interval, in percentage points: ``+12.5``, ``-1.0 to +2.5``."""
+    """Format a difference of fractions, or the ends of its interval, in percentage points: ``+12.5``, ``-1.0 to +2.5``."""
     return " to ".join(f"{100 * difference:+.1f}" for difference in differences)
 
 

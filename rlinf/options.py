@@ -141,7 +141,7 @@ def type_name(hint: Any) -> str:
 
 
 @contextmanager
-def cured_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
+def fixed_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
     """Have library errors that are raised inside name the override to set instead of the argument to pass.
 
     ``section`` holds the settings; ``renamed`` maps arguments to settings where their names differ, or to None where there is none.
@@ -149,10 +149,10 @@ def cured_by_settings(section: str, **renamed: str | None) -> Iterator[None]:
     try:
         yield
     except RLinfError as error:
-        named = ((renamed.get(name, name), value) for name, value in error.cure.items())
+        named = ((renamed.get(name, name), value) for name, value in error.fix.items())
         overrides = [f"{section}.{name}={override_text(value)}" for name, value in named if name is not None]
         if overrides:
-            error.args, error.cure = (f"{error.args[0]} Set {' or '.join(overrides)}",), {}
+            error.args, error.fix = (f"{error.args[0]} Set {' or '.join(overrides)}",), {}
         raise
 
 

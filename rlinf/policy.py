@@ -1,4 +1,4 @@
-"""A loaded policy that acts on one observation or a batch, and refuses observations that do not fit it."""
+"""A loaded policy that acts on one observation or a batch, and rejects observations that do not fit it."""
 
 from __future__ import annotations
 
@@ -103,8 +103,10 @@ class Policy:
             required = f"an rlinf.Observation, or a mapping with the keys {', '.join(FIELDS)}"
             raise ConfigError(f"act got a {type(observation).__name__}; required: {required}")
         if not isinstance(observation.images, Mapping):
-            found = f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 pictures"
-            raise ConfigError(f"{found}. Pass {{'images': {{'{(self.cameras or ['front'])[0]}': picture}}}}")
+            found = (
+                f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 images"
+            )
+            raise ConfigError(f"{found}. Pass {{'images': {{'{(self.cameras or ['front'])[0]}': image}}}}")
         sentences, is_single = _sentences(observation.instruction)
         cameras = list(observation.images) if self.cameras is None else self.cameras
         missing = [name for name in cameras if name not in observation.images]
@@ -118,8 +120,8 @@ class Policy:
     def _image(self, name: str, image: Any, num_rows: int, is_single: bool) -> np.ndarray:
         image = np.asarray(image)
         if image.dtype != np.uint8:
-            cure = "Pictures of 0 to 1: (255 * image).astype('uint8')"
-            raise ConfigError(f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. {cure}")
+            fix = "Images of 0 to 1: (255 * image).astype('uint8')"
+            raise ConfigError(f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. {fix}")
         size = self._image_size
         row = ("H", "W", 3) if size is None else (size, size, 3)
         return _rows_of_shape(f"images['{name}']", image, row, num_rows, is_single)

@@ -175,10 +175,10 @@ class EpisodeResult:
     """One finished episode.
 
     Attributes:
-        actions_clipped_fraction: Share of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
+        actions_clipped_fraction: Fraction of the numbers of its actions that lay outside the bounds and were cut; None: not recorded.
         actions_max_abs: Largest magnitude of these numbers before the cut; None: not recorded.
         states_far_fraction: Fraction of its states in which a number lay far beyond the policy's statistics; None: nothing to compare.
-        success_told: The env said at some step whether the goal is reached.
+        success_reported: The env said at some step whether the goal is reached.
         true_success: The simulator said at some step that it is, where a classifier or planted errors decide on ``success``; None:
             the simulator decides, or does not tell.
     """
@@ -190,7 +190,7 @@ class EpisodeResult:
     num_env_steps: int
     actions_clipped_fraction: float | None = None
     actions_max_abs: float | None = None
-    success_told: bool = False
+    success_reported: bool = False
     true_success: bool | None = None
     states_far_fraction: float | None = None
 
@@ -227,7 +227,7 @@ class ChunkStep:
     lost_env_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-class Acts(Protocol):
+class SupportsAct(Protocol):
     """Anything with ``act``."""
 
     def act(self, observation: Observation) -> np.ndarray:

@@ -42,7 +42,7 @@ def worked_answer(first: int, second: int, carry_wrong: bool = False) -> str:
     return f"{first % 10}+{second % 10}={ones} {first // 10}+{second // 10}{carried}={tens} #### {total}"
 
 
-def make_rows(num_train: int, num_test: int, wrong_share: float, seed: int) -> tuple[list[dict], list[dict]]:
+def make_rows(num_train: int, num_test: int, wrong_fraction: float, seed: int) -> tuple[list[dict], list[dict]]:
     """Return the rows of training and test; no pair of numbers is in both."""
     generator = random.Random(seed)
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
@@ -51,7 +51,7 @@ def make_rows(num_train: int, num_test: int, wrong_share: float, seed: int) -> t
     generator.shuffle(pairs)
     rows = []
     for number, (first, second) in enumerate(pairs[: num_test + num_train]):
-        is_wrong = number >= num_test and generator.random() < wrong_share
+        is_wrong = number >= num_test and generator.random() < wrong_fraction
         question, demonstration = f"What is {first} + {second}?", worked_answer(first, second, is_wrong)
         prompt = [{"role": "user", "content": question}]
         rows.append({
@@ -120,7 +120,7 @@ def make(
     folder: str | Path,
     num_train: int = 4000,
     num_test: int = 300,
-    wrong_share: float = 0.5,
+    wrong_fraction: float = 0.5,
     seed: int = 0,
     hidden_size: int = 192,
     num_layers: int = 4,
@@ -128,7 +128,7 @@ def make(
     """Write data and model into ``folder``, and return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    train, test = make_rows(num_train, num_test, wrong_share, seed)
+    train, test = make_rows(num_train, num_test, wrong_fraction, seed)
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "test.jsonl", test)
     texts = [message["content"] for row in train for message in row["messages"]]
@@ -144,9 +144,11 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--train", type=int, default=4000, help="rows of train.jsonl")
     parser.add_argument("--test", type=int, default=300, help="rows of test.jsonl")
-    parser.add_argument("--wrong-share", type=float, default=0.5, help="share of the training rows that carry wrongly")
+    parser.add_argument(
+        "--wrong-share", type=float, default=0.5, help="fraction of the training rows that carry wrongly"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=192, help="a multiple of 32")
     parser.add_argument("--num-layers", type=int, default=4)
     given = parser.parse_args()
-    make(given.folder, given.train, given.test, given.wrong_share, given.seed, given.hidden_size, given.num_layers)
+    make(given.folder, given.train, given.test, given.wrong_fraction, given.seed, given.hidden_size, given.num_layers)

@@ -2,7 +2,7 @@
 
 Random weights; features and statistics are the dataset's, a LeRobotDataset v3. Fields are lerobot's: ``dim_model=64 chunk_size=8``.
 ``state_width=6`` is not: the first 6 numbers of the state are then ``observation.state``, and the others ``observation.environment_state``,
-without which ACT and Diffusion refuse a dataset without pictures.
+without which ACT and Diffusion reject a dataset without images.
 Runs in a Python that has lerobot (``bash scripts/setup.sh --lerobot``). `rlinf sft` then trains it.
 """
 

@@ -1,12 +1,12 @@
-"""Writes questions about drawn pictures and a tiny vision-language model from scratch, to try recipes on a laptop.
+"""Writes questions about drawn images and a tiny vision-language model from scratch, to try recipes on a laptop.
 
     python scripts/make_shapes_vqa.py shapes
     rlinf launch --config shapes_sft
     rlinf launch --config shapes_grpo policy.model_name_or_path=<folder of the run>/safetensors/final
 
-Each picture shows a shape in a corner; the question asks for its colour, or for its corner. Half of the training rows give the next name
+Each image shows a shape in a corner; the question asks for its colour, or for its corner. Half of the training rows give the next name
 of the list: the colour after the right one, or the next corner clockwise. A model that clones them is right about half of the time, and a
-reward for the right answer teaches it which of the two to choose. The rows of test.jsonl have pictures of their own, all answered correctly.
+reward for the right answer teaches it which of the two to choose. The rows of test.jsonl have images of their own, all answered correctly.
 
 The folder holds `images`, `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, images) and `model`, a LLaVA that
 transformers can load.
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def draw(colour: str, shape: str, corner: str, generator: random.Random) -> Image.Image:
-    """Return a picture of one shape, somewhere in one corner of a dark background."""
+    """Return an image of one shape, somewhere in one corner of a dark background."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), tuple(generator.randint(0, 30) for _ in range(3)))
     size, half = generator.randint(9, 13), IMAGE_SIZE // 2
     left, top = (
@@ -71,8 +71,8 @@ def confused(answer: str, names: tuple[str, ...]) -> str:
     return names[(names.index(answer) + 1) % len(names)]
 
 
-def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: int) -> list[dict]:
-    """Draw pictures into ``folder/images``, and return a row for each."""
+def make_rows(folder: Path, split: str, count: int, wrong_fraction: float, seed: int) -> list[dict]:
+    """Draw images into ``folder/images``, and return a row for each."""
     generator = random.Random(f"{seed} {split}")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -82,7 +82,7 @@ def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: in
         name = f"images/{split}_{number:05d}.png"
         draw(colour, shape, corner, generator).save(folder / name)
         answer, names = (colour, tuple(COLOURS)) if kind == "colour" else (corner, CORNERS)
-        shown = confused(answer, names) if generator.random() < wrong_share else answer
+        shown = confused(answer, names) if generator.random() < wrong_fraction else answer
         prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTIONS[kind]}]}]
         reply = {"role": "assistant", "content": [{"type": "text", "text": shown}]}
         rows.append(
@@ -125,7 +125,7 @@ def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> in
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
     for parameter in model.parameters():
-        if parameter.ndim > 1:  # transformers' own start is for weights that are read: pictures would hardly matter
+        if parameter.ndim > 1:  # transformers' own start is for weights that are read: images would hardly matter
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
@@ -136,14 +136,14 @@ def make(
     folder: str | Path,
     num_train: int = 4000,
     num_test: int = 300,
-    wrong_share: float = 0.5,
+    wrong_fraction: float = 0.5,
     seed: int = 0,
     hidden_size: int = 64,
     num_layers: int = 2,
 ) -> Path:
-    """Write pictures, questions and model into ``folder``, and return it."""
+    """Write images, questions and model into ``folder``, and return it."""
     folder = Path(folder)
-    for split, count, share in (("train", num_train, wrong_share), ("test", num_test, 0.0)):
+    for split, count, share in (("train", num_train, wrong_fraction), ("test", num_test, 0.0)):
         write_rows(folder / f"{split}.jsonl", make_rows(folder, split, count, share, seed))
     num_parameters = make_model(folder / "model", seed, hidden_size, num_layers)
     print(
@@ -161,10 +161,10 @@ if __name__ == "__main__":
         "--wrong-share",
         type=float,
         default=0.5,
-        help="share of the training rows that name the next colour or corner",
+        help="fraction of the training rows that name the next colour or corner",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32")
     parser.add_argument("--num-layers", type=int, default=2)
     given = parser.parse_args()
-    make(given.folder, given.train, given.test, given.wrong_share, given.seed, given.hidden_size, given.num_layers)
+    make(given.folder, given.train, given.test, given.wrong_fraction, given.seed, given.hidden_size, given.num_layers)

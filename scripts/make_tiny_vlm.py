@@ -174,7 +174,7 @@ def make_tiny_vlm(family: str, folder: str | Path, seed: int = 0) -> Path:
     with no_progress_bars():
         vlm.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
-    if "videos" in facts:  # AutoProcessor refuses the folder without it
+    if "videos" in facts:  # AutoProcessor rejects the folder without it
         path = folder / "processor_config.json"
         parts = json.loads(path.read_text(encoding="utf-8")) | {"video_processor": facts["videos"]}
         path.write_text(json.dumps(parts, indent=2), encoding="utf-8")

@@ -121,9 +121,9 @@ TESTS = {
     "rlinf/offpolicy/learner.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/sac.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/offpolicy/td3.py": ["tests/numerics/test_offpolicy_losses.py"],
-    "rlinf/models/heads/base.py": ["tests/numerics/test_offpolicy_losses.py"],
-    "rlinf/models/heads/critic.py": ["tests/numerics/test_offpolicy_losses.py"],
-    "rlinf/models/heads/kinds.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/actors/base.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/actors/critic.py": ["tests/numerics/test_offpolicy_losses.py"],
+    "rlinf/models/actors/kinds.py": ["tests/numerics/test_offpolicy_losses.py"],
     "rlinf/optim/master_adamw.py": ["tests/unit/test_train_step.py"],
     "rlinf/optim/train_step.py": ["tests/unit/test_train_step.py", CLIPPED],
     "rlinf/distributed/parallel.py": [
@@ -140,7 +140,7 @@ TESTS = {
         "tests/integration/test_uneven_ranks.py::test_ranks_clone_until_the_time_of_all_is_over",
         "tests/integration/test_training.py::test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal",
     ],
-    "rlinf/offpolicy/head_trainer.py": TWO_PLAY,
+    "rlinf/offpolicy/trainer.py": TWO_PLAY,
     "rlinf/offpolicy/corrections.py": TWO_PLAY,
     "rlinf/models/embodiment/mlp_action_model.py": _cloning("mlp"),
     "rlinf/models/embodiment/token_action_model.py": _cloning("openvla"),
@@ -538,7 +538,7 @@ def main() -> int:
     )
     parser.add_argument("--sample", type=int, help="a random choice of this many mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice")
-    parser.add_argument("--minimum", type=float, default=0.95, help="share of the mutants that must die")
+    parser.add_argument("--minimum", type=float, default=0.95, help="fraction of the mutants that must die")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     arguments = parser.parse_args()
     mutants = [mutant for path in arguments.file or TESTS for mutant in mutants_of(path)]

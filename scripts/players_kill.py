@@ -1,11 +1,11 @@
-"""Kills players of a run at random moments, and compares the run with one that was left alone.
+"""Kills rollout workers of a run at random moments, and compares the run with one that was left alone.
 
-A small policy is trained with rollouts and evaluations that two players play. A player chosen at random gets SIGKILL, ``--kills`` times
+A small policy is trained with rollouts and evaluations that two rollout workers play. A rollout worker chosen at random gets SIGKILL, ``--kills`` times
 over the whole run: while it is built, takes weights, plays, evaluates or waits. In the end the metrics of each iteration and the
 weights must be those of the undisturbed run bit for bit, each block of each iteration must have been trained on once, and no process
 and no shared memory of the run may be left.
 
-    python scripts/players_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
+    python scripts/rollout_workers_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
 
 The last line is one JSON object; the exit status is 1 where a number differs or something is left.
 """
@@ -36,12 +36,12 @@ OVERRIDES = [
     "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=256", "env.max_episode_steps=256",
     "trainer.minibatch_size=256", "model.micro_batch_size=256", "trainer.eval_every=5", "sft.max_steps=0", "evaluation.num_episodes=6",
     "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
-    "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray", "cluster.placement=split", "cluster.num_players=2",
+    "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2",
 ]  # fmt: skip
-MARK = "RLINF_PLAYERS_KILL"
+MARK = "RLINF_ROLLOUT_WORKERS_KILL"
 """Variable of the environment by which the processes of a run are known."""
 SHORTEST_S, LONGEST_S = 0.005, 4.0
-"""Bounds of the time before a kill; the logarithm is uniform. A new player takes some seconds until it plays."""
+"""Bounds of the time before a kill; the logarithm is uniform. A new rollout worker takes some seconds until it plays."""
 LEFT_S = 60.0
 """Seconds that the processes of a run have to end after it."""
 
@@ -108,7 +108,7 @@ class RunWithKills:
         words: Its overrides.
 
     Attributes:
-        killed: How many players were killed, by what they did.
+        killed: How many rollout workers were killed, by what they did.
         left: Processes and files of shared memory that outlived the run.
         status: Of the process.
         seconds: That the run took.
@@ -123,7 +123,7 @@ class RunWithKills:
         self._shared: set[str] = set()
 
     def run(self, kills: int, iterations: int, draws: random.Random) -> None:
-        """Run to the end, and kill players meanwhile."""
+        """Run to the end, and kill rollout workers meanwhile."""
         self.folder.mkdir(parents=True)
         start = time.monotonic()
         command = [sys.executable, __file__, "--run", f"--kills={kills}", *self.words]
@@ -151,17 +151,17 @@ class RunWithKills:
     def _kill(self, draws: random.Random) -> None:
         processes = processes_of(self.mark)
         self._shared |= shared_memory_of(list(processes))
-        players = {pid: title for pid, title in processes.items() if title.startswith("ray::PlayerActor")}
-        if not players:
+        workers = {pid: title for pid, title in processes.items() if title.startswith("ray::RolloutWorkerActor")}
+        if not workers:
             return
-        pid = draws.choice(sorted(players))
+        pid = draws.choice(sorted(workers))
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return
-        self.killed[players[pid].removeprefix("ray::PlayerActor").strip(".:") or "idle"] += 1
+        self.killed[workers[pid].removeprefix("ray::RolloutWorkerActor").strip(".:") or "idle"] += 1
         with open(self.folder / "killed", "a", encoding="utf-8") as file:
-            print(players[pid], file=file)
+            print(workers[pid], file=file)
 
     def trained(self) -> list[list]:
         """Return for each iteration its number, the blocks that were trained on, and what tells their rollouts apart."""
@@ -210,7 +210,7 @@ def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations
     }
     log = disturbed.folder.with_suffix(".log").read_text()
     return {
-        "name": "players_kill",
+        "name": "rollout_workers_kill",
         "kills": disturbed.killed.total(),
         "during": dict(disturbed.killed),
         "replaced": log.count("Another one takes its place"),

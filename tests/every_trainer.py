@@ -1,4 +1,4 @@
-"""A small run of each trainer: behaviour cloning, policy gradients, heads on a frozen policy, recipes."""
+"""A small run of each trainer: behaviour cloning, policy gradients, actors on a frozen policy, recipes."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ SMALL = [
     "trainer.adam_eps=1e-3",  # a step is then a smooth function of the gradient, also of one near 0
 ]  # fmt: skip
 HEAD = [
-    "rollout.num_envs=4", "rollout.num_chunks=10", "algorithm.warmup_env_steps=30", "algorithm.batch_size=16",
-    "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
+    "rollout.num_envs=4", "rollout.num_chunks=10", "algorithm.learning_starts=30", "algorithm.batch_size=16",
+    "algorithm.replay_capacity=100", "algorithm.actor.hidden_size=16",
 ]  # fmt: skip
 CLONING = ["sft.num_demonstrations=8", "sft.batch_size=15"]
 ACTIONS = {
@@ -36,15 +36,15 @@ ACTIONS = {
     "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
     "rloo": ["algorithm=rloo", "rollout.group_size=4", "algorithm.kl_coef=0.1"],
     "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
-    "sac": ["algorithm=sac", *HEAD, "algorithm.head.name=edit"],
-    "td3": ["algorithm=td3", *HEAD, "algorithm.head.name=chunk"],
+    "sac": ["algorithm=sac", *HEAD, "algorithm.actor.name=expo"],
+    "td3": ["algorithm=td3", *HEAD, "algorithm.actor.name=rlt"],
 }
 """Trainers of action policies, with the words that choose them."""
 RECIPES = ("recipe sft", "recipe grpo", "recipe dpo")
 
 
 def digits(completion, reference, **row):
-    """Share of digits: a reward that random answers differ in."""
+    """Fraction of digits: a reward that random answers differ in."""
     return sum(letter.isdigit() for letter in completion) / 5
 
 
@@ -83,7 +83,7 @@ def start(
     Args:
         model: Folder of a language model, for recipes.
         more: Further words for action policies.
-        resumes: Go on from the newest checkpoint there.
+        resumes: Continue from the newest checkpoint there.
     """
     if name in RECIPES:
         launch(_run_recipe, recipe(name, folder, steps, model, seed=seed, resume=resumes), ranks, "cpu")

@@ -29,7 +29,7 @@ PRELOADED = [
     "rlinf.models.embodiment.mlp_action_model",
     "pytest",
     "hypothesis",
-    "rlinf.cluster.player",
+    "rlinf.cluster.rollout_worker",
 ]
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """A process that is spawned ignores those of them that its parent ignores."""

@@ -60,7 +60,7 @@ TINY = {
 
 
 def features(cameras: tuple[str, ...] = ("front",)) -> tuple[dict, dict]:
-    """Return input and output features: pictures, a state and an action."""
+    """Return input and output features: images, a state and an action."""
     from lerobot.configs.types import FeatureType, PolicyFeature
 
     inputs = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, SIZE, SIZE)) for name in cameras}
@@ -77,8 +77,8 @@ def statistics(cameras: tuple[str, ...]) -> dict:
         names = {"mean": mean, "std": std, "min": mean - 2 * std, "max": mean + 2 * std}
         return names | {"q01": mean - std, "q99": mean + std, "q10": mean - std / 2, "q90": mean + std / 2}
 
-    pictures = {f"observation.images.{name}": of(3, 1, 1) for name in cameras}
-    return {**pictures, "observation.state": of(STATE), "action": of(ACTIONS)}
+    images = {f"observation.images.{name}": of(3, 1, 1) for name in cameras}
+    return {**images, "observation.state": of(STATE), "action": of(ACTIONS)}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -220,9 +220,9 @@ def theirs(folder: Path) -> tuple:
 
 def theirs_of(rows: Any) -> dict:
     """Return the rows as lerobot's own evaluation makes them (``preprocess_observation``)."""
-    pictures = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
+    images = torch.from_numpy(rows.images["front"]).movedim(-1, -3).contiguous().float() / 255
     return {
-        "observation.images.front": pictures,
+        "observation.images.front": images,
         "observation.state": torch.from_numpy(rows.state),
         "task": rows.instruction,
     }

@@ -23,8 +23,8 @@ from rlinf.errors import RLinfError
 ROWS = 4
 
 
-def refusal(function, *args, **kwargs) -> str:
-    """Return the message with which a call is refused."""
+def rejection(function, *args, **kwargs) -> str:
+    """Return the message with which a call is rejected."""
     try:
         function(*args, **kwargs)
     except (NotImplementedError, ValueError, RLinfError) as error:
@@ -33,7 +33,7 @@ def refusal(function, *args, **kwargs) -> str:
 
 
 def main(export: str, folder: str, num_episodes: int) -> None:
-    """Print two actions of each row from the first observation (of its colours, then swapped), episodes, and refusals."""
+    """Print two actions of each row from the first observation (of its colours, then swapped), episodes, and rejections."""
     write_folder(Path(export), Path(folder))
     env_config = make_env_config("rlinf", checkpoint=export)
     env = make_env(env_config, n_envs=ROWS)["rlinf"][0]
@@ -53,9 +53,9 @@ def main(export: str, folder: str, num_episodes: int) -> None:
     processors = (*make_env_pre_post_processors(env_config, config), before, after)
     with torch.no_grad():
         told["episodes"] = eval_policy(env, policy, *processors, n_episodes=num_episodes, start_seed=0)["per_episode"]
-    told["training"] = refusal(policy.forward, {})
-    told["seeds"] = [refusal(env.reset, seed=seed) for seed in (None, -1, 998)]
-    told["no export"] = refusal(write_folder, Path(folder), Path(folder) / "new")
+    told["training"] = rejection(policy.forward, {})
+    told["seeds"] = [rejection(env.reset, seed=seed) for seed in (None, -1, 998)]
+    told["no export"] = rejection(write_folder, Path(folder), Path(folder) / "new")
     print(json.dumps(told))
 
 

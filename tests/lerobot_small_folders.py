@@ -29,14 +29,14 @@ def change_tensors(folder: Path, file: str, edit: Callable[[dict], dict]) -> Non
     save_file(edit(load_file(folder / file)), folder / file)
 
 
-def picture(name: str = "front", shape: tuple[int, ...] = (3, 32, 32)) -> dict:
+def image(name: str = "front", shape: tuple[int, ...] = (3, 32, 32)) -> dict:
     return {f"observation.images.{name}": {"type": "VISUAL", "shape": list(shape)}}
 
 
 def make(
     folder: Path,
     kind: str = "act",
-    pictures: dict | None = None,
+    images: dict | None = None,
     modes: dict[str, str] = MODES,
     state: int = 6,
     actions: int = 4,
@@ -44,7 +44,7 @@ def make(
 ) -> Path:
     """Write what lerobot 0.6 writes for a policy of one linear layer."""
     folder.mkdir()
-    inputs = {**(picture() if pictures is None else pictures), "observation.state": {"type": "STATE", "shape": [state]}}
+    inputs = {**(image() if images is None else images), "observation.state": {"type": "STATE", "shape": [state]}}
     inputs |= fields.pop("inputs", {})
     outputs = {"action": {"type": "ACTION", "shape": [actions]}}
     config = {"type": kind, "n_obs_steps": 1, "chunk_size": 8, "n_action_steps": 4, "input_features": inputs}

@@ -1,4 +1,4 @@
-"""Small runs of a head that learns off-policy, and what their checkpoints hold."""
+"""Small runs of an actor that learns off-policy, and what their checkpoints hold."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cli import main
 from rlinf.config.schema import RunConfig
-from rlinf.models.embodiment.headed import base_folder
+from rlinf.models.embodiment.actor_policy import base_folder
 from rlinf.preflight.validation import validate
 
 SMALL = [
@@ -17,8 +17,8 @@ SMALL = [
     "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
     "cluster.num_threads=1",
-    "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
-    "algorithm.head.name=residual",
+    "algorithm.learning_starts=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.actor.hidden_size=16",
+    "algorithm.actor.name=residual",
 ]  # fmt: skip
 
 
@@ -29,12 +29,12 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 
 def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return everything of a checkpoint that is a tensor: policy, head, critics, optimisers, buffer, generators."""
+    """Return everything of a checkpoint that is a tensor: policy, actor, critics, optimisers, buffer, generators."""
     folder = checkpoint / "trainer_state"
     held = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in read_entries(folder).items()}
     read_tensors(folder, held)
     model = checkpoint / "model"
-    return held | load_file(base_folder(model) / "model.safetensors") | load_file(model / "head.safetensors")
+    return held | load_file(base_folder(model) / "model.safetensors") | load_file(model / "actor.safetensors")
 
 
 def collected(folder: Path, *overrides: str) -> Path:

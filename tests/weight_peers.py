@@ -6,7 +6,7 @@ import signal
 import torch
 from torch import nn
 
-from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_handle import WeightsRejectedError
 
 
 class Net(nn.Module):
@@ -38,7 +38,7 @@ def serve(connection, receiver, die_at=0):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             connection.send(("ok", getattr(receiver, command)(payload)))
-        except WeightsRefusedError as error:
+        except WeightsRejectedError as error:
             connection.send(("error", error))
 
 

@@ -2,8 +2,8 @@
 # Adds this machine to a Ray cluster by hand.
 #
 #   bash examples/cluster/ray.sh head                  the machine on which `rlinf` runs
-#   bash examples/cluster/ray.sh join node-a:6379      another machine; Ray puts ranks and players on the GPUs of both
-#   bash examples/cluster/ray.sh envs node-a:6379      a machine that only simulates (cluster.env_nodes)
+#   bash examples/cluster/ray.sh join node-a:6379      another machine; Ray puts ranks and rollout workers on the GPUs of both
+#   bash examples/cluster/ray.sh envs node-a:6379      a machine that only simulates (cluster.num_env_workers)
 #   bash examples/cluster/ray.sh stop                  ends Ray on this machine
 #
 # Then, on the first machine: RAY_ADDRESS=node-a:6379 rlinf train ... cluster.start=ray cluster.num_processes=16

@@ -16,7 +16,7 @@
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: sbatch $0 <overrides of rlinf train>" >&2; exit 2; }
 # From 128 on, a signal has ended a rank: it was lost, or its time ends. A fault of the run (1, 2) would come again.
-# Not --kill-on-bad-exit: it would end ranks with status 143 before they can say that a word was refused (2).
+# Not --kill-on-bad-exit: it would end ranks with status 143 before they can say that a word was rejected (2).
 status=0
 srun --wait=60 rlinf train resume=auto "$@" || status=$?
 if [ "$status" -ge 128 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-3}" ]; then

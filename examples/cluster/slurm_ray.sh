@@ -1,7 +1,7 @@
 #!/bin/bash
-# A Ray cluster for the time of a job: Ray puts the ranks on the first nodes, and players on the others.
+# A Ray cluster for the time of a job: Ray puts the ranks on the first nodes, and rollout workers on the others.
 #
-#   sbatch examples/cluster/slurm_ray.sh experiment=libero_ppo_openvla_oft cluster.num_processes=8 cluster.num_players=8 output_dir=/runs/oft
+#   sbatch examples/cluster/slurm_ray.sh experiment=libero_ppo_openvla_oft cluster.num_processes=8 cluster.num_rollout_workers=8 output_dir=/runs/oft
 #
 # Sent again, the same words continue the run. The nodes share the folder of output_dir.
 #SBATCH --job-name=rlinf-split
@@ -32,4 +32,4 @@ for node in "${nodes[@]:1}"; do
   on "$node" ray start --address="$address" --disable-usage-stats --block &
 done
 python "$here/wait_for_ray.py" "$address" "${#nodes[@]}"
-RAY_ADDRESS="$address" on "${nodes[0]}" rlinf train resume=auto cluster.start=ray cluster.placement=split "$@"
+RAY_ADDRESS="$address" on "${nodes[0]}" rlinf train resume=auto cluster.start=ray cluster.placement=disaggregated "$@"

@@ -36,7 +36,7 @@ def gae(
     Returns:
         Advantages ``[T, B]`` and returns ``advantages + values [T, B]``.
     """
-    refuse_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
+    reject_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
     num_steps = rewards.shape[0]
     following = torch.cat([values[1:], bootstrap_values[-1:]])
     following = torch.where(truncated, bootstrap_values, following)
@@ -69,7 +69,7 @@ def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     is NaN or infinite: a NaN deviation would pass for a group without variance.
     """
     valid = torch.where(loss_mask, rewards, 0.0)
-    refuse_not_finite(rewards=valid)
+    reject_not_finite(rewards=valid)
     return valid.double().cumsum(0)[-1].to(rewards.dtype)  # one after the other, whatever the number of envs
 
 
@@ -124,7 +124,7 @@ def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[
     return centred, std[inverse], counts[inverse], ~equal[inverse]
 
 
-def refuse_not_finite(**tensors: Tensor) -> None:
+def reject_not_finite(**tensors: Tensor) -> None:
     """Raise ValueError for a NaN or infinite number in one of the tensors ``[T, B]``."""
     for name, tensor in tensors.items():
         bad = torch.nonzero(~torch.isfinite(tensor)).tolist()

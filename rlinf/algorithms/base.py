@@ -69,15 +69,15 @@ class AnyAlgorithm:
 
     Attributes:
         config_class: Its configuration dataclass.
-        freezes_policy: Only a head on the policy is trained. The policy stays whole on every rank and has no optimiser.
+        freezes_policy: Only an actor on the policy is trained. The policy stays whole on every rank and has no optimiser.
     """
 
     config_class: ClassVar[type[AnyAlgorithmConfig]] = AnyAlgorithmConfig
     freezes_policy: ClassVar[bool] = False
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
-        """Make the ``ActionTrainer`` of a run's ``Parts``; ``env`` evaluates the policy, and ``players`` play if they are not None."""
+    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
+        """Make the ``ActionTrainer`` of a run's ``TrainerContext``; ``env`` evaluates the policy, and ``workers`` play if they are not None."""
         raise NotImplementedError(f"{cls.__name__} does not implement make_trainer")
 
     @classmethod
@@ -99,7 +99,7 @@ class Algorithm(AnyAlgorithm, ABC):
     """A policy-gradient algorithm, no I/O. Only ``compute_advantages`` and ``of_minibatch`` may ask the other ranks.
 
     Attributes:
-        clip_share: Share of the clip ranges in this iteration (``clip_decay``), which the trainer sets.
+        clip_fraction: Fraction of the clip ranges in this iteration (``clip_decay``), which the trainer sets.
         needs_values: The model must have a value head.
         needs_whole_episodes: Returns count whole episodes (one episode per env and iteration).
         needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
@@ -111,14 +111,14 @@ class Algorithm(AnyAlgorithm, ABC):
     needs_whole_episodes: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     penalizes_rewards: ClassVar[bool] = False
-    clip_share: float = 1.0
+    clip_fraction: float = 1.0
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
-        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, parts, env, players)
+    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
+        return import_string("rlinf.training.rl_trainer:make_rl_trainer")(cls, parts, env, workers)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
@@ -127,29 +127,29 @@ class Algorithm(AnyAlgorithm, ABC):
 
     @classmethod
     def check_old_logprobs(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
-        """Refuse ``old_logprobs=rollout`` where the numbers of the rollout cannot stand for the trainer's."""
+        """Reject ``old_logprobs=rollout`` where the numbers of the rollout cannot stand for the trainer's."""
         algorithm, ahead, backend = config.algorithm, config.cluster.max_staleness, config.rollout.backend
         if algorithm.old_logprobs == "trainer":
             return
-        found, required, cure = "", "", ""
+        found, required, fix = "", "", ""
         if ahead:
-            found, cure = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
+            found, fix = f"cluster.max_staleness={ahead}", "cluster.max_staleness=0"
             required = "log-probabilities of the present weights, because older ones have played"
         elif algorithm.tis_cap is not None:
-            found, cure = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
+            found, fix = f"algorithm.tis_cap={algorithm.tis_cap:g}", "algorithm.tis_cap=null"
             required = "the trainer's own log-probabilities, because a weight trainer / rollout would always be 1"
         elif algorithm.kl_coef > 0:
-            found, cure = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
+            found, fix = f"algorithm.kl_coef={algorithm.kl_coef:g}", "algorithm.kl_coef=0"
             required = (
                 "the trainer's own log-probabilities, which are compared with the reference's, scored in the same way"
             )
         elif cls.needs_values and (backend != "torch" or (policy and not policy[0].values_in_rollouts(policy[1]))):
             who = f"rollout.backend={backend}" if backend != "torch" else f"{policy[0].__name__} as configured"
-            found, cure = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
+            found, fix = f"algorithm.name={algorithm.name} and {who}", "algorithm=grpo rollout=groups"
             required = "values of the rollout that equal the trainer's"
         if found:
             raise ConfigError(
-                f"algorithm.old_logprobs=rollout with {found}; required: {required}. Set algorithm.old_logprobs=trainer, or {cure}"
+                f"algorithm.old_logprobs=rollout with {found}; required: {required}. Set algorithm.old_logprobs=trainer, or {fix}"
             )
 
     @classmethod
@@ -223,7 +223,7 @@ class Algorithm(AnyAlgorithm, ABC):
         weights = None
         if config.tis_cap is not None:
             weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
-        low, high = self.clip_share * config.clip_range_low, self.clip_share * config.clip_range_high
+        low, high = self.clip_fraction * config.clip_range_low, self.clip_fraction * config.clip_range_high
         total, sums = clipped_policy_loss(
             logprobs, old_logprobs, advantages, mask, low, high, config.dual_clip, weights
         )

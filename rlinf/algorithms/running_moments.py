@@ -78,7 +78,7 @@ class RunningMoments(nn.Module):
 
 
 def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tensor:
-    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, which begins at 0: float64 ``[T, B]``.
+    """Return ``R_t = gamma R_{t-1} + r_t`` within each episode, which starts at 0: float64 ``[T, B]``.
 
     This is the sum whose deviation scales rewards (Engstrom et al. 2020, section 3). Both arguments are ``[T, B]``.
     """

@@ -3,7 +3,7 @@
 ::
 
     sft_000700/
-      model/            or adapter/: weights as safetensors, loads with from_pretrained; of a head on a frozen policy, the head
+      model/            or adapter/: weights as safetensors, loads with from_pretrained; of an actor on a frozen policy, the actor
       trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
       rng/rank_0.pt     random states of each rank
       state.json        counters of the loop
@@ -106,7 +106,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect the content of a checkpoint; a collective call on all ranks.
 
-    Frozen weights are left out where they can be read elsewhere: below adapters if the manifest has their digest, below a head
+    Frozen weights are left out where they can be read elsewhere: below adapters if the manifest has their digest, below an actor
     if the run folder has them.
 
     ``with_policy`` adds ``model/`` or ``adapter/``. Without ``copy``, which copies tensors to memory of their own, nothing may

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, which of them stay, and from which one a run goes on."""
+"""Checkpoints of a run: when they are written, which of them stay, and from which one a run continues."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class CheckpointManager:
                 shutil.rmtree(checkpoint)
             if self.latest is not None:
                 mark_latest(self.latest)
-                self.latest = None  # a run that begins later keeps the link
+                self.latest = None  # a run that starts later keeps the link
             self._upload(folders, is_last)
 
         on_rank_zero(finish, f"write {exported}", self._group)

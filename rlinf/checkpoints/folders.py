@@ -60,7 +60,7 @@ def policy_folder(folder: str | os.PathLike) -> Path:
             return place
     looked = ", ".join(map(str, places))
     raise CheckpointError(
-        f"{folder} holds no policy: no config.json, adapter_config.json or {run_folder.HEAD_SETTINGS} in {looked}."
+        f"{folder} holds no policy: no config.json, adapter_config.json or {run_folder.ACTOR_SETTINGS} in {looked}."
     )
 
 
@@ -69,7 +69,7 @@ def _places(folder: Path) -> tuple[Path, ...]:
 
 
 def _has_policy(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", run_folder.HEAD_SETTINGS))
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json", run_folder.ACTOR_SETTINGS))
 
 
 def has_policy(checkpoint: Path) -> bool:

@@ -5,7 +5,7 @@
     safetensors/final/
       00000.safetensors, 00001.safetensors, ...   weights, one chunk after the other
       model.safetensors.index.json                which tensor is in which chunk
-      config.json, tokenizer.json, ...            the files of the model that training began with
+      config.json, tokenizer.json, ...            the files of the model that training started with
       manifest.json                               conditions, and the SHA-256 of every file above
 
 Weights are read from the checkpoint's shards unit by unit, on one rank: no rank ever holds the model whole.
@@ -64,7 +64,7 @@ class HFFolder:
     not. Raises ConfigError if adapters cannot be merged into the weight files of ``source``.
 
     Args:
-        source: Model that training began with, a folder or hub id.
+        source: Model that training started with, a folder or hub id.
         lora: Settings of the trained adapters; None: all weights are trained.
         merge_lora: Add adapters to the weights of ``source``, in its names; False writes them as an adapter folder of PEFT.
         chunk_bytes: Most bytes of tensors in a file, unless one tensor alone has more.
@@ -163,7 +163,7 @@ def token_manifest(
 ) -> Manifest:
     """Record the conditions of a token policy, without sections for envs and actions.
 
-    ``source`` is the folder or hub id that training began with. Settings of adapters are recorded with a digest of its weights.
+    ``source`` is the folder or hub id that training started with. Settings of adapters are recorded with a digest of its weights.
     """
     adapters: dict[str, Any] = {"state": "none"}
     if lora is not None:
@@ -235,7 +235,7 @@ def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
 
 
 def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> None:
-    """Write the layout of PEFT, whose names begin below ``AutoModel*.from_pretrained(source)``."""
+    """Write the layout of PEFT, whose names start below ``AutoModel*.from_pretrained(source)``."""
     tensors = adapter_state_dict(model, trained.read(trained.entries))
     save_file(tensors, output / ADAPTER_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])

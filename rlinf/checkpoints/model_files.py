@@ -47,13 +47,13 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 
 
 def leaves_base(model: Any) -> bool:
-    """Return whether checkpoints of a model hold a head alone, because its run folder has the frozen policy."""
-    return getattr(model, "kept_base", None) is not None
+    """Return whether checkpoints of a model hold an actor alone, because its run folder has the frozen policy."""
+    return getattr(model, "base_store", None) is not None
 
 
 def may_leave_base(model: Any) -> bool:
     """Return whether checkpoints of a model may lack its frozen weights."""
-    return is_adapter(model) or hasattr(model, "kept_base")
+    return is_adapter(model) or hasattr(model, "base_store")
 
 
 def is_adapter(model: Any) -> bool:

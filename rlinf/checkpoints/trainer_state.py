@@ -79,7 +79,7 @@ class _Writer(FileSystemWriter):
 def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
     """Return the tensors to save, by name, not copied. Raise CheckpointError if the optimiser keeps anything but tensors.
 
-    ``with_base`` includes parameters that are not trained: False for adapters and heads whose base weights lie elsewhere.
+    ``with_base`` includes parameters that are not trained: False for adapters and actors whose base weights lie elsewhere.
     """
     left_out = set() if with_base else frozen_names(model)
     weights = weights_to_save(model, optimizer)
@@ -106,8 +106,8 @@ def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.Pr
         dcp.save(tensors, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
     except (CheckpointException, OSError) as error:  # the first is a BaseException
         reason = write_error(_cause(error), Path(folder) / f"__{rank()}_0.distcp") or _reason(error)
-        cure = "Check space and permissions, or choose another output_dir."
-        raise CheckpointError(f"Cannot write {folder}: {reason}. {cure}") from error
+        fix = "Check space and permissions, or choose another output_dir."
+        raise CheckpointError(f"Cannot write {folder}: {reason}. {fix}") from error
 
 
 def read_entries(folder: str | Path) -> dict[str, TensorStorageMetadata]:
@@ -197,17 +197,17 @@ def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: 
 def _compare_names(
     folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor], may_lack: set[str]
 ) -> None:
-    what, cure = f"{folder} belongs to another model", "Use the model section of its config.yaml."
+    what, fix = f"{folder} belongs to another model", "Use the model section of its config.yaml."
     missing, unexpected = sorted(weights.keys() - saved.keys() - may_lack), sorted(saved.keys() - weights.keys())
     if missing or unexpected:
         raise CheckpointError(
             f"{what}: {len(missing)} tensors of the model are not in it ({', '.join(missing[:3])}), and it has "
-            f"{len(unexpected)} others ({', '.join(unexpected[:3])}). {cure}"
+            f"{len(unexpected)} others ({', '.join(unexpected[:3])}). {fix}"
         )
     for name, entry in saved.items():
         there, here = list(entry.size), list(weights[name].shape)
         if there != here:
-            raise CheckpointError(f"{what}: '{name}' is {there} there and {here} here. {cure}")
+            raise CheckpointError(f"{what}: '{name}' is {there} there and {here} here. {fix}")
 
 
 def _cause(error: BaseException) -> BaseException:

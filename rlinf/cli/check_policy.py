@@ -25,8 +25,8 @@ class PolicyCheckConfig:
 def check_policy(arguments: Sequence[str]) -> int:
     """Print what a policy folder of lerobot reads and gives, and what would make it blind.
 
-    Found are lost or foreign statistics, swapped pictures, other units, weights that do not fit, and a tokenizer that is not here. Each
-    line names the feature and the cure. Weights are compared where a Python has lerobot: this one, interpreter=<python>, or
+    Found are lost or foreign statistics, swapped images, other units, weights that do not fit, and a tokenizer that is not here. Each
+    line names the feature and the fix. Weights are compared where a Python has lerobot: this one, interpreter=<python>, or
     .venv-lerobot. override_config={...} lays changes over the folder's configuration. migrate=<new folder> first writes the folder
     of an old lerobot as the present one would. The exit status is 1 if something was found.
     """
@@ -42,5 +42,5 @@ def check_policy(arguments: Sequence[str]) -> int:
         print(format_table(("part", folder), rows))
     for sentence in wrong:
         print(f"BLIND: {sentence}")
-    print(f"\n{folder}: {f'{len(wrong)} found, so it is refused' if wrong else 'nothing is wrong'}")
+    print(f"\n{folder}: {f'{len(wrong)} found, so it is rejected' if wrong else 'nothing is wrong'}")
     return int(bool(wrong))

@@ -119,6 +119,6 @@ def _config_of(given: list[str], groups: dict[str, Path]) -> RunConfig:
         file = groups[section] / f"{chosen.get(section)}.yaml"
         name = (yaml.safe_load(file.read_text()) or {}).get("name") if file.is_file() else chosen.get(section)
         if name:
-            with suppress(RLinfError):  # an unregistered name is refused when the command runs
+            with suppress(RLinfError):  # an unregistered name is rejected when the command runs
                 setattr(config, section, section_class(section, name)())
     return config

@@ -89,7 +89,7 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
     try:
         checks += checker.vllm_checks(vllm_policy)
     except RLinfError as error:
-        return _refused_by_vllm(checks, error)
+        return _rejected_by_vllm(checks, error)
     finally:
         vllm_policy.close()
     return None
@@ -105,7 +105,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     seed_everything(config.seed)
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
-        # Before the first picture: once software OpenGL is there, libraries of transformers do not load any more.
+        # Before the first image: once software OpenGL is there, libraries of transformers do not load any more.
         if config.model.url is not None:
             model = open_elsewhere(config, env, config.evaluation.allow_mismatch).policy
         elif named is None:
@@ -154,11 +154,11 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     except MissingDependencyError as error:
         note = f"vllm: not checked. {error}"
     except RLinfError as error:
-        note = _refused_by_vllm(checks, error)
+        note = _rejected_by_vllm(checks, error)
     return _report(checks, note)
 
 
-def _refused_by_vllm(checks: list[Check], error: RLinfError) -> str:
+def _rejected_by_vllm(checks: list[Check], error: RLinfError) -> str:
     """Add a failed check; return the note below the table."""
     checks.append(Check("vllm: runs the model", False, f"{type(error).__name__}, see below"))
     return f"vllm: {error}"

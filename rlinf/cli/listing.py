@@ -22,13 +22,13 @@ from rlinf.options import check_words, from_mapping
 FALLBACK = (
     "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
     "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla.\n"
-    "The algorithms sac and td3 train a head on a frozen policy, from a clone or model.model_path, or mlp and cnn from scratch:\n"
+    "The algorithms sac and td3 train an actor on a frozen policy, from a clone or model.model_path, or mlp and cnn from scratch:\n"
     "docs/offpolicy.md."
 )
 
 
 TEMPLATE = "your_"
-"""Begins the names of files that are there to be copied."""
+"""Starts the names of files that are there to be copied."""
 
 
 def models(arguments: Sequence[str]) -> int:
@@ -61,7 +61,7 @@ def models(arguments: Sequence[str]) -> int:
 
 
 def _about(name: str) -> str:
-    """Return the first sentence of the comment that begins an experiment's file; nothing of another package's."""
+    """Return the first sentence of the comment that starts an experiment's file; nothing of another package's."""
     path = find_experiment(name)
     lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines() if path else ())
     text = " ".join(line.lstrip("# ") for line in lines)

@@ -16,7 +16,7 @@ from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.evaluation.video import write_video
 from rlinf.options import PathText, option
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.seeding import seed_everything
 
 
@@ -41,7 +41,7 @@ def play(arguments: Sequence[str]) -> int:
     require_policy(arguments, "play", more=" episode=3")
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None and output.exists() and output.suffix != ".mp4":
-        refuse(f"output='{output}', which exists and is not an .mp4 file", "a new file or an .mp4", "output=play.mp4")
+        reject(f"output='{output}', which exists and is not an .mp4 file", "a new file or an .mp4", "output=play.mp4")
     config = configure(args, "evaluate")
     if config is not None:
         play_episode(config, settings)
@@ -52,7 +52,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """Play an episode of ``config.checkpoint``, or of the configured model without one, write and show its video, and return the MP4."""
     from rlinf.commands.evaluate import open_policy
     from rlinf.distributed.process_group import resolve_device, set_num_threads
-    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes, success_of
+    from rlinf.evaluation.evaluator import BatchedPolicy, replay_episodes, success_of
     from rlinf.models.precision import autocast, evaluation_mode
 
     set_num_threads(config.cluster.num_threads, 1)
@@ -67,7 +67,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
             raise ConfigError(f"{found}. Set episode={len(specs) - 1}, or {more}")
         model, *_ = open_policy(replace(config, evaluation=replace(evaluation, probe=False)), env)
         model = model.to(resolve_device(config.cluster.device, 1))
-        policy = RowPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
+        policy = BatchedPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
         with evaluation_mode(model), autocast(model, config.model.precision):
             played = replay_episodes(policy, env, [specs[settings.episode]], evaluation.video_size)
             ((result, instruction, frames),) = played

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import ConfigError
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.report.recipe_data import is_token_folder
 from rlinf.report.run_page import write_report
 from rlinf.report.runs import group_runs, read_runs, repeated_seeds, run_folders, write_runs_report
@@ -33,7 +33,7 @@ def report(arguments: Sequence[str]) -> int:
         raise ConfigError(f"`rlinf report` got {given}; required: {required}. Run {usage}")
     taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
     if taken is not None:
-        refuse(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
+        reject(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
     places = run_folders(folders)
     if len(places) == 1 and not outputs:
         print(f"report: {write_report(places[0])}")
@@ -53,7 +53,7 @@ def report(arguments: Sequence[str]) -> int:
 def why(arguments: Sequence[str]) -> int:
     """Print whether a run learnt, with the interval of the change, and if not, the cause and the override to type.
 
-    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still go on. With --json, one JSON object. docs/why.md
+    The run may be of `rlinf train`, `rlinf sft` or `rlinf launch`, and may still continue. With --json, one JSON object. docs/why.md
     has all rules.
     """
     folders = [word for word in arguments if word != JSON_FLAG]

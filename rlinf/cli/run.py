@@ -44,7 +44,7 @@ def train(arguments: Sequence[str]) -> int:
       rlinf train experiment=quickstart                             a small VLA on a laptop, in minutes
       rlinf train experiment=quickstart seed=3 trainer.max_steps=20
       rlinf train -m experiment=quickstart seed=0,1,2               one run per value
-      rlinf train experiment=quickstart resume=auto                 go on where it stopped
+      rlinf train experiment=quickstart resume=auto                 continue where it stopped
       rlinf train experiment=quickstart --cfg job                   print every key and its value, and stop
 
     Keys are explained in docs/configuration.md. --config-dir <folder> adds your own YAML files; --hydra-help shows Hydra's flags.
@@ -129,8 +129,8 @@ def robot(arguments: Sequence[str]) -> int:
     """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, displacements, max_change, frame_age_s, max_failures, teleoperator, align_change, record, first_episode,
-    person_error, person_patience, person_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
+    its own are fps, execution, displacements, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
+    expert_threshold, expert_patience, expert_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)
     args, settings = own_settings(arguments, RobotConfig)
@@ -199,7 +199,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def _check_checkpoint(arguments: Sequence[str]) -> None:
-    """Refuse a folder without a checkpoint before the imports of the command, which take seconds."""
+    """Reject a folder without a checkpoint before the imports of the command, which take seconds."""
     folder = given_value([word for word in arguments if word.startswith("checkpoint=")], "checkpoint")
     if folder is not None:
         resolve_checkpoint(folder)

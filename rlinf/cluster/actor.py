@@ -1,4 +1,4 @@
-"""The process of a player, an actor of Ray. The class of the player knows how to play."""
+"""The process of a rollout worker, an actor of Ray. The class of the rollout worker knows how to play."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlinf.cluster.machine import CommandMachine
-from rlinf.cluster.policy_copy import PolicyCopy
+from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.weights import StoredWeights
 from rlinf.distributed.child_process import Failure, failure_in, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
@@ -42,66 +42,66 @@ class Arrays(NamedTuple):
         return RolloutBatch(**{**vars(self.rest), **tensors})
 
 
-class PlayerProcess(NamedTuple):
-    """The id that Ray gives the machine of a player, and its process there."""
+class RolloutWorkerProcess(NamedTuple):
+    """The id that Ray gives the machine of a rollout worker, and its process there."""
 
     node: str
     pid: int
 
 
-class PlayerActor:
-    """A player in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.players`` raises it."""
+class RolloutWorkerActor:
+    """A rollout worker in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.rollout_workers`` raises it."""
 
     def __init__(self) -> None:
         faulthandler.enable()
         faulthandler.register(DUMP_SIGNAL)
-        self.player: PolicyCopy | None = None
+        self.worker: PolicyReplica | None = None
 
-    def where(self) -> PlayerProcess:
+    def where(self) -> RolloutWorkerProcess:
         """Return the machine and the number of this process."""
         import ray
 
-        return PlayerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
+        return RolloutWorkerProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def build(self, machine: CommandMachine, start: bytes) -> Failure | None:
-        """Make the player from a pickled function and its arguments, if this machine matches the ranks'."""
+        """Make the rollout worker from a pickled function and its arguments, if this machine matches the ranks'."""
 
-        def make_player() -> None:
+        def make_rollout_worker() -> None:
             machine.check()  # imports the plugins, whose classes may occur in ``start``
             make, *arguments = pickle.loads(start)
-            self.player = make(*arguments)
+            self.worker = make(*arguments)
 
-        return failure_in(make_player)
+        return failure_in(make_rollout_worker)
 
     def push(self, weights: StoredWeights) -> Any:
-        """Bring the player to a version of the weights from any other; return that version."""
+        """Bring the rollout worker to a version of the weights from any other; return that version."""
         import ray
 
         try:
-            player = self._player()
-            if player.version == weights.version:
-                return player.version
-            if player.version is None:
-                player.begin(PushHeader(weights.version, weights.manifest))
+            worker = self._rollout_worker()
+            if worker.version == weights.version:
+                return worker.version
+            if worker.version is None:
+                worker.begin(PushHeader(weights.version, weights.manifest))
                 for ref in weights.frozen:
-                    player.load(replace(ray.get(ref), version=weights.version))
+                    worker.load(replace(ray.get(ref), version=weights.version))
             else:
-                player.begin(PushHeader(weights.version, base=player.version))
+                worker.begin(PushHeader(weights.version, base=worker.version))
             for ref in weights.trained:
-                player.load(ray.get(ref))
-            return player.commit()
+                worker.load(ray.get(ref))
+            return worker.commit()
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the player."""
+        """Call a method of the rollout worker."""
         try:
-            answer = getattr(self._player(), method)(*arguments)
+            answer = getattr(self._rollout_worker(), method)(*arguments)
             return Arrays.of(answer) if isinstance(answer, RolloutBatch) else answer
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 
-    def _player(self) -> PolicyCopy:
-        if self.player is None:
-            raise RuntimeError("The player was not built")
-        return self.player
+    def _rollout_worker(self) -> PolicyReplica:
+        if self.worker is None:
+            raise RuntimeError("The rollout worker was not built")
+        return self.worker

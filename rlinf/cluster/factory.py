@@ -1,4 +1,4 @@
-"""Make the collector of a run, on a rank or a player."""
+"""Make the collector of a run, on a rank or a rollout worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
         return 1
     num_envs = config.rollout.num_envs // num_ranks
     on_gpu = resolve_device(config.cluster.device, 1) == "cuda" and config.rollout.backend == "torch"
-    return config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs, on_gpu)
+    return config.rollout.pipeline_stages or default_num_worker_threads(config.env, num_envs, on_gpu)
 
 
 def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
@@ -62,19 +62,19 @@ def collector_factory(
 def env_maker(config: RunConfig, num_sharers: int, num_threads: int = 1) -> Callable[..., VectorEnv]:
     """Return ``make(num_envs, auto_reset=)``, which builds one of ``num_sharers`` envs on this machine's cores.
 
-    Each rank or player has an env in each of its ``num_threads`` worker threads.
+    Each rank or rollout worker has an env in each of its ``num_threads`` worker threads.
     """
     cluster = config.cluster
-    if not cluster.env_nodes:
+    if not cluster.num_env_workers:
         gpu_bytes = rank_memory_bytes("cuda", 1) if resolve_device(cluster.device, 1) == "cuda" else None
         most = most_simulators(config.env, gpu_bytes, num_threads)
         return partial(make_env, with_share_of_cores(config.env, num_sharers, most))
     nodes = EnvNodes(
-        cluster.env_nodes,
-        num_envs_at_once=num_threads * (cluster.num_players or cluster.num_processes),
+        cluster.num_env_workers,
+        num_envs_at_once=num_threads * (cluster.num_rollout_workers or cluster.num_processes),
         start_s=cluster.deadlines.start,
-        timeout_s=cluster.env_node_timeout_s,
-        max_restarts=cluster.env_node_restarts,
+        timeout_s=cluster.env_worker_timeout_s,
+        max_restarts=cluster.env_worker_restarts,
         prepare=partial(load_plugins, config.plugins),
     )
     return partial(RemoteVectorEnv.of(ENVS.get(config.env.name), nodes), config.env)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf.config.plugins import load_plugins
-from rlinf.distributed.start import refuse_differences, what_ranks_share
+from rlinf.distributed.start import reject_differences, what_ranks_share
 from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
 
 
 @dataclass(frozen=True)
 class CommandMachine:
-    """The command's machine, with which the machines of ranks and players compare themselves."""
+    """The command's machine, with which the machines of ranks and rollout workers compare themselves."""
 
     plugins: Sequence[str]
     gpus: Sequence[str] = ()  # used by ranks without Ray, as in ``CUDA_VISIBLE_DEVICES``
@@ -30,7 +30,7 @@ class CommandMachine:
         return cls(plugins, gpus, software=what_ranks_share([]) | own)
 
     def check(self) -> None:
-        """Refuse a player in this process if its code or packages differ from the ranks', or a rank uses its GPU."""
+        """Reject a rollout worker in this process if its code or packages differ from the ranks', or a rank uses its GPU."""
         here = self._compare()
         if not self.gpus or here.host != self.host:
             return
@@ -39,13 +39,13 @@ class CommandMachine:
         shared = set(self.gpus) & set(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         if shared:
             raise ConfigError(
-                f"Ray gives a player GPU {min(shared)} of {self.host}, which a rank uses; required: GPUs that no rank uses. Start "
+                f"Ray gives a rollout worker GPU {min(shared)} of {self.host}, which a rank uses; required: GPUs that no rank uses. Start "
                 "Ray on that machine with `ray start --num-gpus=0`, or offer it only the GPUs that no rank uses: "
                 "CUDA_VISIBLE_DEVICES=<their numbers> ray start"
             )
 
     def check_for_rank(self, folders: Sequence[str]) -> None:
-        """Refuse a rank on this machine if its code or packages differ from the command's, or a folder is missing."""
+        """Reject a rank on this machine if its code or packages differ from the command's, or a folder is missing."""
         here = self._compare()
         for folder in folders:
             if not os.path.isdir(folder):
@@ -58,5 +58,5 @@ class CommandMachine:
     def _compare(self) -> CommandMachine:
         """Return this machine, or raise ConfigError if it differs."""
         here = CommandMachine.here(self.plugins)
-        refuse_differences([(self.host, self.software), (here.host, here.software)], "machine")
+        reject_differences([(self.host, self.software), (here.host, here.software)], "machine")
         return here

@@ -1,4 +1,4 @@
-"""The machines of a run on Ray: a cluster, a place for each rank and player, and a check that all are alike."""
+"""The machines of a run on Ray: a cluster, a place for each rank and rollout worker, and a check that all are alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ from rlinf.distributed.ray.watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import store_bytes
-from rlinf.preflight.placement import BY_RAY, COLOCATED, SPLIT, Node, Placement, StoreRoom, has_players, ranks_by_ray
+from rlinf.preflight.placement import (
+    BY_RAY,
+    COLOCATED,
+    SPLIT,
+    Node,
+    Placement,
+    StoreRoom,
+    has_rollout_workers,
+    ranks_by_ray,
+)
 
 logger = logging.getLogger("rlinf")
 
@@ -41,8 +50,8 @@ class Reservation:
     """Places in a Ray cluster. Every rank gets it."""
 
     address: str
-    group: str | None  # id of Ray's placement group with one bundle for each player; None: the ranks play
-    gpus_per_player: int
+    group: str | None  # id of Ray's placement group with one bundle for each rollout worker; None: the ranks play
+    gpus_per_rollout_worker: int
     machine: CommandMachine
     ranks: str | None = None  # id of the placement group with one bundle for each rank that Ray starts
     ranks_on_gpu: bool = False
@@ -62,16 +71,21 @@ class Reservation:
         return RankPlaces.of(self.ranks, self.host, start_s, None if self.host == LOOPBACK else check)
 
     def start(self, actor_class: type, number: int) -> Any:
-        """Start an actor in the place of a player."""
+        """Start an actor in the place of a rollout worker."""
         ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(placement_group(self.group), placement_group_bundle_index=number)
-        options = {"num_cpus": 1, "num_gpus": self.gpus_per_player, "max_restarts": 0, "scheduling_strategy": place}
+        options = {
+            "num_cpus": 1,
+            "num_gpus": self.gpus_per_rollout_worker,
+            "max_restarts": 0,
+            "scheduling_strategy": place,
+        }
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
-        """Return the number of players on the machine of a player, itself included."""
+        """Return the number of rollout workers on the machine of a rollout worker, itself included."""
         from ray.util import placement_group_table
 
         nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
@@ -91,13 +105,13 @@ class Reservation:
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Yield the ``reserved_places`` of a run; None where Ray starts neither ranks nor players."""
-    if not has_players(config) and not ranks_by_ray(config):
+    """Yield the ``reserved_places`` of a run; None where Ray starts neither ranks nor rollout workers."""
+    if not has_rollout_workers(config) and not ranks_by_ray(config):
         yield None
         return
-    needed = store_bytes(config) if has_players(config) else None
-    cures = f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
-    room = None if needed is None else StoreRoom(needed, cures)
+    needed = store_bytes(config) if has_rollout_workers(config) else None
+    fixes = f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+    room = None if needed is None else StoreRoom(needed, fixes)
     start_s = config.cluster.deadlines.start
     with reserved_places(partial(Placement.of, config), start_s, config.plugins, room) as reservation:
         yield reservation
@@ -107,7 +121,7 @@ def check_machine(placement_of: Callable[[Sequence[Node] | None], Placement], ro
     """Make the checks of ``reserved_places`` that start nothing."""
     import_ray(SPLIT)
     if check_address(SPLIT) is None:
-        _gpus_of_players(placement_of)
+        _gpus_of_rollout_workers(placement_of)
         if room is not None:
             _store_size(room)
 
@@ -119,14 +133,14 @@ def reserved_places(
     plugins: Sequence[str] = (),
     room: StoreRoom | None = None,
 ) -> Iterator[Reservation]:
-    """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
+    """Reserve a place for each rollout worker, and for each rank that Ray starts, and free all places at the end.
 
     Raise ConfigError if no cluster answers at ``RAY_ADDRESS``, it has no room, or its machines differ.
 
     Args:
-        placement_of: Returns the placement of the run on some machines, or refuses them; None: they are not known yet.
+        placement_of: Returns the placement of the run on some machines, or rejects them; None: they are not known yet.
         start_s: Seconds to wait for room, and for the answers of the machines.
-        room: In the store of objects of each machine with players; None: not known.
+        room: In the store of objects of each machine with rollout workers; None: not known.
     """
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
@@ -134,20 +148,20 @@ def reserved_places(
         placement = placement_of([Node(host, has.get("CPU", 0.0), has.get("GPU", 0.0)) for host, has in alive])
         machine = CommandMachine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
-        ranks, players, host = None, None, LOOPBACK
+        ranks, workers, host = None, None, LOOPBACK
         if placement.by_ray:
             places = _places(ray, start_s, placement.rank_bundle, placement.num_ranks, "ranks", "PACK")
             ranks = stack.enter_context(places).id.hex()
             host = ray.util.get_node_ip_address() if has_other_machines else LOOPBACK
-        if placement.num_players:
-            places = _places(ray, start_s, placement.bundle, placement.num_players, "players", "SPREAD")
+        if placement.num_rollout_workers:
+            places = _places(ray, start_s, placement.bundle, placement.num_rollout_workers, "workers", "SPREAD")
             group = stack.enter_context(places)
-            players = group.id.hex()
+            workers = group.id.hex()
             if has_other_machines:
                 _compare_machines(ray, start_s, group, machine)
             _check_stores(ray, [group] if ranks is None else [group, placement_group(ranks)], room)
         address = ray.get_runtime_context().gcs_address
-        yield Reservation(address, players, placement.gpus_per_player, machine, ranks, placement.on_gpu, host)
+        yield Reservation(address, workers, placement.gpus_per_rollout_worker, machine, ranks, placement.on_gpu, host)
 
 
 @contextmanager
@@ -202,7 +216,7 @@ def _start(
     ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, room: StoreRoom | None
 ) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
-    placement, gpus = placement_of(None), _gpus_of_players(placement_of)
+    placement, gpus = placement_of(None), _gpus_of_rollout_workers(placement_of)
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
@@ -215,8 +229,8 @@ def _start(
             os.environ["CUDA_VISIBLE_DEVICES"] = former
 
 
-def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
-    """Return the GPUs of this machine that follow the ranks' GPUs; refuse too few."""
+def _gpus_of_rollout_workers(placement_of: Callable[[Sequence[Node] | None], Placement]) -> list[str]:
+    """Return the GPUs of this machine that follow the ranks' GPUs; reject too few."""
     placement = placement_of(None)
     gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
@@ -224,22 +238,22 @@ def _gpus_of_players(placement_of: Callable[[Sequence[Node] | None], Placement])
 
 
 def _store_size(room: StoreRoom) -> int:
-    """Return the size of the object store of a cluster on this machine; refuse more than the free shared memory."""
+    """Return the size of the object store of a cluster on this machine; reject more than the free shared memory."""
     needed = room.num_bytes
     size = max(OBJECT_STORE_BYTES, needed)
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
     if needed > free:
         raise ConfigError(
             f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, and {SHARED_MEMORY} has {format_bytes(free)} free. "
-            f"Enlarge it (docker run --shm-size={needed}), or set {room.cures}"
+            f"Enlarge it (docker run --shm-size={needed}), or set {room.fixes}"
         )
     return min(size, free)
 
 
 def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None) -> None:
-    """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
+    """Reject machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
 
-    ``groups`` has the places of players and, where Ray starts the ranks, of ranks.
+    ``groups`` has the places of rollout workers and, where Ray starts the ranks, of ranks.
     """
     from ray.util import placement_group_table
 
@@ -255,7 +269,7 @@ def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None
             raise ConfigError(
                 f"Ray's store of objects has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
                 f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
-                f"{room.cures}"
+                f"{room.fixes}"
             )
 
 
@@ -265,7 +279,7 @@ def _gpus(placement: Placement) -> list[str]:
 
 
 def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: CommandMachine) -> None:
-    """Refuse places on machines that differ from this one, before a model is loaded. Each player checks its own again."""
+    """Reject places on machines that differ from this one, before a model is loaded. Each rollout worker checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     asked = []

@@ -1,4 +1,4 @@
-"""Choose the collector of a run: threads of the rank, processes, or players on other machines."""
+"""Choose the collector of a run: threads of the rank, processes, or rollout workers on other machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from rlinf.cluster.factory import collector_factory, threads_of_rank
-from rlinf.cluster.players import Players, RemoteCollector
+from rlinf.cluster.rollout_workers import RemoteCollector, RolloutWorkers
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
@@ -25,14 +25,14 @@ def make_collector(
     eval_env: VectorEnv,
     model: ActionModel,
     autocast: Callable[[], AbstractContextManager],
-    players: Players | None = None,
+    workers: RolloutWorkers | None = None,
 ) -> Collector:
-    """Return the collector of this rank's rollouts: its players, if it has any, else ``model`` plays.
+    """Return the collector of this rank's rollouts: its rollout workers, if it has any, else ``model`` plays.
 
     ``model`` acts in the memory in which it is updated, and in the context that ``autocast`` makes.
     """
-    if players is not None:
-        return RemoteCollector(players)
+    if workers is not None:
+        return RemoteCollector(workers)
     rollout, ahead = config.rollout, config.cluster.max_staleness
     num_workers = 1 if rollout.worker_processes else threads_of_rank(config, eval_env, world_size())
     make = collector_factory(config, eval_env, num_workers, num_workers * local_world_size())
@@ -57,10 +57,10 @@ def make_collector(
     )
 
 
-def played_by(collector: Collector) -> str:
-    """Describe the collector of a rank, such as "2 players"."""
+def rollout_workers(collector: Collector) -> str:
+    """Describe the collector of a rank, such as "2 rollout workers"."""
     if isinstance(collector, RemoteCollector):
-        return format_count(collector.players.placement.num_players // world_size(), "player")
+        return format_count(collector.workers.placement.num_rollout_workers // world_size(), "worker")
     if isinstance(collector, ProcessCollector):
         return format_count(collector.num_processes, "process")
     return format_count(len(collector.worker_threads), "thread")

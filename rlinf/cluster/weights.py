@@ -1,4 +1,4 @@
-"""The trained weights in Ray's store of objects, from which players take them."""
+"""The trained weights in Ray's store of objects, from which rollout workers take them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMESPACE = "rlinf"
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in the store: enough for a player without weights, and for one with another version."""
+    """Weights in the store: enough for a rollout worker without weights, and for one with another version."""
 
     version: int  # number of weight updates that produced them
     manifest: Mapping[str, TensorSpec]  # every tensor
@@ -34,8 +34,8 @@ class StoredWeights:
 class WeightStore:
     """Puts the weights of a trained model, sharded or not, into the store, once for all ranks.
 
-    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies
-    it to each machine once. Ray frees weights when no rank, and no call to a player, refers to them any more. ``run``
+    Rank 0 stores them, and the others get its references. RolloutWorkers of one machine read the same memory, and Ray copies
+    it to each machine once. Ray frees weights when no rank, and no call to a rollout worker, refers to them any more. ``run``
     names the run in the cluster.
     """
 
@@ -77,8 +77,8 @@ class WeightStore:
             return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             found = f"Ray's object store has no room for the weights of version {version}: {str(error).splitlines()[0]}"
-            cure = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
-            raise ConfigError(f"{found} {cure}") from error
+            fix = "Free /dev/shm where the run starts Ray, else start Ray with more: ray start --object-store-memory=<bytes>"
+            raise ConfigError(f"{found} {fix}") from error
 
 
 class _Post:

@@ -24,15 +24,15 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.audit_checkpoint import AuditCheckpoint, num_saved
 from rlinf.evaluation.auditor import Audit, Auditor, check_episodes, check_held_out, row_text
 from rlinf.evaluation.evaluator import episode_list
-from rlinf.evaluation.kept_audit import KeptAudit, num_kept
-from rlinf.evaluation.verdicts import LEAST_SHARE
+from rlinf.evaluation.verdicts import LEAST_FRACTION
 from rlinf.files import locked_folder, write_text
 from rlinf.models.precision import autocast
 from rlinf.number_formats import format_duration
 from rlinf.options import to_mapping
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.report.page import clipped_text, write_page
 from rlinf.rollout.demonstrations import demonstration_specs
 from rlinf.rollout.sampler import EpisodeSampler
@@ -77,8 +77,8 @@ def audit(config: RunConfig) -> Audit:
         with locked_folder(output / PARTIAL_AUDIT):
             return _audit(config, output)
     except BaseException as error:
-        count = num_kept(output)
-        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be refused again
+        count = num_saved(output)
+        if count and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
             kept = f"{count} conditions are kept in {output}"
             print(f"\n{kept}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
         raise
@@ -102,7 +102,9 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         server = digest_of_server(config, model)
         present = {"device": device, **conditions(config, manifest, saved, specs, server)}
         named = config.checkpoint or config.model.url or config.model.model_path
-        kept = KeptAudit(output, named or f"model.model_type={config.model.model_type} without a checkpoint", present)
+        kept = AuditCheckpoint(
+            output, named or f"model.model_type={config.model.model_type} without a checkpoint", present
+        )
         if kept.num_known:
             print(f"{kept.num_known} conditions are known from {kept.folder}", flush=True)
             if server is not None and saved is None:
@@ -143,19 +145,21 @@ def write_audit(audit: Audit, folder: str | os.PathLike, title: str, facts: Mapp
     folder = Path(folder)
     write_text(folder / AUDIT_FILE, json.dumps({**audit.as_dict(), **facts}, indent=1, default=str))
     shown = {**facts, "episodes": audit.num_episodes, "actions cut": clipped_text(audit)}
-    return write_page(folder / REPORT_FILE, "audit.html", title, audit=audit, facts=shown, least_share=LEAST_SHARE)
+    return write_page(
+        folder / REPORT_FILE, "audit.html", title, audit=audit, facts=shown, least_fraction=LEAST_FRACTION
+    )
 
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for what an audit does not do, before anything starts."""
     settings, cluster = config.evaluation, config.cluster
-    if cluster.num_processes > 1 or cluster.num_players is not None:
-        name = "num_players" if cluster.num_players is not None else "num_processes"
-        refuse(f"cluster.{name}={getattr(cluster, name)} with `rlinf audit`", "one process", f"cluster.{name}=null")
+    if cluster.num_processes > 1 or cluster.num_rollout_workers is not None:
+        name = "num_rollout_workers" if cluster.num_rollout_workers is not None else "num_processes"
+        reject(f"cluster.{name}={getattr(cluster, name)} with `rlinf audit`", "one process", f"cluster.{name}=null")
     for key in ("compare", "stop_when"):
         if getattr(settings, key) is not None:
             found = f"evaluation.{key}={getattr(settings, key)} with `rlinf audit`, whose conditions are compared with each other"
-            refuse(found, "`rlinf evaluate`", f"evaluation.{key}=null")
+            reject(found, "`rlinf evaluate`", f"evaluation.{key}=null")
     check_held_out(settings.split)
     folder = Path(config.output_dir)
     if folder.exists() and any(folder.iterdir()) and not (folder / PARTIAL_AUDIT).exists():

@@ -54,7 +54,7 @@ def blind(config: RunConfig, other: RunConfig, settings: RobotConfig) -> Compari
     """Play each episode of ``rlinf.commands.evaluate.evaluate`` with both policies, in an order that is drawn.
 
     Nothing tells whose episode it is until all are played; then the two results are written, each as ``evaluate`` does, and compared.
-    The same call with the same ``output_dir`` goes on after an interruption, in the same order. Raise as ``evaluate``.
+    The same call with the same ``output_dir`` continues after an interruption, in the same order. Raise as ``evaluate``.
 
     Args:
         other: Names the policy that is the baseline; ``config`` has env, episodes and sampling of both.

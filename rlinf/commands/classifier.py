@@ -20,13 +20,13 @@ from rlinf.evaluation.detection import calibration, choose_threshold, errors
 from rlinf.number_formats import format_interval
 from rlinf.options import PathText, option, to_mapping
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 
 HALF_BATCH, LEARNING_RATE = 16, 3e-3
 SHIFT, NOISE = 4, 4.0
-"""Pixels by which pictures of training are moved at random, and deviation of the change of each of their colours, of 255."""
+"""Pixels by which images of training are moved at random, and deviation of the change of each of their colours, of 255."""
 
 
 @dataclass
@@ -42,25 +42,27 @@ class ClassifierConfig:
         None, "Dataset that measures the errors; null: data, each part by a network of the others."
     )
     camera: str | None = option(None, "Camera that it looks through; null: the first one of the dataset.")
-    last_frames: int = option(0, "Last frames of successful episodes that count as successes, too.", minimum=0)
+    tail_frames: int = option(0, "Last frames of successful episodes that count as successes, too.", minimum=0)
     failures_per_episode: int | None = option(
         None, "Most frames of failure of an episode, the last ones before a success, else drawn; null: all.", minimum=1
     )
-    other_instructions: bool = option(True, "A frame of success is a failure of every other instruction.")
-    mirror: bool = option(False, "Also learn from mirrored pictures, where left and right make no difference.")
-    num_parts: int = option(
-        4, "Parts of the episodes, each scored by a network of the others; all networks vote.", minimum=2
+    instruction_negatives: bool = option(True, "A frame of success is a failure of every other instruction.")
+    mirror: bool = option(False, "Also learn from mirrored images, where left and right make no difference.")
+    num_folds: int = option(
+        4, "TrainerContext of the episodes, each scored by a network of the others; all networks vote.", minimum=2
     )
-    false_positives: float = option(0.005, "Largest share of failures that may be seen as success.", minimum=0, below=1)
+    false_positives: float = option(
+        0.005, "Largest fraction of failures that may be seen as success.", minimum=0, below=1
+    )
     num_steps: int = option(600, "Optimiser steps of each network.", minimum=1)
     seed: int = option(0, "Seed of parts, frames, weights and batches.")
 
 
 @dataclass
 class LabelledFrames:
-    """Pictures ``[N, H, W, 3]``, numbers of their instructions, labels (true: success), and numbers of their episodes."""
+    """Images ``[N, H, W, 3]``, numbers of their instructions, labels (true: success), and numbers of their episodes."""
 
-    pictures: np.ndarray
+    images: np.ndarray
     sentences: np.ndarray
     labels: np.ndarray
     episodes: np.ndarray
@@ -86,7 +88,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
             raise ConfigError(f"`rlinf classifier` needs {key}=<folder>. Run {usage}")
     folder = Path(config.output_dir).expanduser()
     if os.path.lexists(folder):
-        refuse(f"output_dir='{folder}' exists", "a new folder", "output_dir=<a new folder>")
+        reject(f"output_dir='{folder}' exists", "a new folder", "output_dir=<a new folder>")
     check_writable(config.output_dir, "output_dir")
     about: dict[str, Any] = {"camera": config.camera, "config": to_mapping(config)}
     frames = read_frames(config, "data", about)
@@ -107,7 +109,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     about |= {"networks": len(networks), "threshold": threshold}
     about |= {"frames": len(frames.labels), "successes": int(frames.labels.sum())}
     if test is not None:
-        logits, frames = found.logits(test.pictures, test.sentences), test
+        logits, frames = found.logits(test.images, test.sentences), test
     about |= errors(logits >= threshold, frames.labels, frames.episodes) | calibration(logits, frames.labels)
     found.save(folder)
     print(f"{summary(about)}\nclassifier    {folder}\nuse it        env.success_classifier={folder}", flush=True)
@@ -118,30 +120,30 @@ def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> La
     """Read and label the frames of a dataset. ``data`` fills in ``about``, which ``test`` must fit."""
     info = describe_dataset(getattr(config, key), key)
     other = f"{key}=<another folder>"
-    if not info.says_success:
-        refuse(f"{info.folder} does not say which episodes succeeded", "a column next.success", other)
+    if not info.reports_success_per_row:
+        reject(f"{info.folder} does not say which episodes succeeded", "a column next.success", other)
     cameras = {column.removeprefix(IMAGES): column for column in info.image_shapes}
     camera = about["camera"] = about["camera"] or next(iter(cameras), "")
     if camera not in cameras:
         found = f"{info.folder} has the cameras [{', '.join(cameras)}]"
-        refuse(found, f"'{camera}' among them", f"camera={next(iter(cameras), '<name>')}, or {other}")
+        reject(found, f"'{camera}' among them", f"camera={next(iter(cameras), '<name>')}, or {other}")
     shape = list(info.image_shapes[cameras[camera]])
     if shape != about.setdefault("image_shape", shape):
         sizes = [" x ".join(map(str, each)) for each in (shape, about["image_shape"])]
-        refuse(f"The pictures '{camera}' of {info.folder} have {sizes[0]} pixels", f"{sizes[1]}, as in data", other)
+        reject(f"The images '{camera}' of {info.folder} have {sizes[0]} pixels", f"{sizes[1]}, as in data", other)
     stored = open_dataset(info.folder, {camera: cameras[camera]}, None, outcomes=True)
     known = about.setdefault("instructions", stored.tasks)
     for task in set(stored.tasks) - set(known):
-        refuse(f"{info.folder} has the instruction '{task}'", f"one of the {len(known)} of data", other)
+        reject(f"{info.folder} has the instruction '{task}'", f"one of the {len(known)} of data", other)
     most = config.failures_per_episode if key != "test" else None
-    rows, labels = label_rows(stored.episode_ids, stored.outcomes.success, config.last_frames, most, config.seed)
+    rows, labels = label_rows(stored.episode_ids, stored.outcomes.success, config.tail_frames, most, config.seed)
     check_both_classes(labels, str(info.folder))
     sentences = np.array([known.index(task) for task in stored.tasks])[stored.task_ids[rows]]
     return LabelledFrames(stored.frames[camera].read(rows), sentences, labels, stored.episode_ids[rows])
 
 
 def label_rows(
-    episodes: np.ndarray, success: np.ndarray, last_frames: int, most_failures: int | None, seed: int
+    episodes: np.ndarray, success: np.ndarray, tail_frames: int, most_failures: int | None, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that have a label, int64 ``[N]``, and their labels, bool ``[N]``.
 
@@ -156,7 +158,7 @@ def label_rows(
         own = np.flatnonzero(episodes == episode)
         reached = np.flatnonzero(success[own])
         end = int(reached[0]) + 1 if len(reached) else len(own)
-        last = own[max(0, len(own) - last_frames) :] if len(reached) and last_frames else own[:0]
+        last = own[max(0, len(own) - tail_frames) :] if len(reached) and tail_frames else own[:0]
         positive = np.union1d(own[end : end + 1], last)
         negative = np.setdiff1d(own[:end], positive)
         if most_failures is not None and len(negative) > most_failures:
@@ -173,25 +175,25 @@ def check_both_classes(labels: np.ndarray, what: str) -> None:
         kind, missing = ("successes", "failures") if labels.any() else ("failures", "successes")
         found, required = f"{what} has {len(labels)} labelled frames, all of them {kind}", f"{missing}, too"
         more = "collect with env.terminate_on_success=false collect.only_success=false, so that frames follow a success"
-        refuse(found, required, f"data=<more episodes> ({more}), or last_frames=1")
+        reject(found, required, f"data=<more episodes> ({more}), or tail_frames=1")
 
 
 def cross_fitted(
     frames: LabelledFrames, num_sentences: int, config: ClassifierConfig
 ) -> tuple[np.ndarray, list[SuccessNetwork]]:
-    """Return the logit of each frame, float32 ``[N]``, by the network that was trained on other episodes, and all ``num_parts`` networks."""
+    """Return the logit of each frame, float32 ``[N]``, by the network that was trained on other episodes, and all ``num_folds`` networks."""
     episodes = np.unique(frames.episodes)
-    if len(episodes) < config.num_parts:
-        found, required = f"{config.data} has {len(episodes)} episodes", f"num_parts={config.num_parts} of them"
-        refuse(found, required, f"num_parts={max(2, len(episodes))}, or data=<more episodes>")
+    if len(episodes) < config.num_folds:
+        found, required = f"{config.data} has {len(episodes)} episodes", f"num_folds={config.num_folds} of them"
+        reject(found, required, f"num_folds={max(2, len(episodes))}, or data=<more episodes>")
     order = np.random.default_rng(derive_seed(config.seed, "parts")).permutation(episodes)
-    parts = [np.isin(frames.episodes, part) for part in np.array_split(order, config.num_parts)]
+    parts = [np.isin(frames.episodes, part) for part in np.array_split(order, config.num_folds)]
     for number, part in enumerate(parts, start=1):
-        check_both_classes(frames.labels[~part], f"{config.data} without part {number} of {config.num_parts}")
+        check_both_classes(frames.labels[~part], f"{config.data} without part {number} of {config.num_folds}")
     logits, networks = np.zeros(len(frames.labels), dtype=np.float32), []
     for number, part in enumerate(parts):
         networks.append(train(frames.select(~part), num_sentences, config, number))
-        logits[part] = SuccessClassifier(networks[-1:], {}).logits(frames.pictures[part], frames.sentences[part])
+        logits[part] = SuccessClassifier(networks[-1:], {}).logits(frames.images[part], frames.sentences[part])
     return logits, networks
 
 
@@ -199,14 +201,14 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, 
     """Return a trained network, whose weights and batches are drawn by ``number``.
 
     Half of a batch are successes. Half of the others are successes under another instruction, where there is one. The last bias is then
-    corrected to the frames' own share of successes (King and Zeng 2001, equation 7).
+    corrected to the frames' own fraction of successes (King and Zeng 2001, equation 7).
     """
     generator = np.random.default_rng(derive_seed(config.seed, "classifier batches", number))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "classifier weights", number))
         network = SuccessNetwork(num_sentences)
     positive, negative = np.flatnonzero(frames.labels), np.flatnonzero(~frames.labels)
-    num_others = HALF_BATCH // 2 if config.other_instructions and num_sentences > 1 else 0
+    num_others = HALF_BATCH // 2 if config.instruction_negatives and num_sentences > 1 else 0
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=config.num_steps + 1)
     labels, progress = torch.arange(2 * HALF_BATCH) < HALF_BATCH, Progress()
@@ -216,7 +218,7 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, 
         turns = np.zeros(len(rows), dtype=np.int64)
         turns[len(rows) - num_others :] = generator.integers(1, max(2, num_sentences), num_others)
         sentences = torch.from_numpy((frames.sentences[rows] + turns) % num_sentences)
-        logits = network(changed(frames.pictures[rows], config.mirror, generator), sentences)
+        logits = network(changed(frames.images[rows], config.mirror, generator), sentences)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
         optimizer.zero_grad()
         loss.backward()
@@ -229,12 +231,12 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, 
     return network
 
 
-def changed(pictures: np.ndarray, mirror: bool, generator: np.random.Generator) -> torch.Tensor:
-    """Return pictures ``[B, H, W, 3]`` as float32, all moved by the same few pixels, each with colours of its own, and mirrored or not."""
-    height, width = pictures.shape[1:3]
-    padded = np.pad(pictures, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="edge")
+def changed(images: np.ndarray, mirror: bool, generator: np.random.Generator) -> torch.Tensor:
+    """Return images ``[B, H, W, 3]`` as float32, all moved by the same few pixels, each with colours of its own, and mirrored or not."""
+    height, width = images.shape[1:3]
+    padded = np.pad(images, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="edge")
     down, right = generator.integers(0, 2 * SHIFT + 1, 2)
-    colours = generator.normal(0, NOISE, (len(pictures), 1, 1, 3)).astype(np.float32)
+    colours = generator.normal(0, NOISE, (len(images), 1, 1, 3)).astype(np.float32)
     moved = padded[:, down : down + height, right : right + width] + colours
     if mirror:
         turned = generator.random(len(moved)) < 0.5
@@ -251,6 +253,6 @@ def summary(about: dict[str, Any]) -> str:
         interval = format_interval(*one["interval"], " - ")
         shown = f"{one['count']} of {one['of']} = {one['share']:.1%} (95 % {interval})"
         lines.append(f"  {name.replace('_', ' '):<24}{shown}")
-    lines.append(f"calibration   error {about['calibration_error']:.3f}; probability, share of successes, frames:")
+    lines.append(f"calibration   error {about['calibration_error']:.3f}; probability, fraction of successes, frames:")
     lines += [f"  {one['probability']:.3f}  {one['success']:.3f}  {one['frames']}" for one in about["reliability"]]
     return "\n".join(lines)

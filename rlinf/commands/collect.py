@@ -20,7 +20,7 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.evaluation.evaluator import RowPolicy
+from rlinf.evaluation.evaluator import BatchedPolicy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
@@ -37,7 +37,7 @@ DEFAULT_FPS = 10
 class PolicyDemonstrator:
     """A policy; a chunk of its actions is executed before it is asked again. The first envs play ``specs``."""
 
-    def __init__(self, policy: RowPolicy, specs: Sequence[EpisodeSpec]) -> None:
+    def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
         self._streams = [policy.stream(spec) for spec in self.specs]
         self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
@@ -65,7 +65,7 @@ def collect(config: RunConfig) -> Path:
     records the env's configuration, what acted, and how every episode ended.
 
     Return the folder. Where Ctrl-C, SIGTERM or a simulator cuts the collection short, the episodes that have ended are stored before
-    KeyboardInterrupt or SimulatorError goes on. Raise ConfigError if no episode is to be stored.
+    KeyboardInterrupt or SimulatorError continues. Raise ConfigError if no episode is to be stored.
     """
     settings = config.collect
     set_num_threads(config.cluster.num_threads, 1)
@@ -95,7 +95,7 @@ def collect(config: RunConfig) -> Path:
             if cut_short is not None and not stored:
                 raise cut_short
             if not stored:
-                untold = "" if _played(env, results).total.is_told else f"; env={config.env.name} tells no success"
+                untold = "" if _played(env, results).total.is_reported else f"; env={config.env.name} tells no success"
                 raise ConfigError(
                     f"None of {len(results)} episodes succeeded{untold} and collect.only_success=true, so there is nothing to store. "
                     "Set collect.only_success=false, or let another checkpoint act"
@@ -124,7 +124,7 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
     return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
 
 
-def _policy(config: RunConfig, env: VectorEnv) -> tuple[RowPolicy | None, dict[str, Any]]:
+def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, dict[str, Any]]:
     """Return the policy (None: the expert acts), and what the dataset records of who acted."""
     if expert_acts(config):
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
@@ -138,7 +138,7 @@ def _policy(config: RunConfig, env: VectorEnv) -> tuple[RowPolicy | None, dict[s
         opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
         where = {"checkpoint": str(opened.folder)}
     model = opened.policy.to(resolve_device(config.cluster.device, 1))
-    policy = RowPolicy(model, env.task_names, config.collect.greedy, config.rollout.temperature, config.seed)
+    policy = BatchedPolicy(model, env.task_names, config.collect.greedy, config.rollout.temperature, config.seed)
     return policy, {
         "demonstrator": "policy",
         **where,
@@ -151,7 +151,7 @@ def _record(
     config: RunConfig,
     env: VectorEnv,
     specs: Sequence[EpisodeSpec],
-    policy: RowPolicy | None,
+    policy: BatchedPolicy | None,
     writer: LeRobotWriter,
     results: list[EpisodeResult],
 ) -> None:
@@ -193,7 +193,7 @@ def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> Non
 
 
 @contextlib.contextmanager
-def _acting(config: RunConfig, policy: RowPolicy | None):
+def _acting(config: RunConfig, policy: BatchedPolicy | None):
     """The mode and the number format in which a policy acts, as in an evaluation."""
     if policy is None:
         yield
@@ -226,7 +226,7 @@ def _conditions(
 
 def _played(env: VectorEnv, results: list[EpisodeResult]) -> EvaluationResult:
     """Return episodes as a result, which knows whether their success is told."""
-    return EvaluationResult(results, tells_success=env.tells_success(env.config))
+    return EvaluationResult(results, reports_success=env.reports_success(env.config))
 
 
 def _summary(folder: Path, played: EvaluationResult, num_stored: int, num_rows: int) -> str:
@@ -237,11 +237,11 @@ def _summary(folder: Path, played: EvaluationResult, num_stored: int, num_rows: 
     interval = format_interval(*total.interval, " - ")
     rate = f"{total.successes} successes = {total.success_rate:.1%} (95 % {interval})"
     lines = [
-        f"played    {played.episodes} episodes of {len(tasks)} {noun}, {rate if total.is_told else total}",
+        f"played    {played.episodes} episodes of {len(tasks)} {noun}, {rate if total.is_reported else total}",
         f"stored    {num_stored} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
         f"dataset   {folder}",
         f"clone it  sft.dataset={folder}",
     ]
     for task, found in tasks if len(tasks) > 1 else ():
-        lines.insert(-3, f"          {task}: {found.count if found.is_told else found}")
+        lines.insert(-3, f"          {task}: {found.count if found.is_reported else found}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from rlinf.errors import ConfigError
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.tracking.progress import Progress
 
 SHOWN_TASKS = 10
@@ -31,7 +31,7 @@ def convert(config: ConvertConfig) -> Path:
             usage = "rlinf convert source=<HDF5 file or folder> dataset=data/<name>"
             raise ConfigError(f"`rlinf convert` needs {key}=<path>. Run {usage}")
     if os.path.lexists(Path(config.dataset).expanduser()):
-        refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
+        reject(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
     import_h5py()
     import_pyarrow("`rlinf convert`")
@@ -40,8 +40,8 @@ def convert(config: ConvertConfig) -> Path:
     demonstrations = open_demonstrations(config)
     for camera, (height, width) in demonstrations.image_shapes.items():
         if config.video and (height % 2 or width % 2):
-            refuse(
-                f"The pictures of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false"
+            reject(
+                f"The images of '{camera}' have {height} x {width} pixels", "even sides for MP4 files", "video=false"
             )
     writer = LeRobotWriter(
         config.dataset,
@@ -101,7 +101,7 @@ def _summary(folder: Path, demonstrations: Hdf5Demonstrations, outcomes: list[bo
     num_rows = sum(episode.num_rows for episode in episodes)
     lines = [
         f"read      {len(episodes)} episodes in the layout of {demonstrations.layout.name}, {sum(outcomes)} with a reward of 1 (success)",
-        f"pictures  {sizes}{', turned by 180 degrees' if demonstrations.rotate_images else ''}",
+        f"images  {sizes}{', turned by 180 degrees' if demonstrations.rotate_images else ''}",
         *(f"task      {task}" for task in tasks[:SHOWN_TASKS]),
         f"stored    {len(episodes)} episodes, {num_rows:,} rows, {num_bytes / 2**20:.1f} MiB",
         f"dataset   {folder}",

@@ -16,9 +16,9 @@ import yaml
 
 from rlinf import run_folder
 from rlinf.cluster.factory import env_maker
-from rlinf.cluster.player import player_maker
-from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved_places
+from rlinf.cluster.rollout_worker import worker_maker
+from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
@@ -39,16 +39,16 @@ from rlinf.evaluation.compare import compare
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import (
     NUM_ROWS,
+    BatchedPolicy,
     Episodes,
     EvaluationPlan,
     RankGroup,
-    RowPolicy,
     episode_list,
     evaluate_policy,
-    share_of,
+    fraction_of,
 )
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
-from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
+from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
 from rlinf.evaluation.recording import record_episodes, recording_failed
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.sequential import rate_confidence_sequence
@@ -78,7 +78,7 @@ from rlinf.robot.person import PersonTells
 from rlinf.robot.recorder import EpisodeRecorder
 from rlinf.robot.robot import EnvRobot, EpisodicRobot
 from rlinf.robot.teleoperator import ScriptedPerson, Teleoperator
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.types import EpisodeResult, EpisodeSpec
@@ -86,7 +86,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 logger = logging.getLogger("rlinf")
 
 VERSION_FIELDS = ("versions.", "simulators.")
-"""Fields of a manifest whose differences are told also where they are not refused."""
+"""Fields of a manifest whose differences are told also where they are not rejected."""
 
 CONNECTION_FIELDS = ("timeout_s", "connect_timeout_s", "api_key_env")
 """Settings of ``model`` that change no episode."""
@@ -99,7 +99,7 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
 
     Prints a table, and writes ``result.json``, ``videos/``, ``episodes/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
     ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
-    their shares of the episodes, or ``cluster.num_players`` players play all. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
+    their fractions of the episodes, or ``cluster.num_rollout_workers`` rollout workers play all. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
     an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
     results come.
 
@@ -118,7 +118,7 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
                     launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
                 return EvaluationResult.from_json(output / run_folder.RESULT_FILE)
             except RankKilledError as error:
-                before, kept = kept, num_kept(output)
+                before, kept = kept, num_saved(output)
                 if kept <= max(before, 0):  # nothing was played since the last start
                     raise
                 logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
@@ -126,12 +126,12 @@ def evaluate(config: RunConfig, robot: RobotConfig | None = None) -> EvaluationR
 
 @contextmanager
 def results_are_kept(output: Path) -> Iterator[None]:
-    """Say, if the block fails, how many results are kept and how it goes on."""
+    """Say, if the block fails, how many results are kept and how it continues."""
     try:
         yield
     except BaseException as error:
-        kept = num_kept(output)
-        if kept and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be refused again
+        kept = num_saved(output)
+        if kept and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be rejected again
             known = f"{kept} results are kept in {output}"
             print(f"\n{known}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
         raise
@@ -158,14 +158,14 @@ class OpenedPolicy:
 
 
 def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None]) -> None:
-    """Play this rank's share of the episodes, or let players or a robot play all; rank 0 writes."""
+    """Play this rank's fraction of the episodes, or let rollout workers or a robot play all; rank 0 writes."""
     config, reservation, robot = work
     prepare_rank(config)
     settings, output = config.evaluation, Path(config.output_dir)
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed, config.trainer.deterministic)
     if reservation is not None:
-        reservation.join()  # env nodes are in the cluster of the players
+        reservation.join()  # env nodes are in the cluster of the rollout workers
     ranks = RankGroup(rank(), world_size(), lambda part: gather_objects(part()))
     with ExitStack() as stack:
         env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
@@ -177,9 +177,9 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             if reservation is None:
                 opened.model = opened.model.to(device)
             else:
-                players = _players(config, reservation, opened.model)
-                stack.callback(players.close)
-                episodes = RemoteEpisodes(players, _most_envs(settings))
+                workers = _rollout_workers(config, reservation, opened.model)
+                stack.callback(workers.close)
+                episodes = RemoteEpisodes(workers, _most_envs(settings))
             if robot is not None:
                 robot = replace(robot, fps=robot.fps or opened.manifest.fps)
                 wanted = None if opened.baseline is None else opened.baseline / run_folder.STARTS_FOLDER
@@ -212,7 +212,7 @@ def robot_of(
 ) -> tuple[EpisodicRobot, Teleoperator | None]:
     """Return a row of the env as a robot, or the robot of ``arm``, perhaps with a person who tells success, and who may take over.
 
-    ``stack`` disconnects them. ``wanted`` holds the first pictures of episodes as the person is to lay them out again; None: nothing is shown.
+    ``stack`` disconnects them. ``wanted`` holds the first images of episodes as the person is to lay them out again; None: nothing is shown.
     """
     row = EnvRobot(env, settings)
     acting: EpisodicRobot = row
@@ -229,7 +229,7 @@ def robot_of(
     if settings.success != "env":
         output = Path(config.output_dir)
         acting = told = PersonTells(acting, output / run_folder.STARTS_FOLDER, wanted)
-        told.number, told.num_episodes = num_kept(output), num_episodes
+        told.number, told.num_episodes = num_saved(output), num_episodes
         if settings.success == "page":
             page = Page(told, settings.page_host, settings.page_port)
             stack.callback(page.close)
@@ -248,7 +248,7 @@ def on_robot(
     settings: RobotConfig,
 ) -> RobotEpisodes:
     """Let the policy act on a robot, from which a person may take over."""
-    policy = RowPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
+    policy = BatchedPolicy(opened.model, env.task_names, **sampling_of(config), num_rows=1)  # the quickest
     recorder = None
     if person is not None:
         opened.warnings.append(
@@ -264,7 +264,7 @@ def on_robot(
 
 
 def open_evaluation(config: RunConfig, env: VectorEnv, first: int) -> OpenedPolicy:
-    """Open the policy, leave the episodes before ``first`` out, and refuse a comparison that would fail after hours of episodes."""
+    """Open the policy, leave the episodes before ``first`` out, and reject a comparison that would fail after hours of episodes."""
     settings, baseline, before = config.evaluation, None, None
     specs = episode_list(env, settings.split, settings.num_episodes, first)
     model, manifest, saved, warnings = open_policy(config, env)
@@ -306,7 +306,7 @@ def _play(
         stop=stop_rule(settings.stop_when, opened.before, len(specs)),
         look_every=_most_envs(settings),
     )
-    progress = _Progress(partial, known, len(specs), config.tracking.progress, env.tells_success(env.config))
+    progress = _Progress(partial, known, len(specs), config.tracking.progress, env.reports_success(env.config))
     result = evaluate_policy(opened.model, env, specs, **sampling_of(config), on_result=progress.add, plan=plan)
     if settings.stop_when is not None:
         result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
@@ -336,28 +336,28 @@ def digest_of_server(config: RunConfig, model: Any) -> str | None:
 
 
 def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:
-    """Reserve a place for each player, if players are to play."""
-    if config.cluster.num_players is None:
+    """Reserve a place for each rollout worker, if rollout workers are to play."""
+    if config.cluster.num_rollout_workers is None:
         return nullcontext()
     return reserved_places(partial(Placement.of_evaluation, config), config.cluster.deadlines.start, config.plugins)
 
 
-def _players(config: RunConfig, reservation: Reservation, model: ActionModel) -> Players:
-    """Start the players, and bring them the weights of a policy on the CPU."""
+def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionModel) -> RolloutWorkers:
+    """Start the rollout workers, and bring them the weights of a policy on the CPU."""
     placement = Placement.of_evaluation(config)
     few = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
-    make = player_maker(few, PolicyShell.of(model), placement)
+    make = worker_maker(few, PolicySkeleton.of(model), placement)
     way_on = f"run the same command with output_dir={config.output_dir}"
-    players = Players(make, config.cluster, placement, reservation, model, way_on)
+    workers = RolloutWorkers(make, config.cluster, placement, reservation, model, way_on)
     try:
-        players.wait_until_ready()
+        workers.wait_until_ready()
         with waiting("push"):
-            players.update_weights(0)
+            workers.update_weights(0)
     except BaseException:
-        players.close()
+        workers.close()
         raise
-    print(f"evaluation: played by players: {len(players.numbers)}", flush=True)
-    return players
+    print(f"evaluation: played by rollout workers: {len(workers.numbers)}", flush=True)
+    return workers
 
 
 def write_result(
@@ -411,10 +411,10 @@ def _belongs_to_training(folder: Path) -> bool:
     return isinstance(manifest, dict) and bool(manifest.get("files"))  # the manifest of an evaluation lists none
 
 
-def _num_envs(settings: EvaluationConfig, has_players: bool) -> int:
-    """Return this rank's share of the envs, at most one for each episode, but enough for the fingerprint."""
+def _num_envs(settings: EvaluationConfig, has_rollout_workers: bool) -> int:
+    """Return this rank's fraction of the envs, at most one for each episode, but enough for the fingerprint."""
     least = NUM_EPISODES if settings.probe and rank() == 0 else 1
-    if has_players:
+    if has_rollout_workers:
         return min(settings.num_envs, least)
     return max(-(-_most_envs(settings) // world_size()), min(settings.num_envs, least))
 
@@ -424,7 +424,7 @@ def _most_envs(settings: EvaluationConfig) -> int:
 
 
 class _Progress:
-    """Keeps each result, and shows on rank 0 how far its share is."""
+    """Keeps each result, and shows on rank 0 how far its fraction is."""
 
     def __init__(
         self,
@@ -432,10 +432,10 @@ class _Progress:
         known: Sequence[EpisodeResult],
         num_episodes: int,
         updates: bool,
-        tells_success: bool,
+        reports_success: bool,
     ) -> None:
-        self._partial, self._tells_success = partial, tells_success
-        self._num_episodes = len(known) + len(share_of(range(num_episodes - len(known)), rank(), world_size()))
+        self._partial, self._tells_success = partial, reports_success
+        self._num_episodes = len(known) + len(fraction_of(range(num_episodes - len(known)), rank(), world_size()))
         self._results = list(known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:
@@ -452,7 +452,7 @@ class _Progress:
     def _show(self) -> None:
         done = self._partial.num_results
         shown = {"return": sum(one.episode_return for one in self._results) / len(self._results)}
-        if self._tells_success or any(one.success_told or one.success for one in self._results):
+        if self._tells_success or any(one.success_reported or one.success for one in self._results):
             shown = {"successes": sum(one.success for one in self._results)} | shown
         self._line.update("evaluation", done, self._num_episodes, **shown)
 

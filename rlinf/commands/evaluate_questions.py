@@ -51,7 +51,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     """Let a model answer a file of questions.
 
     Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output
-    folder. The report of a run shows the evaluations in its folder ``eval``. Several ranks answer their shares. The
+    folder. The report of a run shows the evaluations in its folder ``eval``. Several ranks answer their fractions. The
     death or an error of a rank ends the evaluation, and nothing is written. Raise ConfigError, before the model is
     loaded, if the file or a setting cannot be used, ManifestMismatchError if the evaluation to compare with had other
     conditions, and RankError if a rank failed.
@@ -67,7 +67,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
 
 
 def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
-    """Answer this rank's share of the questions; rank 0 writes."""
+    """Answer this rank's fraction of the questions; rank 0 writes."""
     config, model, output = work
     set_num_threads(config.cluster.num_threads, local_world_size())
     with waiting("start"):

@@ -127,7 +127,7 @@ def _with_code_of_model(config: RunConfig, folder: Path, model: Any) -> RunConfi
 
 
 def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
-    """Write the policy of a token run, whose other files come from the model that training began with."""
+    """Write the policy of a token run, whose other files come from the model that training started with."""
     from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
 
     values = flat(read_saved_config(checkpoint))

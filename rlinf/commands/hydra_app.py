@@ -98,7 +98,7 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
 def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     """Compose, check and run ``train`` or ``sft``; a sweep ends with a table of its runs.
 
-    Every run (of a sweep, too) is checked before Hydra makes a folder, so that a refused configuration leaves nothing. Hydra
+    Every run (of a sweep, too) is checked before Hydra makes a folder, so that a rejected configuration leaves nothing. Hydra
     then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
     a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
 
@@ -151,7 +151,7 @@ def _resumed(args: Namespace) -> str | None:
         resumed, searched = newest_run(args)
         named = "null" if resumed is None else override_text(resumed)
         args.overrides = [*_without_resume(args.overrides), f"resume={named}"]
-        found = resumed or "there is no whole checkpoint, so a new run begins"
+        found = resumed or "there is no whole checkpoint, so a new run starts"
         print(f"resume=auto: {found} (searched: {searched})", flush=True)
     return resumed
 
@@ -182,7 +182,10 @@ def _run_under_hydra(
             check_new_folder(config)
             start(config, command)
             folders.append(Path(config.output_dir))
-        except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
+        except (
+            RLinfError,
+            RankError,
+        ) as error:  # Hydra would print it its own way; the other runs of a sweep continue.
             if os.getpid() != process:
                 raise
             failures.append(error)
@@ -211,7 +214,7 @@ def build(composed: DictConfig, command: str) -> RunConfig:
 
 
 def check(config: RunConfig, command: str) -> None:
-    """Check a configuration as a whole (``validate``); only now torch is imported, so that a misspelt word is refused at once."""
+    """Check a configuration as a whole (``validate``); only now torch is imported, so that a misspelt word is rejected at once."""
     from rlinf.preflight.validation import validate
 
     validate(config, command)
@@ -226,7 +229,7 @@ def start(config: RunConfig, command: str) -> None:
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
-    """Compose the continuation of the run ``resumed``, which goes on in its own folder unless ``output_dir`` is given.
+    """Compose the continuation of the run ``resumed``, which continues in its own folder unless ``output_dir`` is given.
 
     Its configuration is the one stored in the checkpoint, with the overrides laid over it; a chosen experiment (or a
     config of the user) is composed afresh instead.
@@ -309,7 +312,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
         # How many had trained it, and where, says nothing about this command.
-        for key in ("num_processes", "num_players", "start", "placement"):
+        for key in ("num_processes", "num_rollout_workers", "start", "placement"):
             if given_value(args.overrides, f"cluster.{key}") is None:
                 composed.cluster[key] = getattr(ClusterConfig(), key)
     if args.cfg:

@@ -22,7 +22,7 @@ from rlinf.distributed.start import is_connected, launch_context
 from rlinf.errors import CheckpointError, ConfigError, RLinfError, UploadError
 from rlinf.models.hf_model import load_config
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import cured_by_settings
+from rlinf.options import fixed_by_settings
 from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import SECTION, check_place, local_folder, made_by
@@ -32,15 +32,15 @@ from rlinf.recipes.plan import (
     SPLIT,
     Plan,
     asks_for_gpus,
-    asks_for_players,
+    asks_for_rollout_workers,
     check_engines,
     choose_device,
     describe,
     make_plan,
     store_room,
 )
-from rlinf.recipes.players import PlayerPlaces, place_players
 from rlinf.recipes.rewards import make_rewards
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, place_rollout_workers
 
 SHARED_GPUS = "each rank that a launcher has started generates on its own GPU, between its updates (mode=colocated)"
 ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
@@ -49,11 +49,11 @@ ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=to
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
     """Check a recipe against this machine, print what it needs, and train it on its ranks unless ``dry_run``.
 
-    ``script`` is its dataset script; ``arguments`` are the words of the command, for the one that goes on.
+    ``script`` is its dataset script; ``arguments`` are the words of the command, for the one that continues.
     """
     script = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
-    if place is not None and asks_for_players(config):
+    if place is not None and asks_for_rollout_workers(config):
         raise ConfigError(
             f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
             "machine. Start it once"
@@ -66,8 +66,8 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     device = _device(config, plan, dry_run)
     check_engines(config, plan, device)
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
-    if plan.players and not is_elsewhere:
-        check_machine(partial(place_players, config, plan, device), store_room(config))
+    if plan.workers and not is_elsewhere:
+        check_machine(partial(place_rollout_workers, config, plan, device), store_room(config))
     try:
         _check_sources(config, script)
     except (ConfigError, CheckpointError) as error:
@@ -82,11 +82,11 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     print(f"{'machine:':<14}{machine}", flush=True)
     if script is not None:
         print(f"{'script:':<14}{script}", flush=True)
-    if asks_for_gpus(config) and not plan.players:
+    if asks_for_gpus(config) and not plan.workers:
         print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
     if dry_run:
         return
-    if device == "cpu" and not plan.players:
+    if device == "cpu" and not plan.workers:
         config.rollout.backend = "torch"
     _warn_about_wandb(config)
     deadlines = asdict(config.cluster.deadlines)
@@ -113,14 +113,14 @@ def _told_how_to_go_on(config: RecipeConfig, arguments: Sequence[str]) -> Iterat
 
 
 @contextmanager
-def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPlaces | None]:
-    """Reserve a place for each player; None without players."""
-    if not plan.players:
+def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWorkerPlaces | None]:
+    """Reserve a place for each rollout worker; None without rollout workers."""
+    if not plan.workers:
         yield None
         return
-    placement_of = partial(place_players, config, plan, device)
+    placement_of = partial(place_rollout_workers, config, plan, device)
     with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
-        yield PlayerPlaces(placement_of(), reservation)
+        yield RolloutWorkerPlaces(placement_of(), reservation)
 
 
 def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
@@ -152,7 +152,7 @@ def _check_sources(config: RecipeConfig, script: Path | None) -> None:
             check_place(validation.dataset.name, "validation.dataset")
     model = config.policy.model_name_or_path
     if Path(model).exists():
-        with cured_by_settings("policy", path="model_name_or_path", trust_remote_code=None):
+        with fixed_by_settings("policy", path="model_name_or_path", trust_remote_code=None):
             load_config(model)
     elif model.startswith(("/", ".")) or model.count("/") > 1 or made_by(model):  # of the hub's, the ranks tell
         recipe = next((name for name in recipe_names() if name in Path(model).parts), None)
@@ -184,12 +184,12 @@ def _warn_about_wandb(config: RecipeConfig) -> None:
     config.logging.logger = loggers
 
 
-def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | None]) -> None:
+def _execute_rank(work: tuple[RecipeConfig, Path | None, str, RolloutWorkerPlaces | None]) -> None:
     config, script, device, places = work
     if device == "cpu":
         hide_gpus()
     else:
-        # Else one rank would take the players' GPUs, too.
+        # Else one rank would take the rollout workers' GPUs, too.
         isolate_rank(visible_gpus(os.environ, torch.cuda.device_count()), 0)
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())

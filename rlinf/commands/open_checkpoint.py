@@ -20,7 +20,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, check
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
-from rlinf.models.embodiment.headed import HeadedPolicy, base_folder, has_head
+from rlinf.models.embodiment.actor_policy import ActorPolicy, base_folder, has_actor
 from rlinf.options import from_mapping
 from rlinf.preflight.conditions import build_manifest, conditions_of
 from rlinf.preflight.saved import check_model_type
@@ -138,10 +138,10 @@ def load_policy(
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
         return _load_adapter(Path(folder), source, config, reads_base, deferred)
-    base = base_folder(source) if has_head(source) else source
+    base = base_folder(source) if has_actor(source) else source
     model = replace(config.model, model_path=str(base), init_config={})
     policy = build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})), deferred=deferred)
-    return HeadedPolicy.on(policy, source) if has_head(source) else policy
+    return ActorPolicy.on(policy, source) if has_actor(source) else policy
 
 
 def policy_for(

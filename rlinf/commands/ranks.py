@@ -10,7 +10,7 @@ from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects
-from rlinf.distributed.start import refuse_differences
+from rlinf.distributed.start import reject_differences
 from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
@@ -30,11 +30,11 @@ def prepare_rank(config: RunConfig) -> None:
     for section, values in to_mapping(config).items():
         text = json.dumps(values, sort_keys=True, default=str)
         own[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
-    refuse_differences(gather_objects((socket.gethostname(), own)))
+    reject_differences(gather_objects((socket.gethostname(), own)))
 
 
 @waiting("start")
-def refuse_expandable_segments() -> None:
+def reject_expandable_segments() -> None:
     """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
     for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):
         if found:

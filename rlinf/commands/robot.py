@@ -20,7 +20,7 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.compatibility import require_package
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.page import listening
 from rlinf.robot.recorder import recorded_env
@@ -31,12 +31,12 @@ logger = logging.getLogger("rlinf")
 def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = None) -> EvaluationResult | Comparison:
     """Play the episodes of ``rlinf.commands.evaluate.evaluate`` on a robot: a row of the env, or an arm; raise as it does.
 
-    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for ranks, players, videos or recorded episodes, which a single robot does not have.
+    With ``other``, the configuration of ``blind``, compare both policies (``rlinf.commands.blind``). Raise ConfigError for ranks, rollout workers, videos or recorded episodes, which a single robot does not have.
     """
     asked, cluster = config.evaluation, config.cluster
     for key, found, required in (
         ("cluster.num_processes", cluster.num_processes, 1),
-        ("cluster.num_players", cluster.num_players, None),
+        ("cluster.num_rollout_workers", cluster.num_rollout_workers, None),
         ("evaluation.record_episodes", asked.record_episodes, 0),
     ):
         if found not in (required, 0):
@@ -45,7 +45,7 @@ def robot(config: RunConfig, settings: RobotConfig, other: RunConfig | None = No
                 f"{key}={found} with `rlinf robot`; required: {value}, because there is one robot. Set {key}={value}"
             )
     if settings.blind is not None and settings.record is not None:
-        refuse(
+        reject(
             f"record={settings.record} with blind={settings.blind}",
             "record=null, because the dataset would not say whose episodes they are",
             "record=null",
@@ -77,19 +77,21 @@ def _check_arm(config: RunConfig, settings: RobotConfig) -> None:
         if found != value:
             text = override_text(value)
             reason = reasons.get(key, "that belongs to a simulated robot")
-            refuse(
+            reject(
                 f"{key}={override_text(found)} with arm={settings.arm}",
                 f"{key}={text}, because {reason}",
                 f"{key}={text}",
             )
-    if settings.max_change is None:
+    if settings.max_relative_target is None:
         required = "the largest change of a position from one action to the next, or the arm may jump"
-        refuse(f"max_change=null with arm={settings.arm}", required, "max_change=2.0, in the env's units")
+        reject(
+            f"max_relative_target=null with arm={settings.arm}", required, "max_relative_target=2.0, in the env's units"
+        )
     for key, value in (("control", "joints"), ("units", "lerobot")):
         if (found := getattr(config.env, key, None)) != value:
             named = f"env.{key}={found}" if found else f"env.name={config.env.name}, which has no env.{key},"
             fix = f"env.{key}={value}" if found else "env=so101 env.control=joints env.units=lerobot"
-            refuse(f"{named} with arm={settings.arm}", f"env.{key}={value}, positions of joints as the arm's", fix)
+            reject(f"{named} with arm={settings.arm}", f"env.{key}={value}, positions of joints as the arm's", fix)
 
 
 def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
@@ -104,7 +106,7 @@ def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
         info = describe_dataset(folder, "record")
         if not info.says_intervention or info.env != recorded_env(to_mapping(config.env)):
             required = f"a new folder, or episodes that were recorded with the present env.name={config.env.name} and its settings"
-            refuse(f"record={settings.record} holds other episodes", required, "record=<a new folder>")
+            reject(f"record={settings.record} holds other episodes", required, "record=<a new folder>")
     if config.evaluation.split == "eval":
         logger.warning(
             "record=%s with evaluation.split=eval: a policy that learns from these episodes must not be evaluated on them. Set "

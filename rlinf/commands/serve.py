@@ -28,7 +28,7 @@ from rlinf.models.embodiment.modules.ranges import GARBAGE
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import override_text
 from rlinf.policy import Policy
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.seeding import seed_everything
 from rlinf.serving import MessageError
 from rlinf.serving.layouts import ROBOTS, MessageLayout, check_layout, layout_of
@@ -100,10 +100,10 @@ class PolicyRows:
 
     @property
     def largest_message(self) -> int:
-        """Bytes of ``max_batch`` observations, with 64 KiB each beside the pictures."""
+        """Bytes of ``max_batch`` observations, with 64 KiB each beside the images."""
         policy = self.policy
-        pictures = len(policy.cameras) * 3 * policy.config.env.image_size**2
-        return self.num_rows * (pictures + 8 * policy.model.num_uniforms + 2**16)
+        images = len(policy.cameras) * 3 * policy.config.env.image_size**2
+        return self.num_rows * (images + 8 * policy.model.num_uniforms + 2**16)
 
     def act(self, rows: Sequence[RequestRow]) -> list[np.ndarray | Exception]:
         """Return float32 ``[C, D]`` for each row, which depends on no other row, or the error of a prompt that is too long."""
@@ -138,7 +138,7 @@ class PolicyRows:
                 raise MessageError(f"{found} Required: a measurement in the units of the policy's training data")
 
     def warm_up(self) -> None:
-        """Act once for a black picture: the first call of a model may compile, and takes longer than clients wait."""
+        """Act once for a black image: the first call of a model may compile, and takes longer than clients wait."""
         config = self.policy.config.env
         images = {
             name: np.zeros((1, config.image_size, config.image_size, 3), np.uint8) for name in self.policy.cameras
@@ -157,7 +157,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
     env, cameras = config.env, settings.cameras or config.env.cameras
     if settings.cameras is not None and (settings.keys in ROBOTS or len(cameras) != len(env.cameras)):
         found = f"cameras={override_text(cameras)} with keys={settings.keys}"
-        refuse(found, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
+        reject(found, f"a name for each of {override_text(env.cameras)}, and keys=rlinf", "cameras=null")
     layout = layout_of(settings.keys, cameras)
     check_layout(settings.keys, layout, env.cameras, ENVS.get(env.name).state_width(env), "The policy", "keys=rlinf")
     with contextlib.closing(_bound(settings)) as bound:
@@ -236,7 +236,7 @@ def _api_key(settings: ServeConfig) -> str | None:
     if name is None:
         if settings.host not in LOOPBACK:
             found = f"host={settings.host}, which other machines may reach, without a key"
-            refuse(found, "a key", "api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1 and a tunnel")
+            reject(found, "a key", "api_key_env=RLINF_API_KEY and that variable, or host=127.0.0.1 and a tunnel")
         return None
     key = os.environ.get(name)
     if not key:

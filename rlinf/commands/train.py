@@ -20,11 +20,11 @@ from rlinf.checkpoints import folders
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.cluster.factory import describe_places, env_maker
-from rlinf.cluster.player import player_maker
-from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
+from rlinf.cluster.rollout_worker import worker_maker
+from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
 from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
-from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
+from rlinf.commands.ranks import prepare_rank, reject_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.chosen import needs_outcomes
@@ -64,17 +64,17 @@ from rlinf.models.base_weights import trained_names
 from rlinf.models.weights_in_files import check_read, how_read
 from rlinf.number_formats import format_count
 from rlinf.options import override_text, to_mapping
-from rlinf.preflight.derived import format_derived, learns_head, sharding_choice
+from rlinf.preflight.derived import format_derived, sharding_choice, trains_actor
 from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.preflight.saved import changes_since
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import CHECKPOINTS_FOLDER, FAILED_BATCH_FOLDER
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
-from rlinf.training.action_trainer import ActionTrainer, Parts
+from rlinf.training.action_trainer import ActionTrainer, TrainerContext
 from rlinf.training.cloning_trainer import CloningTrainer, compare_with_statistics
 from rlinf.training.collapse import RolledBack, rollbacks_of
 from rlinf.training.evaluator import Evaluator
@@ -101,7 +101,7 @@ class Run:
         rl: Improves the policy; None: the run is one of cloning only.
     """
 
-    parts: Parts
+    parts: TrainerContext
     cloning: CloningTrainer | None
     rl: ActionTrainer | None
 
@@ -136,7 +136,7 @@ class Run:
             if rl is not None:
                 with waiting("start"):
                     rl.wait_until_ready()
-                who = rl.played_by()
+                who = rl.rollout_workers()
                 if rank() == 0:
                     print(f"rollouts of each rank: played by {who}", flush=True)
             if self.cloning is not None:
@@ -171,11 +171,11 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     recomputed = _fit_to_gpu(config, memory) if device == "cuda" else 0
     seed_everything(config.seed, config.trainer.deterministic)
     resumed_from, state = _where_to_begin(config)
-    has_players = reservation is not None and reservation.group is not None
-    if reservation is not None and (has_players or config.cluster.env_nodes):
+    has_rollout_workers = reservation is not None and reservation.group is not None
+    if reservation is not None and (has_rollout_workers or config.cluster.num_env_workers):
         reservation.join()  # env nodes are in the same cluster
     env = _evaluation_env(config, state)
-    if rank() == 0 and config.cluster.env_nodes:
+    if rank() == 0 and config.cluster.num_env_workers:
         print(f"simulators: {describe_places(env)}", flush=True)
     dataset = _dataset(config, env, state, resumed_from)
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
@@ -188,8 +188,8 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
         if repeated_blocks(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
-    parallel, sync = _on_ranks(config, model, device, memory, reservation if has_players else None)
-    players = sync.generator if isinstance(sync.generator, Players) else None
+    parallel, sync = _on_ranks(config, model, device, memory, reservation if has_rollout_workers else None)
+    workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None
     worker = _worker(config, parallel, state)
     if resumed_from is not None:
         checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
@@ -209,14 +209,14 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     )
     phase = "rl" if config.trainer.max_steps > 0 else "sft"
     loop.profile_window = ProfileWindow(config.trainer.profile_steps, phase, folder, rank())
-    episodes = None if players is None else RemoteEpisodes(players, config.evaluation.num_envs)
+    episodes = None if workers is None else RemoteEpisodes(workers, config.evaluation.num_envs)
     evaluator = Evaluator(config, env, stop_signal, worker.autocast, episodes)
-    parts = Parts(config, loop, worker, sync, evaluator, fingerprint, fps)
+    parts = TrainerContext(config, loop, worker, sync, evaluator, fingerprint, fps)
     if config.trainer.max_steps == 0:
         run = Run(parts, CloningTrainer(parts, dataset, last_tag="after_sft"), None)
     else:
         cloning = CloningTrainer(parts, dataset) if state.phase == "sft" else None
-        run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, players))
+        run = Run(parts, cloning, ALGORITHMS.get(config.algorithm.name).make_trainer(parts, env, workers))
     loop.tracker = _tracker(config, state, resumed_from) if rank() == 0 else None  # the first to write into the folder
     return run
 
@@ -232,9 +232,9 @@ def _fit_to_gpu(config: RunConfig, memory: int) -> bool | int:
 
     Rank 0 estimates, which takes up to a minute, and all ranks return or raise its result.
     """
-    recomputed, refusal = broadcast_object(_ask_gpu(config, memory) if rank() == 0 else None, 0)
-    if refusal is not None:
-        raise refusal
+    recomputed, rejection = broadcast_object(_ask_gpu(config, memory) if rank() == 0 else None, 0)
+    if rejection is not None:
+        raise rejection
     return recomputed
 
 
@@ -244,15 +244,15 @@ def _ask_gpu(config: RunConfig, memory: int) -> tuple[bool | int, RLinfError | N
     try:
         measured = measure(config)
         recomputed = fit_to_gpu(config, memory, measured)
-    except RLinfError as refusal:
-        return 0, refusal
+    except RLinfError as rejection:
+        return 0, rejection
     if measured.unknown:
         print(f"memory of passes: unknown: {measured.unknown}", flush=True)
     if recomputed:
         which = "all blocks" if recomputed is True else f"the first {format_count(recomputed, 'block')}"
         chosen = measured.unknown and config.model.gradient_checkpointing == "auto"
-        cure = "; if memory suffices without, set model.gradient_checkpointing=false" if chosen else ""
-        print(f"activations: {which} are recomputed{cure}", flush=True)
+        fix = "; if memory suffices without, set model.gradient_checkpointing=false" if chosen else ""
+        print(f"activations: {which} are recomputed{fix}", flush=True)
     return recomputed, None
 
 
@@ -300,13 +300,13 @@ def _dataset(
     dataset = open_dataset(sft, env, outcomes=needs_outcomes(sft)) if sft.dataset else None
     digest = None if dataset is None else dataset.digest()
     if needs_outcomes(sft):
-        digest = f"{digest} {sft.rows} {sft.intervention_weight}"
-    if sft.advantage_share is not None:
-        digest = f"{digest} {sft.advantage_share} {sft.advantage_steps}"
+        digest = f"{digest} {sft.filter} {sft.intervention_weight}"
+    if sft.advantage_top_fraction is not None:
+        digest = f"{digest} {sft.advantage_top_fraction} {sft.advantage_steps}"
     if resumed_from is not None and state.dataset != digest:
         raise CheckpointError(
             f"{resumed_from} has cloned other demonstrations than sft.dataset={override_text(config.sft.dataset)} "
-            "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or begin a new run with "
+            "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or start a new run with "
             f"init_from={config.resume} resume=null output_dir=<a new folder>"
         )
     state.dataset = digest
@@ -320,20 +320,20 @@ def _policy(
     resumed_from: Path | None,
     fingerprint: dict[str, Any] | None,
 ) -> tuple[torch.nn.Module, float | None]:
-    """Build the policy, or load the one that is resumed or begun with, whose conditions must fit.
+    """Build the policy, or load the one that is resumed or started with, whose conditions must fit.
 
     Also return the rate of the dataset that it clones, or had cloned before.
     """
     source, trainer = resumed_from or config.init_from, config.trainer
     fps = None if dataset is None else dataset.info.fps
     # Ranks that share the weights read them once it is known who holds what.
-    may_shard = trainer.sharding == "auto" and world_size() > 1 and not learns_head(config)
+    may_shard = trainer.sharding == "auto" and world_size() > 1 and not trains_actor(config)
     deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
         return policy_for(config, env, dataset, deferred), fps
-    # A new run may go on in another env or precision; a resumed one may not.
+    # A new run may continue in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
-    if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_share is not None:
+    if resumed_from is None and config.sft.max_steps > 0 and config.sft.advantage_top_fraction is not None:
         free.append("preprocessing.prompt_suffix")  # which this run teaches
     allowed = [*config.evaluation.allow_mismatch, *free]
     opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
@@ -345,7 +345,7 @@ def _policy(
 def _on_ranks(
     config: RunConfig, model: torch.nn.Module, device: str, memory: int, reservation: Reservation | None
 ) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make the player: the policy itself, or copies that the first push fills.
+    """Replicate or shard the policy, and make the rollout worker: the policy itself, or copies that the first push fills.
 
     ``memory`` are the bytes of a rank.
     """
@@ -358,10 +358,10 @@ def _on_ranks(
         read_deferred(model, sources, "cpu")
     take_weights_of_rank_0(model)
     trained = trained_names(model)
-    shell = None if reservation is None else PolicyShell.of(model)
+    shell = None if reservation is None else PolicySkeleton.of(model)
     has_engine = shell is None and rollout.backend == "vllm" and trainer.max_steps > 0
     options = _engine_options(config, model, memory) if has_engine and device == "cuda" else rollout.vllm
-    # Where players have the copies, a rank's own copy describes the policy and holds no numbers.
+    # Where rollout workers have the copies, a rank's own copy describes the policy and holds no numbers.
     rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
     parallel = make_parallel(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
@@ -370,7 +370,9 @@ def _on_ranks(
     generator: Any = None
     if shell is not None:
         placement = Placement.of(config)
-        generator = Players(player_maker(config, shell, placement), config.cluster, placement, reservation, model)
+        generator = RolloutWorkers(
+            worker_maker(config, shell, placement), config.cluster, placement, reservation, model
+        )
     elif has_engine:
         from rlinf.rollout.vllm_policy import VllmPolicy  # imports transformers
 
@@ -425,7 +427,7 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     prepare_rank(config)
     has_engine = config.rollout.backend == "vllm" and (reservation is None or reservation.group is None)
     if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
-        refuse_expandable_segments()
+        reject_expandable_segments()
     run = build(config, reservation)
     if rank() == 0:
         announce(config)
@@ -437,7 +439,7 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
 
 
 def announce(config: RunConfig) -> None:
-    """Print the numbers of a run that begins, what a resumed one changes, and what may be a slip of the keyboard."""
+    """Print the numbers of a run that starts, what a resumed one changes, and what may be a slip of the keyboard."""
     print(format_derived(config), flush=True)
     if config.resume is not None:
         folder = folders.resolve_checkpoint(config.resume)
@@ -455,7 +457,7 @@ def announce(config: RunConfig) -> None:
 
 
 def _execute(run: Run, config: RunConfig) -> RolledBack | None:
-    """Execute one rank; returns where the run goes on if it goes back, which a resumed run would do as well."""
+    """Execute one rank; returns where the run continues if it goes back, which a resumed run would do as well."""
     stop_signal = run.loop.stop_signal
     try:
         with stop_signal.handled():
@@ -502,7 +504,7 @@ def train(config: RunConfig) -> Path:
                     )
                     raise
                 begun.append(config.resume)
-                goes_on = f"from {config.resume}" if config.resume else "from the beginning: there is no checkpoint yet"
+                goes_on = f"from {config.resume}" if config.resume else "from the start: there is no checkpoint yet"
                 logger.warning(
                     "%s\nAll ranks start again %s (%d of %d times).", error, goes_on, num_restarts + 1, limit
                 )
@@ -534,7 +536,7 @@ def _passed_over(config: RunConfig) -> dict[Path, int]:
 
 
 def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
-    """Return the configuration with which a run goes on from its newest checkpoint, or begins again if it has none.
+    """Return the configuration with which a run continues from its newest checkpoint, or starts again if it has none.
 
     Raise CheckpointError if all checkpoints are damaged.
 

@@ -35,8 +35,8 @@ def _load_module(plugin: str) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or not (plugin + ".").startswith(error.name + "."):
             raise  # The plugin is there; something that it imports is not.
-        cure = f"Install its package, or set plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
-        raise ConfigError(f"plugins names '{plugin}', and there is no module '{error.name}'. {cure}") from None
+        fix = f"Install its package, or set plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
+        raise ConfigError(f"plugins names '{plugin}', and there is no module '{error.name}'. {fix}") from None
 
 
 def _find_file(plugin: str) -> Path:

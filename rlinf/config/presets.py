@@ -16,10 +16,10 @@ _SAC_AND_TD3 = {
     "algorithm.tau": 0.005,
     "algorithm.batch_size": 256,
     "algorithm.replay_capacity": 1_000_000,
-    "algorithm.warmup_env_steps": 100,
-    "algorithm.updates_per_env_step": 1.0,
-    "algorithm.head.hidden_size": 256,
-    "algorithm.head.layer_norm": False,
+    "algorithm.learning_starts": 100,
+    "algorithm.utd_ratio": 1.0,
+    "algorithm.actor.hidden_size": 256,
+    "algorithm.actor.layer_norm": False,
 }
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -47,18 +47,18 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "algorithm.learning_rate": 3e-4,
             "algorithm.initial_alpha": 1.0,
             "algorithm.entropy_in_target": True,
-            "algorithm.policy_value": "min",
+            "algorithm.actor_q": "min",
             "algorithm.critic_loss_weight": 0.5,
-            "algorithm.head.log_std_min": -20.0,
-            "algorithm.head.log_std_max": 2.0,
-            "algorithm.head.tanh_epsilon": 1e-6,
+            "algorithm.actor.log_std_min": -20.0,
+            "algorithm.actor.log_std_max": 2.0,
+            "algorithm.actor.tanh_epsilon": 1e-6,
         },
         "td3": _SAC_AND_TD3
         | {
             "algorithm.learning_rate": 1e-3,
-            "algorithm.policy_value": "first",
+            "algorithm.actor_q": "first",
             "algorithm.target_policy": True,
-            "algorithm.target_every": 2,
+            "algorithm.target_update_interval": 2,
         },
     }
 }
@@ -71,7 +71,7 @@ def apply_preset(composed: DictConfig, explicit: Collection[str]) -> DictConfig:
     Raise ConfigError for an algorithm without values in the preset.
     """
     preset, name = (OmegaConf.select(composed, key) for key in (KEY, "algorithm.name"))
-    if preset not in PRESETS:  # none, or a word that the option refuses
+    if preset not in PRESETS:  # none, or a word that the option rejects
         return composed
     if name not in PRESETS[preset]:
         known = ", ".join(PRESETS[preset])

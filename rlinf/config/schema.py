@@ -193,9 +193,9 @@ def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
 
 
 def is_alone(config: RunConfig) -> bool:
-    """Return whether no weights of the policy were trained before RL, and a head can train an encoder of its own instead.
+    """Return whether no weights of the policy were trained before RL, and an actor can train an encoder of its own instead.
 
-    A run that goes on from a checkpoint says what it was.
+    A run that continues from a checkpoint says what it was.
     """
     with suppress(RLinfError, AttributeError):
         sources = [each for each in (config.resume, config.init_from, config.checkpoint) if each not in (None, "auto")]
@@ -266,7 +266,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     if config.rollout.num_chunks is None:
         with suppress(ConfigError, MissingDependencyError):
             config.rollout.num_chunks = chunks_needed(config)
-    labels = config.sft.max_steps > 0 and config.sft.advantage_share is not None
+    labels = config.sft.max_steps > 0 and config.sft.advantage_top_fraction is not None
     if labels and config.model.prompt_suffix is None:
         config.model.prompt_suffix = GOOD
     config.algorithm.complete(config.model, partial(is_alone, config))

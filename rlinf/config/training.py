@@ -27,7 +27,9 @@ class TrainerConfig:
         "How the learning rates of RL, also that of a head, decay over its iterations; none: they stay.",
         choices=tuple(DECAYS),
     )
-    lr_min_factor: float = option(0.0, "Smallest share of the learning rates while they decay.", minimum=0, maximum=1)
+    lr_min_factor: float = option(
+        0.0, "Smallest fraction of the learning rates while they decay.", minimum=0, maximum=1
+    )
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=1e-6)
     clip_together: bool = option(
         False,
@@ -35,7 +37,7 @@ class TrainerConfig:
     )
     parity_max_gap: float | None = option(
         None,
-        "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest. Above it the run stops: in float32 "
+        "Largest accepted |rollout - trainer| of a log-prob, and of a value in fractions of the largest. Above it the run stops: in float32 "
         "at any step, in 16 bits at the first step and after the first update, later it warns. null: 0.001 in float32; "
         "in 16 bits a mean exp|gap| of 1.05.",
         minimum=0,
@@ -51,7 +53,7 @@ class TrainerConfig:
     )
     save_mode: str = option(
         "sync",
-        "sync: training goes on when a checkpoint is written; async: when its numbers are copied, and a thread writes. An error of the "
+        "sync: training continues when a checkpoint is written; async: when its numbers are copied, and a thread writes. An error of the "
         "thread ends the run at its next checkpoint.",
         choices=("sync", "async"),
     )
@@ -106,31 +108,31 @@ class ClusterConfig:
     )
     start: str = option(
         "auto",
-        "auto: the ranks are started here, or torchrun or srun has started them; ray: Ray starts several ranks, and players, in the cluster "
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: Ray starts several ranks, and rollout workers, in the cluster "
         "that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
         choices=("auto", "ray"),
     )
     placement: str = option(
         "colocated",
-        "colocated: the ranks that train also play; split: players in processes of their own play, on any machine.",
-        choices=("colocated", "split"),
+        "colocated: the ranks that train also play; disaggregated: rollout workers in processes of their own play, on any machine.",
+        choices=("colocated", "disaggregated"),
     )
-    num_players: int | None = option(
+    num_rollout_workers: int | None = option(
         None,
-        "Players over all machines: of a training with cluster.placement=split, a multiple of the ranks (null: one for each rank), or of "
+        "RolloutWorkers over all machines: of a training with cluster.placement=disaggregated, a multiple of the ranks (null: one for each rank), or of "
         "rlinf evaluate (null: the ranks play).",
         minimum=1,
     )
     max_staleness: int = option(
         0,
         "Iterations by which the weights that play may be older than those that are trained. From 1 on, the rollouts of the next "
-        "iterations are played while the policy is updated; required: processes or players that play (rollout.worker_processes, "
-        "cluster.placement=split), and algorithm.tis_cap.",
+        "iterations are played while the policy is updated; required: processes or rollout workers that play (rollout.worker_processes, "
+        "cluster.placement=disaggregated), and algorithm.tis_cap.",
         minimum=0,
     )
     max_restarts: int = option(
         20,
-        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends; also, how often the "
+        "RolloutWorkers of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends; also, how often the "
         "ranks of cluster.start=ray may start again from the newest checkpoint.",
         minimum=0,
     )
@@ -138,17 +140,17 @@ class ClusterConfig:
         None, "CPU threads per rank; null: OMP_NUM_THREADS, or all cores divided by the ranks."
     )
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
-    env_nodes: int = option(
+    num_env_workers: int = option(
         0,
         "Ray actors that hold the simulators of each env, in which they share the rows. 0: none, simulators run next to the policy. "
         "They go to the machines that have the Ray resource rlinf_env, if there are any, else to all.",
         minimum=0,
         maximum=4096,
     )
-    env_node_timeout_s: float = option(
+    env_worker_timeout_s: float = option(
         600.0, "Seconds in which such an actor may neither answer nor finish a simulator call.", minimum=0.1
     )
-    env_node_restarts: int = option(20, "Such actors of an env that may be replaced before the run ends.", minimum=0)
+    env_worker_restarts: int = option(20, "Such actors of an env that may be replaced before the run ends.", minimum=0)
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")
     tp_size: int = option(1, "Tensor parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
     pp_size: int = option(1, "Pipeline parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))

@@ -27,7 +27,7 @@ PROPERTIES = {
     "chunks": "a chunk equals its actions one by one, and actions are clipped to the bounds",
     "ends": "episodes end in time, in one way, and finished rows stand still",
     "auto_reset": "auto-reset shows the next episode and keeps the true last observation",
-    "bad_actions": "actions of a wrong shape and NaN are refused",
+    "bad_actions": "actions of a wrong shape and NaN are rejected",
     "optional": "expert, frames and fixed instructions, where there are any",
     "idle": "rows without an episode stand still, and their neighbours do not notice",
 }

@@ -220,7 +220,7 @@ def length_checks(model: Any, generate: Generate, engine: str) -> list[Check]:
         generate(_prompts(model, 1, limit), limit, True)
         checks.append(Check(name, False, "accepted; it leaves no room for a response"))
     except ConfigError as error:
-        checks.append(Check(name, True, f"refused: {str(error).split('.')[0]}"))
+        checks.append(Check(name, True, f"rejected: {str(error).split('.')[0]}"))
     return checks
 
 

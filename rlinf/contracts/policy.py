@@ -24,7 +24,7 @@ from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 NUM_ROWS = max(BATCH_SIZES)
 MAX_GAP = 1e-4
-"""Largest accepted difference in float32: of log-probabilities in nats, of actions in shares of their range."""
+"""Largest accepted difference in float32: of log-probabilities in nats, of actions in fractions of their range."""
 ROUNDED = 0.02
 """The same for the median of other number formats, where single tokens may be drawn again."""
 NUM_DRAWS = 24
@@ -114,7 +114,7 @@ class PolicyChecker:
         return _bounded(name, gap.exp().mean(), MAX_EXP_GAP, "mean exp|gap| {:.4f}")
 
     def closeness(self, name: str, found: Tensor, expected: Tensor, scale: Tensor) -> Check:
-        """Compare numbers ``[..., D]`` in shares of ``scale [D]``."""
+        """Compare numbers ``[..., D]`` in fractions of ``scale [D]``."""
         difference = (found - expected).abs() / scale.to(found.device)
         if self.is_exact:
             return _bounded(name, difference.max(), MAX_GAP, "largest difference {:.1e}")

@@ -17,17 +17,17 @@ HIDDEN_SIZE, DROPOUT, NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 128, 0.5, 200, 64, 
 
 
 def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfig, seed: int) -> np.ndarray:
-    """Return which rows are good, bool ``[N]``: ``sft.advantage_share`` of each instruction, and what a person did.
+    """Return which rows are good, bool ``[N]``: ``sft.advantage_top_fraction`` of each instruction, and what a person did.
 
     The value model reads ``features``, float32 ``[N, F]``: what a policy sees in the rows. Raise ConfigError without enough episodes,
     or without a success or a good row.
     """
-    success, last_rows, share = dataset.outcomes.success, dataset.last_rows, config.advantage_share
+    success, last_rows, share = dataset.outcomes.success, dataset.last_rows, config.advantage_top_fraction
     if dataset.num_episodes < NUM_PARTS or not success.any():
         raise ConfigError(
             f"{dataset.info.folder} has {dataset.num_episodes} episodes, {len(np.unique(last_rows[success]))} of them with success; required "
-            f"for sft.advantage_share={share}: {NUM_PARTS} episodes, one of them with success. Set sft.dataset=<more episodes>, or "
-            "sft.advantage_share=null"
+            f"for sft.advantage_top_fraction={share}: {NUM_PARTS} episodes, one of them with success. Set sft.dataset=<more episodes>, or "
+            "sft.advantage_top_fraction=null"
         )
     returns, longest = steps_to_success(success, last_rows)
     values = cross_fitted_values(features, returns, last_rows, seed)
@@ -35,7 +35,7 @@ def label_rows(dataset: StoredDemonstrations, features: Tensor, config: SFTConfi
     is_good = largest(found, dataset.task_ids, share) | rows_of_person(dataset)
     if not is_good.any():
         raise ConfigError(
-            f"sft.advantage_share={share} labels no row as good; required: one. Set sft.advantage_share=0.3"
+            f"sft.advantage_top_fraction={share} labels no row as good; required: one. Set sft.advantage_top_fraction=0.3"
         )
     return is_good
 
@@ -60,7 +60,7 @@ def advantages(
 ) -> np.ndarray:
     """Return the return of each row minus its value, ``[N]``.
 
-    Where the episode goes on without success for ``steps`` more rows, their reward and the value after them take the return's place.
+    Where the episode continues without success for ``steps`` more rows, their reward and the value after them take the return's place.
     """
     if steps is None:
         return returns - values

@@ -34,7 +34,7 @@ class ChosenRows:
 
 def needs_outcomes(config: SFTConfig) -> bool:
     """Return whether the choice, or a label, depends on successes or interventions."""
-    return config.rows != "all" or config.intervention_weight > 1 or config.advantage_share is not None
+    return config.rows != "all" or config.intervention_weight > 1 or config.advantage_top_fraction is not None
 
 
 def rows_of_person(dataset: StoredDemonstrations) -> np.ndarray:
@@ -48,12 +48,12 @@ def rows_of_person(dataset: StoredDemonstrations) -> np.ndarray:
 
 
 def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray | None = None) -> BatchSource:
-    """Return the rows of a dataset, opened with ``outcomes``, that ``sft.rows`` chooses; raise ConfigError if it chooses none.
+    """Return the rows of a dataset, opened with ``outcomes``, that ``sft.filter`` chooses; raise ConfigError if it chooses none.
 
     Filtered cloning keeps the episodes that reached the goal. HG-DAgger (Kelly et al. 2019, arXiv:1810.02890, algorithm 1)
     keeps the rows at which the person acted. A row counts as an intervention if all of its chunk is the person's, up to the
     end of the episode: a policy must not learn its own actions from before a take-over, or from after the hand-back.
-    ``sft.intervention_weight`` repeats these rows, which multiplies their share of the loss. With labels (``is_good``, bool ``[N]``),
+    ``sft.intervention_weight`` repeats these rows, which multiplies their fraction of the loss. With labels (``is_good``, bool ``[N]``),
     each row occurs three times as often, every third time without its label.
     """
     if not needs_outcomes(config):
@@ -73,8 +73,8 @@ def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray
     }[config.rows] & ~dataset.unreadable
     if not kept.any():
         raise ConfigError(
-            f"{dataset.info.folder} has {num_rows} rows, and sft.rows={config.rows} chooses none of them (successful episodes: "
-            f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {by_person.sum()}); required: one or more. Set sft.rows=all, or "
+            f"{dataset.info.folder} has {num_rows} rows, and sft.filter={config.rows} chooses none of them (successful episodes: "
+            f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {by_person.sum()}); required: one or more. Set sft.filter=all, or "
             "sft.dataset=<another folder>"
         )
     index = np.flatnonzero(kept)

@@ -8,7 +8,7 @@ from rlinf.errors import ConfigError
 from rlinf.options import PathText, option, override_text
 
 GOOD, BAD = "good", "bad"
-"""What a row's prompt says of its actions (``sft.advantage_share``). A policy acts worse behind long texts that it has never read."""
+"""What a row's prompt says of its actions (``sft.advantage_top_fraction``). A policy acts worse behind long texts that it has never read."""
 
 
 @dataclass
@@ -51,16 +51,16 @@ class AugmentConfig:
 
     crop_area: float = option(
         1.0,
-        "Share of a picture's area that is cut out at a random place and enlarged; 1: no crop.",
+        "Fraction of an image's area that is cut out at a random place and enlarged; 1: no crop.",
         minimum=0.1,
         maximum=1,
     )
     brightness: float = option(
-        0.0, "Largest shift of all channels, as a share of the full range.", minimum=0, maximum=1
+        0.0, "Largest shift of all channels, as a fraction of the full range.", minimum=0, maximum=1
     )
     contrast: float = option(
         0.0,
-        "Largest change of the factor around 1 of the distance from the picture's mean colour.",
+        "Largest change of the factor around 1 of the distance from the image's mean colour.",
         minimum=0,
         maximum=1,
     )
@@ -92,7 +92,7 @@ class SFTConfig:
     allow_mismatch: list[str] = option(
         [], "Keys of `env` in which a dataset of `rlinf collect` may differ; fps: any dataset may have another rate."
     )
-    rows: str = option(
+    filter: str = option(
         "all",
         "Rows of the dataset that are cloned: all; successes: of episodes that reached the goal; interventions: at which a person acted "
         "who had taken over; corrected: interventions, and the episodes that reached the goal without one.",
@@ -101,9 +101,9 @@ class SFTConfig:
     intervention_weight: int = option(
         1, "How often a row of an intervention occurs in an epoch; the others occur once.", minimum=1
     )
-    advantage_share: float | None = option(
+    advantage_top_fraction: float | None = option(
         None,
-        "RECAP: the prompts of this share of the rows of each instruction, whose advantages are largest, and of interventions say so, "
+        "RECAP: the prompts of this fraction of the rows of each instruction, whose advantages are largest, and of interventions say so, "
         "and the policy acts by such prompts; null: no labels.",
         minimum=0,
         maximum=1,
@@ -125,7 +125,7 @@ class SFTConfig:
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
     time_limit_s: float | None = option(
         None,
-        "Least seconds of cloning, in spite of the name: it goes on beyond max_steps until they have passed, and max_steps are always "
+        "Least seconds of cloning, in spite of the name: it continues beyond max_steps until they have passed, and max_steps are always "
         "taken; null: stop at max_steps.",
         minimum=0,
     )

@@ -65,7 +65,7 @@ def open_dataset(
 
 
 def _compare_rates(info: DatasetInfo, env: VectorEnv, allow_mismatch: Sequence[str]) -> None:
-    """Warn of rows at another rate than the env's steps; a dataset may have rounded it to a whole number."""
+    """Warn of rows at another rate than the env's steps; a dataset may have rounded it to an integer."""
     rate = env.metadata.get("render_fps")
     if info.fps and rate and abs(info.fps - rate) >= max(1, 0.05 * rate) and "fps" not in allow_mismatch:
         logger.warning(
@@ -131,7 +131,7 @@ def _reader(folder: str | os.PathLike, key: str = "sft.dataset") -> ModuleType:
             return reader
     inside = sorted(child for child in path.glob("*") if any((child / marker).is_file() for marker in READERS))
     wanted = " or ".join(READERS)
-    cure = f"Set {key}={inside[0] if inside else f'<folder with {wanted}>'}"
+    fix = f"Set {key}={inside[0] if inside else f'<folder with {wanted}>'}"
     missing = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
     what = f"which is not a dataset{missing}" if path.is_dir() else "which is not a folder"
-    raise ConfigError(f"{key} is '{folder}', {what}. {cure}")
+    raise ConfigError(f"{key} is '{folder}', {what}. {fix}")

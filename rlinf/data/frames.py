@@ -34,7 +34,7 @@ class Frames(ABC):
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``; refuse missing or damaged ones."""
+        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``; reject missing or damaged ones."""
 
     def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
         if self.shape and image.shape[:2] != self.shape:
@@ -79,7 +79,7 @@ class VideoFrames(Frames):
     def locate(
         cls, paths: Sequence[Path], file_ids: np.ndarray, starts: np.ndarray, stamps: np.ndarray, shape: tuple[int, int]
     ) -> VideoFrames:
-        """Find the frame of each row, ``stamps`` seconds after its episode, which begins ``starts`` seconds into the file."""
+        """Find the frame of each row, ``stamps`` seconds after its episode, which starts ``starts`` seconds into the file."""
         times, faults = np.zeros(len(starts), dtype=np.int64), {}
         for number, path in enumerate(paths):
             with closing(VideoReader(path)) as reader:

@@ -31,15 +31,13 @@ class ConvertConfig:
     )
     dataset: PathText | None = option(None, "New folder of the LeRobotDataset.")
     task: str | None = option(None, "Instruction of all episodes; null: what each file says.")
-    cameras: list[str] | None = option(
-        None, "Keys under obs to take as cameras; null: all pictures (uint8, 3 channels)."
-    )
+    cameras: list[str] | None = option(None, "Keys under obs to take as cameras; null: all images (uint8, 3 channels).")
     state_keys: list[str] | None = option(
         None, "Keys under obs that make up the state, one after the other; []: no state; null: the layout's."
     )
     mask: str | None = option(None, "Filter key of robomimic: only the episodes named in mask/<key>; null: all.")
     rotate_images: bool | None = option(
-        None, "Turn pictures by 180 degrees; null: LIBERO's, which it stores upside down."
+        None, "Turn images by 180 degrees; null: LIBERO's, which it stores upside down."
     )
     seen_after_action: bool | None = option(
         None,
@@ -88,10 +86,10 @@ class Hdf5Episode:
 
 @dataclass(frozen=True)
 class Hdf5Demonstrations:
-    """The checked episodes of one or several files; their pictures are read when it is their turn.
+    """The checked episodes of one or several files; their images are read when it is their turn.
 
     ``cameras`` and ``state_keys`` name keys under ``obs``; ``image_shapes`` are (height, width). ``rotate_images``:
-    pictures are turned by 180 degrees. ``env_args`` are the first file's.
+    images are turned by 180 degrees. ``env_args`` are the first file's.
     """
 
     layout: FileLayout
@@ -254,22 +252,22 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
             "dataset_states_to_obs.py or LIBERO's create_dataset.py"
         )
     layout = LIBERO if set(LIBERO.cameras) & set(observed) else ROBOMIMIC
-    pictures = [key for key in observed if _is_picture(demo[f"obs/{key}"])]
-    keys = pictures if config.cameras is None else config.cameras
-    _check_named("cameras", keys, pictures, observed, path)
+    images = [key for key in observed if _is_image(demo[f"obs/{key}"])]
+    keys = images if config.cameras is None else config.cameras
+    _check_named("cameras", keys, images, observed, path)
     cameras: dict[str, str] = {}
     for key in keys:
         name = layout.cameras.get(key, key.removesuffix("_image"))
         cameras[key if name in cameras else name] = key
-    vectors = [key for key in observed if key not in pictures and _is_numbers(demo[f"obs/{key}"])]
+    vectors = [key for key in observed if key not in images and _is_numbers(demo[f"obs/{key}"])]
     state_keys = layout.state if config.state_keys is None else tuple(config.state_keys)
     if state_keys:
         _check_named("state_keys", state_keys, vectors, observed, path)
     convention = _text(file["data"].attrs.get("macros_image_convention", "opengl"))
     if layout.rotated and config.rotate_images is None and convention != "opengl":
         raise ConfigError(
-            f"{path} says of its pictures macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
-            "upside down. Look at a picture, and set rotate_images=true or rotate_images=false"
+            f"{path} says of its images macros_image_convention={convention}; required: opengl, as in LIBERO's own files, which are "
+            "upside down. Look at an image, and set rotate_images=true or rotate_images=false"
         )
     env_args = _json(file["data"].attrs.get("env_args"), f"env_args of {path}")
     return Hdf5Demonstrations(
@@ -289,13 +287,13 @@ def _describe(file: Any, demo: Any, path: Path, config: ConvertConfig) -> Hdf5De
 def _check_named(
     option_name: str, keys: Sequence[str], known: Sequence[str], observed: Sequence[str], path: Path
 ) -> None:
-    """Refuse keys that are not there, and the same key twice."""
-    what = "pictures (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
+    """Reject keys that are not there, and the same key twice."""
+    what = "images (uint8, [T, H, W, 3])" if option_name == "cameras" else "vectors"
     example = f"Set '{option_name}={override_text(known[:2])}'"
     example += "" if option_name == "cameras" else " or state_keys=[]"
     wrong = next((key for key in keys if key not in known), None)
     if wrong is not None or not keys:
-        found = f"{option_name} names '{wrong}'" if keys else "There are no pictures to take"
+        found = f"{option_name} names '{wrong}'" if keys else "There are no images to take"
         raise ConfigError(
             f"{found}; {path} has the {what} {', '.join(known) or '(none)'} among {', '.join(observed)}. {example}"
         )
@@ -306,14 +304,14 @@ def _check_named(
 
 
 def _control_freq(env_args: Mapping[str, Any], path: Path) -> int:
-    """Return the env steps per second that a file says, a whole number."""
+    """Return the env steps per second that a file says, an integer."""
     settings = env_args.get("env_kwargs")
     value = settings.get("control_freq") if isinstance(settings, dict) else None
     if value is None:
         return CONTROL_FREQ_HZ
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not (value >= 1 and value % 1 == 0):
         raise ConfigError(
-            f"env_args of {path} says control_freq={value!r}; required: a whole number of env steps per second, at least 1. "
+            f"env_args of {path} says control_freq={value!r}; required: an integer of env steps per second, at least 1. "
             "Set fps=<n>"
         )
     return int(value)
@@ -324,25 +322,25 @@ def _is_numbers(data: Any) -> bool:
     return isinstance(data, import_h5py().Dataset) and bool(data.shape) and data.dtype.kind in "biuf"
 
 
-def _is_picture(data: Any) -> bool:
+def _is_image(data: Any) -> bool:
     return getattr(data, "dtype", None) == np.uint8 and data.ndim == 4 and data.shape[-1] == 3
 
 
 def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of a row of each key, all of which must be there, equally long, and finite where they are numbers."""
-    pictures = [f"obs/{key}" for key in described.cameras.values()]
+    images = [f"obs/{key}" for key in described.cameras.values()]
     numbers = ["actions", "rewards", *(f"obs/{key}" for key in described.state_keys)]
     measured = [*numbers, "dones"] if "dones" in list(demo) else numbers
-    found = {key: _child(demo, key) for key in (*measured, *pictures)}
+    found = {key: _child(demo, key) for key in (*measured, *images)}
     for key, data in found.items():
         if data is None:
             known = [*demo, *(f"obs/{name}" for name in _listed(_child(demo, "obs")))]
             raise ConfigError(
                 f"{place} has no '{key}'; it has {', '.join(known)}. Use another file, or other cameras= or state_keys="
             )
-        if not (_is_picture(data) if key in pictures else _is_numbers(data)):
+        if not (_is_image(data) if key in images else _is_numbers(data)):
             what = f"{data.dtype} {data.shape}" if hasattr(data, "dtype") else "a group"
-            needed = "pictures (uint8, [T, H, W, 3])" if key in pictures else "a row of numbers for each step"
+            needed = "images (uint8, [T, H, W, 3])" if key in images else "a row of numbers for each step"
             raise ConfigError(f"'{key}' of {place} is {what}; required: {needed}. Use another file")
     lengths = {key: data.shape[0] for key, data in found.items()}
     if len(set(lengths.values())) > 1:
@@ -358,7 +356,7 @@ def _checked_shapes(demo: Any, described: Hdf5Demonstrations, place: str) -> dic
         bad = np.flatnonzero(~np.isfinite(values).all(1))
         if len(bad):
             raise damaged(place, f"{key} of row {bad[0]} is not finite")
-    return {key: found[key].shape[1:] for key in (*numbers, *pictures)}
+    return {key: found[key].shape[1:] for key in (*numbers, *images)}
 
 
 def _seen_after_action(file: Any, names: Sequence[str], path: Path, layout: FileLayout, config: ConvertConfig) -> bool:

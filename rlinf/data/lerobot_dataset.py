@@ -55,7 +55,7 @@ def describe(folder: Path) -> DatasetInfo:
         env=_recorded_env(folder / "meta" / OWN_FILE),
         num_rows=info["total_frames"],
         has_rewards=layout.REWARD in features,
-        says_success=layout.SUCCESS in features,
+        reports_success_per_row=layout.SUCCESS in features,
         says_intervention=layout.INTERVENTION in features,
         fps=info["fps"],
     )

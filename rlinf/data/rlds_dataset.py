@@ -42,14 +42,14 @@ class Blobs(NamedTuple):
 
 
 def records(data: memoryview) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each message in a TFRecord file; raise ValueError if a length or a checksum is wrong."""
+    """Yield start and end of each message in a TFRecord file; raise ValueError if a length or a checksum is wrong."""
     position = 0
     while position < len(data):
         if position + HEADER.size > len(data):
             raise ValueError(f"the file ends inside the header at byte {position}")
         length, checksum = HEADER.unpack_from(data, position)
         if checksum != masked_crc32c(bytes(data[position : position + 8])):
-            raise ValueError(f"no record begins at byte {position}")
+            raise ValueError(f"no record starts at byte {position}")
         begin = position + HEADER.size
         position = begin + length + 4
         if position > len(data):
@@ -101,7 +101,7 @@ def _feature(data: memoryview, begin: int, end: int) -> np.ndarray | Blobs:
 
 
 def _fields(data: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield field number, wire type, begin and end of the value of each field of a message."""
+    """Yield field number, wire type, start and end of the value of each field of a message."""
     while position < end:
         key, position = _varint(data, position)
         number, wire = key >> 3, key & 7

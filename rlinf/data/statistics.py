@@ -13,8 +13,8 @@ logger = logging.getLogger("rlinf")
 
 MIN_RANGE = 1e-4
 """A column with a smaller range (max - min) counts as constant."""
-MIN_SHARE = 0.01
-"""Minimum of a column's quantile span and standard deviation, as a share of its range (max - min)."""
+MIN_FRACTION = 0.01
+"""Minimum of a column's quantile span and standard deviation, as a fraction of its range (max - min)."""
 GLITCH_ROWS = 500
 """At most one row in so many at each end of a column is a glitch (two of 100 rows, one of 10)."""
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
@@ -81,7 +81,7 @@ def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> d
 
     - Glitches (``glitches``) are left out of their column's statistics.
     - A constant column (``MIN_RANGE``) gets ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
-    - If the rows between ``q01`` and ``q99`` span less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in 1 % of the rows),
+    - If the rows between ``q01`` and ``q99`` span less than ``MIN_FRACTION`` of ``max - min`` (a gripper that closes in 1 % of the rows),
       ``q01`` and ``q99`` become ``min`` and ``max``. A ``std`` below that share becomes that share.
     """
     statistics = {"action": _as_lists(actions, "action")}
@@ -93,7 +93,7 @@ def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> d
 def glitches(values: np.ndarray) -> np.ndarray:
     """Return which numbers of ``[N, D]`` are far from all others for one row or two, bool ``[N, D]``.
 
-    Far is beyond the others by half their span over ``MIN_SHARE``; of a gripper with two values, the whole. Where the others are
+    Far is beyond the others by half their span over ``MIN_FRACTION``; of a gripper with two values, the whole. Where the others are
     constant, none is. What lasts for longer is a motion.
     """
     count = len(values)
@@ -103,7 +103,7 @@ def glitches(values: np.ndarray) -> np.ndarray:
     others = ordered[few : count - few]
     low, high = others[0], others[-1]
     is_binary = (np.diff(others, axis=0) > 0).sum(0) == 1
-    far = np.where(is_binary, 1.0, 0.5) / MIN_SHARE * (high - low)
+    far = np.where(is_binary, 1.0, 0.5) / MIN_FRACTION * (high - low)
     is_far = np.pad((high - low >= MIN_RANGE) & ((values < low - far) | (values > high + far)), ((2, 2), (0, 0)))
     lasts = is_far[:-2] & is_far[1:-1] & is_far[2:]
     return is_far[2:-2] & ~(lasts[:-2] | lasts[1:-1] | lasts[2:])
@@ -121,7 +121,7 @@ def _as_lists(values: np.ndarray, name: str) -> dict[str, list]:
     constant, middle, span = high - low < MIN_RANGE, (high + low) / 2, high - low
     # Of rows: the quantiles themselves may lie where no row is, between a gripper's two positions.
     inner = np.quantile(values, 0.99, 0, method="lower") - np.quantile(values, 0.01, 0, method="higher").astype(float)
-    rare = abs(inner) < MIN_SHARE * span
+    rare = abs(inner) < MIN_FRACTION * span
     for column in np.flatnonzero(rare & ~constant):
         moved = abs(values[:, column] - found["q50"][column]) > span[column] / 2
         whole = f"rare: normalised by its whole range, {low[column]:g} to {high[column]:g}"
@@ -132,7 +132,7 @@ def _as_lists(values: np.ndarray, name: str) -> dict[str, list]:
         "min": low,
         "max": high,
         "mean": found["mean"],
-        "std": np.where(constant, 1.0, np.maximum(found["std"], MIN_SHARE * span)),
+        "std": np.where(constant, 1.0, np.maximum(found["std"], MIN_FRACTION * span)),
     }
     return {name: numbers.tolist() for name, numbers in usable.items()} | {"mask": [True] * values.shape[1]}
 

@@ -46,7 +46,7 @@ class DatasetInfo:
         fps: Rows a second; None: unknown.
         env: The env section of the configuration it was collected with; empty if unknown.
         num_rows: None: unknown before it is opened.
-        has_rewards, says_success, says_intervention: It tells the reward of each row, whether the goal was reached, or whether a
+        has_rewards, reports_success_per_row, says_intervention: It tells the reward of each row, whether the goal was reached, or whether a
             person acted who had taken over.
     """
 
@@ -61,7 +61,7 @@ class DatasetInfo:
     env: Mapping[str, Any] = field(default_factory=dict)
     num_rows: int | None = None
     has_rewards: bool = False
-    says_success: bool = False
+    reports_success_per_row: bool = False
     says_intervention: bool = False
     fps: float | None = None
 

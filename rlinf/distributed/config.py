@@ -21,7 +21,7 @@ class DeadlinesConfig:
     rollout: float | None = option(
         None,
         "One rollout; also the demonstrations of an expert. null: an hour for the first, then ten times the "
-        "median of the last five, at least 1200. Where several ranks train, a silent player is replaced after half of any deadline, before the ranks' own ends the run.",
+        "median of the last five, at least 1200. Where several ranks train, a silent rollout worker is replaced after half of any deadline, before the ranks' own ends the run.",
         minimum=1,
     )
     update: float = option(

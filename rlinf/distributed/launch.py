@@ -32,7 +32,7 @@ from rlinf.distributed.devices import (
 from rlinf.distributed.process_group import GROUP_TIMEOUT, backend_of
 from rlinf.distributed.ray.ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
-from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree, refuse_shared_gpus
+from rlinf.distributed.start import START_S, LaunchContext, LauncherRanks, agree, reject_shared_gpus
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -326,7 +326,7 @@ def _connected_store(host: str, port: int, work: Work) -> dist.TCPStore:
 
 
 def _isolate(gpus: Sequence[str], rank: int) -> None:
-    """Hide all GPUs but the rank's own; raise RankError if CUDA has started, because it would go on with all of them."""
+    """Hide all GPUs but the rank's own; raise RankError if CUDA has started, because it would continue with all of them."""
     if torch.cuda.is_initialized():
         raise RankError(
             f"Rank {rank} has started CUDA while it imported modules, so it cannot hide the GPUs of other ranks. Take what starts "
@@ -348,7 +348,7 @@ def _take_part(
                 if gpus:
                     _isolate(gpus, rank)
                 if work.device == "cuda":
-                    agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, refuse_shared_gpus)
+                    agree(store, rank, size, "gpus", {"gpus": gpu_uuids()}, reject_shared_gpus)
                 _join_group(work.device, store, rank, size)
             work.function(work.argument)
             with waiting("save"):

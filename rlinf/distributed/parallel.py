@@ -39,11 +39,11 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 SMALL_STATE = GIB
 """Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
 FITS = 0.6
-"""Share of a rank's memory that its replica may take; activations and rollouts need the rest."""
+"""Fraction of a rank's memory that its replica may take; activations and rollouts need the rest."""
 BYTES_OF_STEPS = 16
 """Of a trained parameter: its float32 master, gradient and two moments of AdamW. Each replica has them once more."""
 STEPS_FIT = 0.25
-"""Share of a rank's memory that these may take; with more, sharding them frees more than it costs."""
+"""Fraction of a rank's memory that these may take; with more, sharding them frees more than it costs."""
 LOCAL_SUMS = GIB // 2
 """Bytes of whole float32 gradients up to which a rank sums micro-batches before the ranks sum theirs."""
 
@@ -72,7 +72,7 @@ class Parallel(ABC):
 class Replicated(Parallel):
     """Every rank holds the whole model, which also plays: no push, no copy.
 
-    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit
+    The ranks start with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit
     for bit.
     """
 
@@ -149,7 +149,7 @@ class Sharded(Parallel):
             fully_shard(module, mp_policy=policy, **shared)
         read_deferred(model, sources, "cpu" if cpu_offload else device)
         for unit in self.units():
-            # Losses are shares of a mean over all ranks, so their gradients are added, not averaged.
+            # Losses are fractions of a mean over all ranks, so their gradients are added, not averaged.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         for name in ENTRY_POINTS:
@@ -376,7 +376,7 @@ def choose_sharding(
 
 
 def rank_memory_bytes(device: str, num_ranks: int) -> int:
-    """Return the memory of one rank: all of its GPU, or its share of the main memory."""
+    """Return the memory of one rank: all of its GPU, or its fraction of the main memory."""
     if device == "cuda":
         return torch.cuda.get_device_properties(own_device()).total_memory
     return main_memory_bytes() // num_ranks

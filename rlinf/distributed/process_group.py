@@ -37,12 +37,12 @@ def given_num_threads(num_threads: int | None) -> int | None:
 
 
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set torch's threads: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else this rank's share of the cores."""
+    """Set torch's threads: ``cluster.num_threads``, else ``OMP_NUM_THREADS``, else this rank's fraction of the cores."""
     torch.set_num_threads(given_num_threads(num_threads) or max(1, num_cores() // num_processes))
 
 
 def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:
-    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError if ``cuda`` has fewer GPUs than ranks. ``on_cpu``: its cure."""
+    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError if ``cuda`` has fewer GPUs than ranks. ``on_cpu``: its fix."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and torch.cuda.device_count() < num_processes:

@@ -97,7 +97,7 @@ def first_host(nodelist: str) -> str:
 
 
 def clear_launch_context(environment: dict[str, str] | os._Environ) -> None:
-    """Remove the launcher's variables from the environment of a process that goes on alone."""
+    """Remove the launcher's variables from the environment of a process that continues alone."""
     for names in (TORCHRUN, SRUN, MPIRUN):
         for name in names.values():
             environment.pop(name, None)
@@ -141,15 +141,15 @@ def describe_differences(
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
-def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
+def reject_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
     """Raise ConfigError if ranks differ; see ``describe_differences``."""
     lines = describe_differences(found, noun=noun)
     if lines:
-        cure = f"Start all {noun}s with the same words, in the same environment, from the same code"
-        raise ConfigError(f"The {noun}s of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{cure}")
+        fix = f"Start all {noun}s with the same words, in the same environment, from the same code"
+        raise ConfigError(f"The {noun}s of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{fix}")
 
 
-def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def reject_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Raise ConfigError unless each rank sees one GPU of its own; ``found`` has the host and ``gpus`` of each rank."""
     owners: dict[str, str] = {}
     for rank, (host, values) in enumerate(found):
@@ -204,10 +204,10 @@ class LauncherRanks:
         self.num_launches = 0  # pieces of work so far
 
     def compare(self, arguments: Sequence[str]) -> None:
-        """Refuse ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
+        """Reject ranks that differ, on all ranks; note how many share this machine in ``LOCAL_WORLD_SIZE``."""
         global _connected
         context, values = self.context, what_ranks_share(arguments)
-        hosts = agree(self.store, context.rank, context.size, "machine", values, refuse_differences)
+        hosts = agree(self.store, context.rank, context.size, "machine", values, reject_differences)
         os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(socket.gethostname()))
         _connected = True
 

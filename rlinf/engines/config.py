@@ -27,7 +27,7 @@ class VllmOptions:
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of the GPU's memory that the engine may take, weights included; null: 0.8, or on a GPU with the policy what that leaves.",
+        "Fraction of the GPU's memory that the engine may take, weights included; null: 0.8, or on a GPU with the policy what that leaves.",
         minimum=0,
         maximum=1,
     )

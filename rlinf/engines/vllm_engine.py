@@ -28,7 +28,7 @@ import torch
 
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
 from rlinf.distributed.stack_dump import dump_stacks, own_child
-from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_handle import WeightsRejectedError
 from rlinf.engines.weight_transfer import WeightSource, push
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
@@ -43,7 +43,7 @@ GREEDY_TEMPERATURE = "rlinf.engines.vllm_sampling:GreedyTemperature"
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower temperatures to this."""
 MAX_TEMPERATURE = 2.0
-"""vLLM refuses higher temperatures."""
+"""vLLM rejects higher temperatures."""
 CPU_BLOCK_LEN = 128
 """Tokens per block of the key-value cache on CPUs."""
 
@@ -164,7 +164,7 @@ class VllmEngine:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can generate. Idempotent. Raise ConfigError if vLLM refuses the settings."""
+        """Start the process and wait until it can generate. Idempotent. Raise ConfigError if vLLM rejects the settings."""
         with self._lock:
             if self._process is not None:
                 return
@@ -204,7 +204,7 @@ class VllmEngine:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
                     f"The vLLM engine was given weights of version {self._loaded.version} and has lost them: it ended, or a later "
-                    "push was refused. Call update_weights again"
+                    "push was rejected. Call update_weights again"
                 )
             self.start()
             try:
@@ -221,7 +221,7 @@ class VllmEngine:
         """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
         Frozen tensors are sent once, if the source ``builds_on`` the weights loaded before. It must stay valid: a restarted engine
-        loads it again. Raise WeightsRefusedError if weights are incomplete (the old ones stay) or damaged (the engine has none then).
+        loads it again. Raise WeightsRejectedError if weights are incomplete (the old ones stay) or damaged (the engine has none then).
         """
         with self._lock:
             self.start()
@@ -274,7 +274,7 @@ class VllmEngine:
         self.version = None
         try:
             self.version = push(source, self, base)
-        except WeightsRefusedError:
+        except WeightsRejectedError:
             self.version = self._call("held", None)
             raise
 
@@ -382,7 +382,7 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 
 def check_temperature(temperature: float | None, key: str) -> None:
-    """Raise ConfigError for a temperature that vLLM would change or refuse; None and 0 (greedy) are accepted."""
+    """Raise ConfigError for a temperature that vLLM would change or reject; None and 0 (greedy) are accepted."""
     if not temperature or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return
     side, bound = ("below", MIN_TEMPERATURE) if temperature < MIN_TEMPERATURE else ("above", MAX_TEMPERATURE)

@@ -24,7 +24,7 @@ from rlinf.engines.vllm_engine import (
 )
 from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, call_loader, keep_names
 from rlinf.engines.vllm_worker import MODEL_CLASS, WorkerExtension, register
-from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
+from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRejectedError
 from rlinf.engines.weight_transfer import WeightReceiver
 from rlinf.errors import ConfigError
 
@@ -56,7 +56,7 @@ class VllmServer(WeightReceiver):
                 config.architectures = [model_class.__name__]
                 config.save_pretrained(folder)
                 model = folder
-                # A policy's prompts begin with a new image at every step, so no prefix can be reused.
+                # A policy's prompts start with a new image at every step, so no prefix can be reused.
                 arguments = {"load_format": "dummy", "enable_mm_embeds": True, "mm_processor_cache_gb": 0,
                              "enable_prefix_caching": False} | arguments  # fmt: skip
             else:
@@ -65,7 +65,7 @@ class VllmServer(WeightReceiver):
                 self.llm = LLM(**{"model": model, "skip_tokenizer_init": True} | arguments)
             except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(
-                    f"vLLM refuses '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
+                    f"vLLM rejects '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
                     f"Set {spec.settings_key}.<setting>=<another value>"
                 ) from error
         self.spec, self._is_loading = spec, False
@@ -93,7 +93,7 @@ class VllmServer(WeightReceiver):
             outputs = [output.outputs[0] for output in self._run(prompts, sampling)]
         except (VLLMClientError, ValueError) as error:
             raise ConfigError(
-                f"vLLM refuses a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
+                f"vLLM rejects a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
                 f"or set {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
             ) from error
         wanted = request.sampling.get("min_tokens", 0)
@@ -139,7 +139,7 @@ class VllmServer(WeightReceiver):
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """See ``WeightReceiver.check``."""
         if self._is_loading:
-            raise EngineError("An earlier push ended halfway, and vLLM cannot begin again in half-loaded layers.")
+            raise EngineError("An earlier push ended halfway, and vLLM cannot start again in half-loaded layers.")
         self.names.check(manifest)
 
     def receive(self, handle: WeightsHandle) -> None:
@@ -150,7 +150,7 @@ class VllmServer(WeightReceiver):
         self.llm.collective_rpc(call_loader, args=("load", handle))
         try:
             handle.open(self._mapped)
-        except WeightsRefusedError as error:
+        except WeightsRejectedError as error:
             raise EngineError(f"The weights were rewritten while vLLM loaded them: {error}") from error
 
     def finish(self, is_complete: bool) -> None:
@@ -175,7 +175,7 @@ class VllmServer(WeightReceiver):
         return self.llm.llm_engine.model_config.max_model_len
 
     def _check(self, request: GenerateRequest) -> None:
-        """Raise ConfigError for requests that vLLM would answer with wrong numbers, or refuse without naming a cure."""
+        """Raise ConfigError for requests that vLLM would answer with wrong numbers, or reject without naming a fix."""
         check_temperature(request.sampling.get("temperature"), self.spec.temperature_key)
         ids = [prompt["prompt_token_ids"] for prompt in request.prompts]
         unknown = sorted({token for row in ids for token in row if not 0 <= token < self.vocab_size})
@@ -187,7 +187,7 @@ class VllmServer(WeightReceiver):
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:
             raise ConfigError(
-                f"vLLM refuses a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
+                f"vLLM rejects a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
                 f"{self.max_model_len}. Give shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
             )
 
@@ -209,7 +209,7 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
     """Return arguments for a language model that complete ``engine_args``.
 
     They set the number format, because vLLM's own ``auto`` turns float32 into 16 bits. On CPUs they set the cache size, because
-    ``gpu_memory_utilization`` would allocate a share of all main memory at once. Images arrive normalised, so vLLM must not do it again.
+    ``gpu_memory_utilization`` would allocate a fraction of all main memory at once. Images arrive normalised, so vLLM must not do it again.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
     arguments: dict[str, Any] = {}
@@ -248,7 +248,7 @@ def serve(connection: Connection) -> None:
                 answer = "ok", server.version
             else:
                 answer = "ok", getattr(server, command)(payload)
-        except (WeightsRefusedError, ConfigError, EngineError) as error:
+        except (WeightsRejectedError, ConfigError, EngineError) as error:
             answer = "error", error
         except Exception as error:  # noqa: BLE001 (the parent reports it)
             message = f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"

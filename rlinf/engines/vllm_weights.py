@@ -25,7 +25,7 @@ class TensorNames:
         self.tensors = tensors
 
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRefusedError if the manifest does not fit the model."""
+        """Raise WeightsRejectedError if the manifest does not fit the model."""
         check_manifest(manifest, self.tensors)
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,13 +18,13 @@ from rlinf.distributed.devices import gpu_uuids, index_of_gpu
 from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
-"""Every tensor begins at a multiple of this many bytes. The first block is the header, which begins with the nonce."""
+"""Every tensor starts at a multiple of this many bytes. The first block is the header, which starts with the nonce."""
 NONCE_LEN = 16
 BUCKET_BYTES = {"cpu": 8 * 1024**2, "cuda": 256 * 1024**2}
 """Size of a bucket. On CPUs it stays in the cache between writer and reader; on GPUs, few and large transfers are faster."""
 
 
-class WeightsRefusedError(RLinfError):
+class WeightsRejectedError(RLinfError):
     """Weights are incomplete, wrong or damaged, or their memory has been overwritten or freed; the message names the tensor."""
 
 
@@ -74,7 +74,7 @@ class WeightsHandle:
         version: Number of weight updates that produced these weights.
         manifest: Every tensor, or part of one, by name.
         nbytes: Size of the shared memory.
-        nonce: Random bytes of one ``write``. The shared memory begins with them as long as it holds these weights.
+        nonce: Random bytes of one ``write``. The shared memory starts with them as long as it holds these weights.
         path: File of the shared memory (CPU), or None.
         ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
         gpu: UUID of that GPU.
@@ -91,7 +91,7 @@ class WeightsHandle:
     def open(self, mapped: dict[str, Tensor] | None = None, verify: bool = False) -> dict[str, Tensor]:
         """Return all tensors by name, as views of the shared memory. A part of a tensor is flat.
 
-        Raise WeightsRefusedError if they have been overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that
+        Raise WeightsRejectedError if they have been overwritten, freed or, with ``verify``, damaged; or if they are on a GPU that
         this process does not see. ``mapped`` holds the shared memory opened during the same push; this one is added.
         """
         memory = self._map({} if mapped is None else mapped)
@@ -114,7 +114,7 @@ class WeightsHandle:
             arguments = list(arguments)
             arguments[6] = index_of_gpu(self.gpu, gpu_uuids())  # GPUs may be numbered differently in the other process
             if arguments[6] is None:
-                raise WeightsRefusedError(
+                raise WeightsRejectedError(
                     f"The weights of version {self.version} are on the GPU {self.gpu}, but this process sees {gpu_uuids()}; nothing was "
                     "loaded. The engine must see the trainer's GPU: start it without its own CUDA_VISIBLE_DEVICES"
                 )
@@ -129,7 +129,7 @@ class WeightsHandle:
                 mapped[self.path] = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
             memory = mapped[self.path] if size == self.nbytes else None
         if memory is None or bytes(memory[:NONCE_LEN].tolist()) != self.nonce:
-            raise WeightsRefusedError(
+            raise WeightsRejectedError(
                 f"Weights version {self.version} has been overwritten or freed; nothing was loaded. Keep the WeightBuffer, and "
                 "do not write it again, while its handle is in use"
             )
@@ -139,7 +139,7 @@ class WeightsHandle:
         pairs = zip(self.manifest.items(), _checksums(memory, self.manifest.values()), strict=True)
         damaged = [name for (name, entry), found in pairs if found != entry.checksum]
         if damaged:
-            raise WeightsRefusedError(
+            raise WeightsRejectedError(
                 f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
                 f"{len(self.manifest)} tensors of this bucket) differ from the sent ones. Push again"
             )
@@ -170,7 +170,7 @@ class WeightBuffer:
         return self.seal(version)
 
     def clear(self, nbytes: int, device: torch.device) -> None:
-        """Begin with empty shared memory of ``nbytes``, header included; earlier handles become invalid."""
+        """Start with empty shared memory of ``nbytes``, header included; earlier handles become invalid."""
         if self._memory is None or len(self._memory) != nbytes or self._memory.device != device:
             self._allocate(nbytes, device)
         self._memory[:NONCE_LEN].zero_()  # a concurrent reader must see that the weights change
@@ -269,7 +269,7 @@ class WeightBuckets:
 
 
 def check_manifest(given: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
-    """Raise WeightsRefusedError if tensors are missing, unknown, of another shape, or quantised.
+    """Raise WeightsRejectedError if tensors are missing, unknown, of another shape, or quantised.
 
     ``required`` is ``state_dict(keep_vars=True)`` of the receiving model, on any device; one name of a tied tensor is enough.
     """
@@ -285,8 +285,8 @@ def check_manifest(given: Mapping[str, TensorSpec], required: Mapping[str, Tenso
     faults = {"missing": missing, "unknown": unknown, "other shape:": reshaped, "quantised:": quantised}
     parts = [f"{fault} {', '.join(names[:8])} ({len(names)} in all)" for fault, names in faults.items() if names]
     if parts:
-        raise WeightsRefusedError(
-            f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
+        raise WeightsRejectedError(
+            f"Weights rejected, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )
 
 

@@ -1,6 +1,6 @@
 """Push weights to a receiver: ``begin``, ``load`` for each bucket, ``commit``. In between, nobody acts with them.
 
-A push is complete or refused. The first one sends every tensor, the next ones only what training changes.
+A push is complete or rejected. The first one sends every tensor, the next ones only what training changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle, WeightsRefusedError, check_manifest
+from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle, WeightsRejectedError, check_manifest
 from rlinf.optim.finite import not_finite
 
 
@@ -71,7 +71,7 @@ class Peer(Protocol):
 def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
     """Send weights to a receiver; fill a bucket while it loads the one before. Return the version that it holds then.
 
-    If it holds version ``base``, only the trained tensors are sent. Raise WeightsRefusedError if the receiver refuses the weights;
+    If it holds version ``base``, only the trained tensors are sent. Raise WeightsRejectedError if the receiver rejects the weights;
     then the next push must be complete.
     """
     manifest = source.manifest if base is None else None
@@ -148,12 +148,12 @@ class WeightReceiver(ABC):
     def begin(self, header: PushHeader) -> None:
         """Prepare for the weights of a version.
 
-        Raise WeightsRefusedError, and change nothing, if the manifest does not fit the model or ``header.base`` is not held.
+        Raise WeightsRejectedError, and change nothing, if the manifest does not fit the model or ``header.base`` is not held.
         """
         self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):
             held = "no complete weights" if self._version is None else f"version {self._version}"
-            raise WeightsRefusedError(
+            raise WeightsRejectedError(
                 f"Version {header.version} replaces some tensors of version {header.base}, but the receiver holds {held}. Push all of them"
             )
         manifest = self._manifest if header.manifest is None else dict(header.manifest)
@@ -163,19 +163,19 @@ class WeightReceiver(ABC):
         self._missing = {name: math.prod(spec.shape) for name, spec in expected.items()}
 
     def load(self, handle: WeightsHandle) -> None:
-        """Take a bucket; raise WeightsRefusedError if it is damaged, not finite, or not part of this push.
+        """Take a bucket; raise WeightsRejectedError if it is damaged, not finite, or not part of this push.
 
         If that is the first bucket, the old weights stay; otherwise the receiver has none until the next push.
         """
         header, self._header = self._header, None
         if header is None or handle.version != header.version:
-            wanted = "none: no push has begun" if header is None else str(header.version)
-            raise WeightsRefusedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
+            wanted = "none: no push has started" if header is None else str(header.version)
+            raise WeightsRejectedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
         weights = handle.open(self._mapped, verify=True)
         if found := not_finite(weights):
             name, number = next(iter(found.items()))
-            raise WeightsRefusedError(
-                f"Weights refused: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
+            raise WeightsRejectedError(
+                f"Weights rejected: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
             )
         for name, entry in handle.manifest.items():
             self._arrived(name, entry.stop - entry.start)
@@ -184,15 +184,15 @@ class WeightReceiver(ABC):
         self._header = header
 
     def commit(self, _: object = None) -> int:
-        """End the push; return the version. Raise WeightsRefusedError, with the names, if tensors are missing."""
+        """End the push; return the version. Raise WeightsRejectedError, with the names, if tensors are missing."""
         header, self._header = self._header, None
         self._mapped = {}
         if header is None:
-            raise WeightsRefusedError("The push ended before it had begun, or one of its buckets was refused.")
+            raise WeightsRejectedError("The push ended before it had started, or one of its buckets was rejected.")
         if self._missing:
             self._version = None
             names = sorted(self._missing)
-            raise WeightsRefusedError(
+            raise WeightsRejectedError(
                 f"Weights version {header.version} lack {', '.join(names[:8])} ({len(names)} tensors). Push again"
             )
         self.finish(is_complete=header.base is None)
@@ -201,7 +201,7 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
-        """Raise WeightsRefusedError if a manifest does not fit the model."""
+        """Raise WeightsRejectedError if a manifest does not fit the model."""
 
     @abstractmethod
     def receive(self, handle: WeightsHandle) -> None:
@@ -213,7 +213,7 @@ class WeightReceiver(ABC):
     def _arrived(self, name: str, count: int) -> None:
         left = self._missing.pop(name, None)
         if left is None or left < count:
-            raise WeightsRefusedError(f"'{name}' is not part of this push, or was sent twice.")
+            raise WeightsRejectedError(f"'{name}' is not part of this push, or was sent twice.")
         if left > count:
             self._missing[name] = left - count
 

@@ -25,7 +25,7 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 ROUNDING = 1e-3
-"""Share of the range by which a number may lie outside its bounds before it counts as cut: rounding of a policy's units."""
+"""Fraction of the range by which a number may lie outside its bounds before it counts as cut: rounding of a policy's units."""
 
 
 class VectorEnv(gymnasium.vector.VectorEnv, ABC):
@@ -154,11 +154,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return pictures of the rows ``ids`` for videos, uint8 ``[K, size, size, 3]``; ConfigError without any."""
+        """Return images of the rows ``ids`` for videos, uint8 ``[K, size, size, 3]``; ConfigError without any."""
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
     def chunk_paths(self, ids: Sequence[int], chunks: np.ndarray, size: int) -> np.ndarray | None:
-        """Return where ``chunks [K, C, D]`` would lead the hands of the rows ``ids`` on the pictures of ``render_frames``.
+        """Return where ``chunks [K, C, D]`` would lead the hands of the rows ``ids`` on the images of ``render_frames``.
 
         The result, ``[K, C + 1, 2]``, is the hand now and after each action, in pixels to the right of and below the
         upper left corner; NaN behind the camera. None: unknown. The states of the envs do not change.
@@ -208,7 +208,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Free graphics contexts, GPU memory and processes until the next ``reset``, which must be the next call."""
 
     @classmethod
-    def tells_success(cls, config: EnvConfig) -> bool:
+    def reports_success(cls, config: EnvConfig) -> bool:
         """Return whether episodes can succeed; without, evaluations show returns alone."""
         return True
 

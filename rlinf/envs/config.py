@@ -43,11 +43,11 @@ class EnvConfig:
     terminate_on_success: bool = option(True, "End the episode at success.")
     success_classifier: PathText | None = option(
         None,
-        "Folder of `rlinf classifier`, which decides on success by the picture after each env step; null: the simulator does.",
+        "Folder of `rlinf classifier`, which decides on success by the image after each env step; null: the simulator does.",
     )
-    success_false_positives: float | None = option(
+    success_label_noise: float | None = option(
         None,
-        "Share of failing episodes that are called a success at a step drawn evenly; null: none.",
+        "Fraction of failing episodes that are called a success at a step drawn evenly; null: none.",
         minimum=0,
         maximum=1,
     )
@@ -74,30 +74,30 @@ class ProcessEnvConfig(EnvConfig):
         "deadlines and restarts.",
         minimum=0,
     )
-    step_timeout_s: float = option(60, "Seconds that one env step or one picture may take.", minimum=0.1)
+    step_timeout_s: float = option(60, "Seconds that one env step or one image may take.", minimum=0.1)
     reset_timeout_s: float = option(300, "Seconds that making or resetting one simulator may take.", minimum=0.1)
     max_restarts: int = option(
         20, "Worker processes that may be replaced (after a crash or a missed deadline) before the run ends.", minimum=0
     )
 
 
-ROWS_OF_GPU_LANE = 32
+ROWS_OF_GPU_STAGE = 32
 """Rows below which a policy call on a GPU takes as long with half of them: its time is the launch of its kernels."""
 
 
 def default_num_worker_threads(config: EnvConfig, num_envs: int, policy_on_gpu: bool = False) -> int:
     """Return how many threads play ``num_envs`` envs best: two, or one if two cost more.
 
-    They do where a step costs less than handing it over, and on a GPU where each would have fewer than ``ROWS_OF_GPU_LANE`` rows.
+    They do where a step costs less than handing it over, and on a GPU where each would have fewer than ``ROWS_OF_GPU_STAGE`` rows.
     """
-    if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_LANE:
+    if policy_on_gpu and num_envs < 2 * ROWS_OF_GPU_STAGE:
         return 1
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
     return 1 if num_envs == 1 or (in_process and not config.cameras) else 2
 
 
 def with_share_of_cores(config: EnvConfig, num_sharers: int, most: int | None = None) -> EnvConfig:
-    """Return the settings of one of ``num_sharers`` envs that step at the same time: its share of processes, unless set.
+    """Return the settings of one of ``num_sharers`` envs that step at the same time: its fraction of processes, unless set.
 
     It has at most ``most`` of them, if given.
     """
@@ -115,7 +115,7 @@ def most_simulators(config: EnvConfig, gpu_bytes: int | None, num_threads: int) 
 
 
 def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Refuse unknown or repeated ones."""
+    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Reject unknown or repeated ones."""
     if wanted is None:
         return list(names)
     for name in wanted:

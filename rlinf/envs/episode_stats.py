@@ -68,7 +68,7 @@ class EpisodeStats:
         numbers = float(self._returns[index]), length, float(clipped), float(largest)
         truly = None if self.truly[index] < 0 else bool(self.truly[index])
         told = bool(self.told[index])
-        return EpisodeResult(spec, task, bool(self.success[index]), *numbers, success_told=told, true_success=truly)
+        return EpisodeResult(spec, task, bool(self.success[index]), *numbers, success_reported=told, true_success=truly)
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
         """Return the rewards of one env step. The bonus is paid once, at the first step of success."""

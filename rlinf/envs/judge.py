@@ -1,4 +1,4 @@
-"""Success by somebody else than the simulator: a classifier that looks at the picture, and planted false positives."""
+"""Success by somebody else than the simulator: a classifier that looks at the image, and planted false positives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Judge:
 
     def __init__(self, env: VectorEnv) -> None:
         config = env.config
-        self.env, self.rate = env, config.success_false_positives or 0.0
+        self.env, self.rate = env, config.success_label_noise or 0.0
         self.classifier = None
         if config.success_classifier is not None:
             from rlinf.envs.success_network import SuccessClassifier
@@ -77,12 +77,12 @@ class Judge:
 
 def is_judged(config: EnvConfig) -> bool:
     """Return whether anybody but the simulator decides on success."""
-    return config.success_classifier is not None or bool(config.success_false_positives)
+    return config.success_classifier is not None or bool(config.success_label_noise)
 
 
 def unjudged(config: EnvConfig) -> EnvConfig:
     """Return the settings of the same simulators, which decide on success."""
-    return replace(config, success_classifier=None, success_false_positives=None)
+    return replace(config, success_classifier=None, success_label_noise=None)
 
 
 def read_classifier(folder: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def read_classifier(folder: str) -> dict[str, Any]:
 
 
 def check_classifier(config: EnvConfig) -> None:
-    """Raise ConfigError if ``config.success_classifier``, which is given, is not a classifier, or was trained on another camera or size of picture."""
+    """Raise ConfigError if ``config.success_classifier``, which is given, is not a classifier, or was trained on another camera or size of image."""
     about, shown = read_classifier(config.success_classifier), config.cameras or []
     (height, width), camera = about["image_shape"], about["camera"]
     if camera not in shown or not height == width == config.image_size:

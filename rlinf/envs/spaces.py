@@ -24,7 +24,7 @@ def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dic
 
 
 def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; refuse numbers that are not finite."""
+    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; reject numbers that are not finite."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
         raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
@@ -48,23 +48,23 @@ def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Obs
     return seen
 
 
-def checked_picture(picture: np.ndarray, env: str, instead: str) -> np.ndarray:
-    """Return the pictures ``[..., H, W, 3]`` that ``env`` has drawn; raise ConfigError if they are not uint8 in colour.
+def checked_image(image: np.ndarray, env: str, instead: str) -> np.ndarray:
+    """Return the images ``[..., H, W, 3]`` that ``env`` has drawn; raise ConfigError if they are not uint8 in colour.
 
-    A cast would turn brightness from 0 to 1 into black. ``instead`` names overrides that do without pictures.
+    A cast would turn brightness from 0 to 1 into black. ``instead`` names overrides that do without images.
     """
-    if picture.dtype != np.uint8 or picture.ndim < 3 or picture.shape[-1] != 3:
-        extremes = f" from {picture.min():g} to {picture.max():g}" if picture.size else ""
+    if image.dtype != np.uint8 or image.ndim < 3 or image.shape[-1] != 3:
+        extremes = f" from {image.min():g} to {image.max():g}" if image.size else ""
         raise ConfigError(
-            f"{env} draws pictures of {picture.dtype} {picture.shape} with numbers{extremes}; required: uint8 (height, "
+            f"{env} draws images of {image.dtype} {image.shape} with numbers{extremes}; required: uint8 (height, "
             f"width, 3) from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
         )
-    return picture
+    return image
 
 
-def resized(picture: np.ndarray, size: int) -> np.ndarray:
-    """Return a picture ``[H, W, 3]`` stretched to ``[size, size, 3]``."""
-    return np.asarray(Image.fromarray(picture).resize((size, size)))
+def resized(image: np.ndarray, size: int) -> np.ndarray:
+    """Return an image ``[H, W, 3]`` stretched to ``[size, size, 3]``."""
+    return np.asarray(Image.fromarray(image).resize((size, size)))
 
 
 def uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:

@@ -1,4 +1,4 @@
-"""The networks of a success classifier: a picture and the sentence of the task to one number."""
+"""The networks of a success classifier: an image and the sentence of the task to one number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _layer(channels: int, kernel: int, stride: int) -> list[nn.Module]:
 
 
 class SuccessNetwork(nn.Module):
-    """Convolutions whose channels the sentence scales and shifts (Perez et al. 2018, FiLM), and their maximum over the picture."""
+    """Convolutions whose channels the sentence scales and shifts (Perez et al. 2018, FiLM), and their maximum over the image."""
 
     def __init__(self, num_sentences: int) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class SuccessNetwork(nn.Module):
         self.decoder = nn.Sequential(*_layer(WIDTH, 3, 1), nn.ReLU(), *_layer(WIDTH, 3, 1), nn.ReLU())
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, pictures: Tensor, sentences: Tensor) -> Tensor:
-        """Return logits ``[B]`` of pictures ``[B, H, W, 3]`` in 0 to 255, and sentences, int64 ``[B]``."""
-        found = self.encoder(pictures.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
+    def forward(self, images: Tensor, sentences: Tensor) -> Tensor:
+        """Return logits ``[B]`` of images ``[B, H, W, 3]`` in 0 to 255, and sentences, int64 ``[B]``."""
+        found = self.encoder(images.permute(0, 3, 1, 2).float() / 127.5 - 0.5)
         scale, shift = self.sentences(sentences)[:, :, None, None].chunk(2, 1)
         found = self.decoder(torch.relu(found * (1 + scale) + shift))
         return self.head(found.amax((2, 3)))[:, 0]
@@ -67,15 +67,15 @@ class SuccessClassifier:
         write_text(folder / CLASSIFIER_FILE, json.dumps(self.about, indent=1))
 
     @torch.no_grad()
-    def logits(self, pictures: np.ndarray, sentences: np.ndarray) -> np.ndarray:
-        """Return the networks' mean logit, float32 ``[N]``, for pictures ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
+    def logits(self, images: np.ndarray, sentences: np.ndarray) -> np.ndarray:
+        """Return the networks' mean logit, float32 ``[N]``, for images ``[N, H, W, 3]`` and numbers of sentences, int64 ``[N]``."""
         found = []
         with torch.autocast("cpu", enabled=False):  # an env may step inside the policy's autocast
-            for first in range(0, len(pictures), NUM_ROWS):
-                rows = np.minimum(first + np.arange(NUM_ROWS), len(pictures) - 1)
-                shown, said = torch.from_numpy(pictures[rows]), torch.from_numpy(sentences[rows])
+            for first in range(0, len(images), NUM_ROWS):
+                rows = np.minimum(first + np.arange(NUM_ROWS), len(images) - 1)
+                shown, said = torch.from_numpy(images[rows]), torch.from_numpy(sentences[rows])
                 found.append(torch.stack([network(shown, said) for network in self.networks]).mean(0).numpy())
-        return np.concatenate(found)[: len(pictures)]
+        return np.concatenate(found)[: len(images)]
 
     def sees_success(self, observation: Observation) -> np.ndarray:
         """Return bool ``[B]``: the logit is at least the threshold. Raise ConfigError for a sentence that was not in training."""

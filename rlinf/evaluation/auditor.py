@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rlinf.envs.judge import is_judged
-from rlinf.errors import ConfigError, RefusedInputError, RefusedRequestError
+from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
+from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.compare import EPISODES, compare
 from rlinf.evaluation.disturbed_env import (
     DisturbedEnv,
@@ -20,16 +21,15 @@ from rlinf.evaluation.disturbed_env import (
     Sight,
     both,
     fixed,
-    in_other_words,
-    pictures_of,
+    images_of,
     push_of,
     pushed,
     random_actions,
+    replace_instruction,
     states_of,
     through,
 )
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.verdicts import UNCLEAR, ConditionRow, Verdict, judged_verdict, verdicts
 from rlinf.number_formats import format_interval, format_points
@@ -38,14 +38,14 @@ from rlinf.types import EpisodeSpec
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
-    from rlinf.types import Acts
+    from rlinf.types import SupportsAct
 
 SHIFT = 1 / 16
-"""Part of a picture's width by which it is shifted."""
+"""Part of an image's width by which it is shifted."""
 BRIGHTNESS = 1.3
-"""Factor of all pixels of a brighter picture."""
+"""Factor of all pixels of a brighter image."""
 VISIBLE = 32
-"""Grey levels (of 255) by which a number of a picture differs visibly."""
+"""Grey levels (of 255) by which a number of an image differs visibly."""
 MOVED_WORLDS = {"objects": "objects moved by a few centimetres", "cameras": "cameras moved by a few centimetres"}
 
 
@@ -130,12 +130,12 @@ class Auditor:
 
     def __init__(
         self,
-        model: ActionModel | Acts,
+        model: ActionModel | SupportsAct,
         env: VectorEnv,
         specs: Sequence[EpisodeSpec],
         *,
         on_row: Callable[[ConditionRow], None] = lambda row: None,
-        kept: KeptAudit | None = None,
+        kept: AuditCheckpoint | None = None,
         **sampling: Any,
     ) -> None:
         self.model, self.env, self.specs, self.options = model, env, list(specs), sampling
@@ -156,7 +156,7 @@ class Auditor:
         self.play("clean", "as evaluated")
         self._baselines()
         self._instructions()
-        self._pictures()
+        self._images()
         self._state()
         self._pushes()
         self._actions_of_others()
@@ -190,7 +190,7 @@ class Auditor:
         specs: list[EpisodeSpec] | None = None,
         note: str = "",
     ) -> None:
-        """Play one condition and keep its row, ``clean`` with its records. A refusal of the policy becomes the row's note; other errors are raised."""
+        """Play one condition and keep its row, ``clean`` with its records. A rejection of the policy becomes the row's note; other errors are raised."""
         is_clean, episodes = key == "clean", self.specs if specs is None else specs
         played = DisturbedEnv(self.env if env is None else env, sight, motion, self.records if is_clean else None)
         try:
@@ -205,14 +205,14 @@ class Auditor:
                     if is_clean:
                         self.kept.add_records(self.records, self.specs)
                     self.kept.add(key, result)
-        except (RefusedInputError, RefusedRequestError) as error:
+        except (RejectedInputError, RejectedRequestError) as error:
             if is_clean:
                 raise
-            if env is None:  # the unchanged env tells a refused condition from a policy that has failed
+            if env is None:  # the unchanged env tells a rejected condition from a policy that has failed
                 evaluate_policy(self.model, self.env, self.specs[:1], **self.options)
             self.skip(key, title, str(error))
             return
-        if is_clean and not result.total.is_told:
+        if is_clean and not result.total.is_reported:
             raise ConfigError(
                 f"An audit counts successes, and none of {len(self.specs)} episodes has told success, only returns; required: an "
                 "env that tells it. Set env.success_return=<sum of rewards that is a success> (env=gymnasium)"
@@ -254,18 +254,18 @@ class Auditor:
         others = swapped(sentences)
         everything = [record.instruction for record in self.records.values()]
         if others:
-            self.play("swapped", "another instruction", sight=in_other_words(others))
+            self.play("swapped", "another instruction", sight=replace_instruction(others))
         else:
             self.skip("swapped", "another instruction", "all episodes have the same instruction")
-        self.play("blank", "no instruction", sight=in_other_words(dict.fromkeys(everything, "")))
-        self.play("paraphrased", "the instruction in other words", sight=in_other_words(paraphrased(everything)))
+        self.play("blank", "no instruction", sight=replace_instruction(dict.fromkeys(everything, "")))
+        self.play("paraphrased", "the instruction in other words", sight=replace_instruction(paraphrased(everything)))
 
-    def _pictures(self) -> None:
+    def _images(self) -> None:
         cameras = list(next(iter(self.records.values())).images)
-        titles = {"other_pictures": "first picture of another episode", "black": "all cameras black"}
+        titles = {"other_images": "first image of another episode", "black": "all cameras black"}
         if not cameras:
             for key, title in titles.items():
-                self.skip(key, title, "the env shows no pictures")
+                self.skip(key, title, "the env shows no images")
             return
         others = {
             spec: self.records[other].images
@@ -273,9 +273,9 @@ class Auditor:
             if differ(self.records[spec].images, self.records[other].images)
         }
         if 2 * len(others) > len(self.specs):
-            self.play("other_pictures", titles["other_pictures"], sight=pictures_of(others), specs=list(others))
+            self.play("other_images", titles["other_images"], sight=images_of(others), specs=list(others))
         else:
-            self.skip("other_pictures", titles["other_pictures"], "the episodes of a task begin with the same picture")
+            self.skip("other_images", titles["other_images"], "the episodes of a task start with the same image")
         self.play("black", titles["black"], sight=through(cameras, np.zeros_like))
         for name in cameras:
             if len(cameras) > 1:
@@ -286,11 +286,11 @@ class Auditor:
             )
 
     def _state(self) -> None:
-        pictures = pictures_of({spec: record.images for spec, record in self.records.items()})
+        images = images_of({spec: record.images for spec, record in self.records.items()})
         own = {spec: record.state for spec, record in self.records.items() if record.state is not None}
         pairs = self._others(lambda spec, other: True).items() if own else ()
         others = {spec: own[other] for spec, other in pairs if not np.allclose(own[spec], own[other], atol=1e-3)}
-        why = "the episodes of a task begin with the same state" if own else "the env shows no state"
+        why = "the episodes of a task start with the same state" if own else "the env shows no state"
         for key, title, states in (
             ("other_state", "first state of another episode", others),
             ("frozen_state", "state of the start throughout", own),
@@ -299,7 +299,7 @@ class Auditor:
                 self.play(key, title, sight=states_of(states), specs=list(states))
             else:
                 self.skip(key, title, why)
-        self.play("frozen", "pictures and state of the start throughout", sight=both(pictures, states_of(own)))
+        self.play("frozen", "images and state of the start throughout", sight=both(images, states_of(own)))
 
     def _pushes(self) -> None:
         env = self.env
@@ -357,14 +357,14 @@ def differ(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bo
 
 
 def shift(images: np.ndarray) -> np.ndarray:
-    """Shift pictures ``[B, H, W, 3]`` to the right by ``SHIFT`` of their width; the left edge is repeated."""
+    """Shift images ``[B, H, W, 3]`` to the right by ``SHIFT`` of their width; the left edge is repeated."""
     pixels = max(1, round(images.shape[2] * SHIFT))
     edge = np.repeat(images[:, :, :1], pixels, axis=2)
     return np.concatenate([edge, images[:, :, :-pixels]], axis=2)
 
 
 def brighten(images: np.ndarray) -> np.ndarray:
-    """Make pictures brighter by the factor ``BRIGHTNESS``, up to 255."""
+    """Make images brighter by the factor ``BRIGHTNESS``, up to 255."""
     return np.minimum(images.astype(np.float32) * BRIGHTNESS, 255).astype(np.uint8)
 
 

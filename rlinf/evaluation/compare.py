@@ -17,7 +17,7 @@ from rlinf.evaluation.intervals import bootstrap_interval, paired_difference_int
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
 from rlinf.evaluation.stopping import episode_of
-from rlinf.manifest import Mismatch, refuse_mismatches
+from rlinf.manifest import Mismatch, reject_mismatches
 from rlinf.number_formats import format_p_value, format_points
 
 EPISODES = "episodes"
@@ -110,7 +110,7 @@ class SequentialPairs(Pairs):
         if more is None:
             return f"Not decided {played}: the two differ too little for a forecast"
         if self.episodes + more <= self.num_planned:
-            return f"Not decided {played}: about {more} more would decide, if the two go on to differ as so far"
+            return f"Not decided {played}: about {more} more would decide, if the two continue to differ as so far"
         return (
             f"Not decided {played}: a list of about {self.episodes + more}, planned from the start, would decide, if the two differ as so far; "
             "these episodes, played on and read again, do not make such a list"
@@ -186,7 +186,7 @@ class Comparison:
         unit: What the pairs are: episodes or questions.
         sequential: Pairs of all tasks, if one of the two evaluations could end early.
         returns: Task to the returns of its episodes; empty for questions, and for evaluations that could end early.
-        tells_success: Episodes can succeed; else ``returns`` is all there is to compare.
+        reports_success: Episodes can succeed; else ``returns`` is all there is to compare.
     """
 
     per_task: dict[str, Pairs]
@@ -197,7 +197,7 @@ class Comparison:
     unit: str = EPISODES
     sequential: SequentialPairs | None = None
     returns: dict[str, ReturnPairs] = field(default_factory=dict)
-    tells_success: bool = True
+    reports_success: bool = True
 
     @property
     def total(self) -> Pairs:
@@ -214,11 +214,11 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values; ``total`` is null if the env tells no success, ``returns`` without any."""
-        tasks = self.per_task.items() if self.tells_success else ()
+        tasks = self.per_task.items() if self.reports_success else ()
         returns = {task: pairs.as_dict() for task, pairs in self.returns.items()}
         return {
             "a": self.a, "b": self.b, "method": self.method, "test": self.test,
-            "total": self.total.as_dict() if self.tells_success else None,
+            "total": self.total.as_dict() if self.reports_success else None,
             "per_task": {task: pairs.as_dict() for task, pairs in tasks},
             "returns": {"total": self.return_total.as_dict(), "per_task": returns} if self.return_total else None,
             "num_unpaired": self.num_unpaired, "mismatches": self.mismatches, "unit": self.unit,
@@ -228,7 +228,7 @@ class Comparison:
     def method(self) -> str:
         """How p-values and intervals are computed."""
         of_success = METHOD if self.sequential is None else SEQUENTIAL_METHOD
-        used = ((of_success, self.tells_success), (RETURN_METHOD, bool(self.returns)))
+        used = ((of_success, self.reports_success), (RETURN_METHOD, bool(self.returns)))
         return ". ".join(method for method, is_used in used if is_used)
 
     @property
@@ -238,7 +238,11 @@ class Comparison:
 
     def table(self) -> str:
         """Return a text table, one line per task and the total, and sentences about the total."""
-        lines = [f"a: {self.a}", f"b: {self.b}", *(self._success_rows() if self.tells_success else self._return_rows())]
+        lines = [
+            f"a: {self.a}",
+            f"b: {self.b}",
+            *(self._success_rows() if self.reports_success else self._return_rows()),
+        ]
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
         lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
         return "\n".join([*lines, self.verdict(), f"{self.method}."])
@@ -267,7 +271,7 @@ class Comparison:
 
     def verdict(self) -> str:
         """Return the total of success and of returns, each in one sentence, as far as there are any."""
-        sentences = [self._success_verdict()] if self.tells_success else []
+        sentences = [self._success_verdict()] if self.reports_success else []
         if self.return_total is not None:
             total = self.return_total
             sentences.append(
@@ -310,16 +314,16 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
             ``"seed"`` accept a difference in how actions were drawn.
     """
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
-    mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
+    mismatches = reject_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
-    cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
+    fix = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
     stopped = [one for one in (result_a, result_b) if one.stopping is not None]
     short = min(stopped, key=lambda one: len(one.results), default=None)
     if short is not None and {episode_of(one) for one in short.results} <= first.keys() & second.keys():
-        allow_mismatch = [*allow_mismatch, EPISODES]  # it has the beginning of the other's list
-    comparison = _pair(first, second, EPISODES, cure, allow_mismatch)
+        allow_mismatch = [*allow_mismatch, EPISODES]  # it has the start of the other's list
+    comparison = _pair(first, second, EPISODES, fix, allow_mismatch)
     comparison.mismatches = [str(one) for one in mismatches]
-    comparison.tells_success = result_a.total.is_told or result_b.total.is_told
+    comparison.reports_success = result_a.total.is_reported or result_b.total.is_reported
     if short is not None:
         order = [episode_of(one) for one in short.results if episode_of(one) in first and episode_of(one) in second]
         num_planned = max(one.stopping["num_planned"] for one in stopped)
@@ -370,15 +374,15 @@ Outcomes = Mapping[Any, tuple[str, bool]]
 """Task (or category) and success of each episode (or question)."""
 
 
-def _pair(first: Outcomes, second: Outcomes, unit: str, cure: str, allow_mismatch: Sequence[str]) -> Comparison:
+def _pair(first: Outcomes, second: Outcomes, unit: str, fix: str, allow_mismatch: Sequence[str]) -> Comparison:
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
     sizes = f"The first result has {len(first)} {unit} and the second {len(second)}"
     if not common:
-        raise ConfigError(f"{sizes}, and they have none in common. {cure}")
+        raise ConfigError(f"{sizes}, and they have none in common. {fix}")
     if unpaired and unit not in allow_mismatch:
         raise ConfigError(
-            f"{sizes}, {len(common)} of them in common; a paired comparison needs the same list. {cure}, or compare the "
+            f"{sizes}, {len(common)} of them in common; a paired comparison needs the same list. {fix}, or compare the "
             f"common ones: set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, unit])}]'"
         )
     outcomes: dict[str, list[tuple[bool, bool]]] = {}

@@ -12,7 +12,7 @@ NUM_BINS = 10
 
 
 def choose_threshold(scores: np.ndarray, labels: np.ndarray, false_positives: float) -> float:
-    """Return the smallest threshold that at most the share ``false_positives`` of the failures reach.
+    """Return the smallest threshold that at most the fraction ``false_positives`` of the failures reach.
 
     ``scores`` are float32 ``[N]``; ``labels``, bool ``[N]``, are true for successes. Of ``n`` failures, at most
     ``floor(n * false_positives)`` have a score of at least the threshold.

@@ -37,7 +37,7 @@ class Playing:
 
 @dataclass
 class EpisodeRecord:
-    """The first observation of an episode, with pictures ``[H, W, 3]`` and state ``[S]``, and its executed actions, float32 ``[D]``."""
+    """The first observation of an episode, with images ``[H, W, 3]`` and state ``[S]``, and its executed actions, float32 ``[D]``."""
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
@@ -102,7 +102,7 @@ class DisturbedEnv:
 
 
 class NoPolicy:
-    """Acts by zeros ``[C, D]``, which ``motion`` replaces."""
+    """SupportsAct by zeros ``[C, D]``, which ``motion`` replaces."""
 
     def __init__(self, action_dim: int, num_actions: int = 16) -> None:
         self.shape = (num_actions, action_dim)
@@ -112,13 +112,13 @@ class NoPolicy:
         return np.zeros((len(observation), *self.shape), dtype=np.float32)
 
 
-def in_other_words(sentences: Mapping[str, str]) -> Sight:
+def replace_instruction(sentences: Mapping[str, str]) -> Sight:
     """Show another sentence for each; one that is not in the mapping stays."""
     return lambda seen, playing: replace(seen, instruction=[sentences.get(one, one) for one in seen.instruction])
 
 
 def through(cameras: Sequence[str], change: Callable[[np.ndarray], np.ndarray]) -> Sight:
-    """Change the pictures ``[B, H, W, 3]`` of some cameras."""
+    """Change the images ``[B, H, W, 3]`` of some cameras."""
 
     def sight(seen: Observation, playing: Playing) -> Observation:
         return replace(seen, images=seen.images | {name: change(seen.images[name]) for name in cameras})
@@ -126,8 +126,8 @@ def through(cameras: Sequence[str], change: Callable[[np.ndarray], np.ndarray]) 
     return sight
 
 
-def pictures_of(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sight:
-    """Show a still picture ``[H, W, 3]`` of each camera throughout an episode; episodes that are not in the mapping stay unmodified."""
+def images_of(images: Mapping[EpisodeSpec, Mapping[str, np.ndarray]]) -> Sight:
+    """Show a still image ``[H, W, 3]`` of each camera throughout an episode; episodes that are not in the mapping stay unmodified."""
 
     def sight(seen: Observation, playing: Playing) -> Observation:
         shown = {name: image.copy() for name, image in seen.images.items()}

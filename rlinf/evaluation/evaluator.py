@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from rlinf.errors import ConfigError, RefusedInputError
+from rlinf.errors import ConfigError, RejectedInputError
 from rlinf.evaluation.config import NUM_ROWS
 from rlinf.evaluation.result import EvaluationResult, actions_clipped, clipping_warning, far_warning
 from rlinf.evaluation.stopping import StopRule
@@ -31,7 +31,7 @@ from rlinf.types import ActionPrediction, EpisodeResult, EpisodeSpec, Observatio
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
-    from rlinf.types import Acts, ChunkStep
+    from rlinf.types import ChunkStep, SupportsAct
 
 T = TypeVar("T")
 
@@ -60,8 +60,8 @@ class Stream(np.random.Generator):
 
 
 @dataclass
-class RowPolicy:
-    """Acts for rows, each with its own random stream, in calls of ``num_rows`` rows.
+class BatchedPolicy:
+    """SupportsAct for rows, each with its own random stream, in calls of ``num_rows`` rows.
 
     A model of several ``num_observations`` sees each env step, so one action is executed at a time: the rest of a chunk waits in the
     stream of its episode.
@@ -149,11 +149,11 @@ def predictions_for_rows(
         yield rows, inputs, prediction
 
 
-class ObjectPolicy(RowPolicy):
-    """Acts by the ``act`` of any object, or by a function; they make their own random draws."""
+class CallablePolicy(BatchedPolicy):
+    """SupportsAct by the ``act`` of any object, or by a function; they make their own random draws."""
 
     def stream(self, spec: EpisodeSpec) -> Stream:
-        """Tell an object that remembers something that an episode begins."""
+        """Tell an object that remembers something that an episode starts."""
         if remembers(self.model):
             self.model.reset()
         return super().stream(spec)
@@ -163,7 +163,7 @@ class ObjectPolicy(RowPolicy):
         try:
             returned = getattr(self.model, "act", self.model)(observation)
         except ConfigError as error:
-            raise RefusedInputError(*error.args, **error.cure) from error
+            raise RejectedInputError(*error.args, **error.fix) from error
         actions = np.asarray(returned, dtype=np.float32)
         actions = actions[:, None] if actions.ndim == 2 else actions
         bad = actions[~np.isfinite(actions)]
@@ -171,7 +171,7 @@ class ObjectPolicy(RowPolicy):
             name = type(self.model).__name__
             who = f"act of {name}" if hasattr(self.model, "act") else getattr(self.model, "__name__", name)
             held = f", {bad.size} of whose numbers are not finite (the first: {bad[0]})" if bad.size else ""
-            raise RefusedInputError(
+            raise RejectedInputError(
                 f"{who} returned actions of the shape {list(actions.shape)}{held}; required: finite "
                 f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )
@@ -208,7 +208,7 @@ class Episodes(Protocol):
 class LocalEpisodes:
     """Plays them in this process (an ``Episodes``)."""
 
-    policy: RowPolicy
+    policy: BatchedPolicy
     env: VectorEnv
 
     @property
@@ -245,7 +245,7 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None, first: in
     return [available[number] for number in range(first, first + num_episodes)]
 
 
-def share_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+def fraction_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
     """Return the neighbouring episodes that a rank plays.
 
     Lists take the tasks in turn, so every share has all tasks. With every ``num_ranks``-th episode, a rank could have the long tasks alone.
@@ -277,7 +277,7 @@ class EvaluationPlan:
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
         video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
-        ranks: This process plays the ``share_of`` of the episodes.
+        ranks: This process plays the ``fraction_of`` of the episodes.
         episodes: Plays them elsewhere, with the same settings and weights; None: the policy plays in this process.
         stop: Says after which number of first episodes the list ends. Later results do not count, so the outcome depends
             neither on ``look_every`` nor on who played; each task is played at least once. None: the whole list.
@@ -295,7 +295,7 @@ class EvaluationPlan:
 
 
 def evaluate_policy(
-    model: ActionModel | Acts,
+    model: ActionModel | SupportsAct,
     env: VectorEnv,
     specs: Sequence[EpisodeSpec],
     *,
@@ -307,7 +307,7 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
-    With several ranks, each plays its share, and all return the result of a single process (except ``wall_s``). Raise ConfigError if
+    With several ranks, each plays its fraction, and all return the result of a single process (except ``wall_s``). Raise ConfigError if
     ``specs`` is empty, an episode does not end, or a policy with ``reset`` would play several at once.
 
     Args:
@@ -326,12 +326,12 @@ def evaluate_policy(
     start = time.monotonic()
     episodes = plan.episodes
     if episodes is None:
-        kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
+        kind = BatchedPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
         episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
     with evaluation_mode(model):
         results = _play(episodes, specs, plan, env.num_envs, on_result)
-        found = EvaluationResult(results, greedy, temperature, seed, tells_success=env.tells_success(env.config))
+        found = EvaluationResult(results, greedy, temperature, seed, reports_success=env.reports_success(env.config))
         found.warnings += found.judged_warning()
         found.warnings += clipping_warning(*actions_clipped(results)) + far_warning(found.states_far_fraction)
         if plan.video_folder is not None:
@@ -364,7 +364,9 @@ def _play(
     tasks = [spec.task_id for spec in specs]
     least = 1 + max(tasks.index(task) for task in set(tasks))  # each task once
     for first in range(0, len(specs), size):
-        queue = share_of([spec for spec in specs[first : first + size] if spec not in found], ranks.rank, ranks.count)
+        queue = fraction_of(
+            [spec for spec in specs[first : first + size] if spec not in found], ranks.rank, ranks.count
+        )
         for played in ranks.gather(partial(episodes.play, queue, on_result)):
             found |= {result.spec: result for result in played}
         done = specs[: first + size]
@@ -378,7 +380,7 @@ def _play(
 def _add_videos(evaluation: EvaluationResult, episodes: Episodes, plan: EvaluationPlan) -> None:
     """Replay the chosen episodes, shared out to the ranks, and warn of those that end differently."""
     ranks, folder = plan.ranks, Path(plan.video_folder)
-    chosen = _chosen(evaluation.results, plan.num_videos_per_task, evaluation.total.is_told)
+    chosen = _chosen(evaluation.results, plan.num_videos_per_task, evaluation.total.is_reported)
     own = list(enumerate(chosen))[ranks.rank :: ranks.count]
     parts = ranks.gather(lambda: episodes.record(own, folder, plan.video_size))
     recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
@@ -399,7 +401,7 @@ def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
 
 
 def _step(
-    policy: RowPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list
+    policy: BatchedPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list
 ) -> np.ndarray:
     """Return actions ``[B, C, D]``, zero in rows that are not running."""
     chosen = policy.act(observation.select(running), [streams[row] for row in running])
@@ -409,7 +411,7 @@ def _step(
 
 
 def _run(
-    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
+    policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
     """Run at most ``num_envs`` episodes in parallel until all have ended; one whose simulator is lost restarts."""
     observation = _reset(env, specs)
@@ -437,10 +439,10 @@ def _run(
     )
 
 
-def _chosen(results: Sequence[EpisodeResult], num_per_task: int, is_told: bool = True) -> list[EpisodeResult]:
+def _chosen(results: Sequence[EpisodeResult], num_per_task: int, is_reported: bool = True) -> list[EpisodeResult]:
     """Return the first successes and the first failures of each task; the first episodes where the env tells no success."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
-    limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2 if is_told else num_per_task}
+    limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2 if is_reported else num_per_task}
     for result in results:
         kept = chosen.setdefault((result.task, result.success), [])
         if len(kept) < limits[result.success]:
@@ -449,7 +451,7 @@ def _chosen(results: Sequence[EpisodeResult], num_per_task: int, is_told: bool =
 
 
 def _record(
-    policy: RowPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
+    policy: BatchedPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
 ) -> list[Video]:
     """Replay numbered episodes."""
     videos = []
@@ -470,8 +472,8 @@ def _record(
 
 def success_of(result: EpisodeResult, env: VectorEnv) -> bool | None:
     """Return whether an episode succeeded; None: the env does not tell."""
-    is_told = result.success_told or result.success or env.tells_success(env.config)
-    return bool(result.success) if is_told else None
+    is_reported = result.success_reported or result.success or env.reports_success(env.config)
+    return bool(result.success) if is_reported else None
 
 
 def slug(task: str) -> str:
@@ -496,7 +498,7 @@ class Watcher(Protocol):
 
 
 def replay_episodes(
-    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int, watcher: Watcher | None = None
+    policy: BatchedPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int, watcher: Watcher | None = None
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
     """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
 

@@ -1,7 +1,7 @@
 """The fingerprint of a simulator: what it shows and does in a few fixed episodes.
 
 Versions in a manifest say that something changed; the fingerprint says whether it matters here. It is taken when a
-checkpoint is made and again when the checkpoint is evaluated: first pictures, poses of the settled objects, and both again
+checkpoint is made and again when the checkpoint is evaluated: first images, poses of the settled objects, and both again
 after some fixed actions. Differences only cause a warning: the success rate that follows is still a measurement, but of
 another world.
 """
@@ -36,7 +36,7 @@ MAX_STATE_GAP = 0.01
 
 
 def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
-    """Play the beginning of the first evaluation episodes, ``NUM_EPISODES`` or as many as there are rows.
+    """Play the start of the first evaluation episodes, ``NUM_EPISODES`` or as many as there are rows.
 
     Args:
         env: Made with ``auto_reset=False``. Its episodes are replaced: reset it before further use.
@@ -131,7 +131,7 @@ def _snapshot(observation: Observation, row: int, poses: dict[str, list[float]])
 
 
 def thumbnail(image: np.ndarray) -> np.ndarray:
-    """Return the mean colours of 8 x 8 cells of a picture ``[H, W, 3]``, uint8 ``[8, 8, 3]``."""
+    """Return the mean colours of 8 x 8 cells of an image ``[H, W, 3]``, uint8 ``[8, 8, 3]``."""
     rows = np.array_split(image.astype(np.float64), THUMBNAIL_SIZE, axis=0)
     cells = [[cell.mean((0, 1)) for cell in np.array_split(row, THUMBNAIL_SIZE, axis=1)] for row in rows]
     return np.array(cells).round().astype(np.uint8)

@@ -16,11 +16,11 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 def partial_files(folder: Path) -> list[Path]:
-    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each other rank that began."""
+    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each other rank that started."""
     return sorted(folder.glob(f"{Path(PARTIAL_FILE).stem}*.jsonl"))
 
 
-def num_kept(folder: Path) -> int:
+def num_saved(folder: Path) -> int:
     """Return the number of results that an unfinished evaluation has left."""
     return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in partial_files(folder))
 

@@ -40,7 +40,7 @@ def read_recording(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def is_recording(path: Path) -> bool:
-    """Return whether a file begins as ``write_recording`` begins it."""
+    """Return whether a file starts as ``write_recording`` starts it."""
     if path.suffix != ".js" or not path.is_file():
         return False
     with open(path, "rb") as file:

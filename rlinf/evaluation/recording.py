@@ -1,4 +1,4 @@
-"""Record episodes step by step: pictures, the policy's decision in each call, and its own judgement of that."""
+"""Record episodes step by step: images, the policy's decision in each call, and its own judgement of that."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.evaluation.evaluator import (
-    ObjectPolicy,
+    BatchedPolicy,
+    CallablePolicy,
     RankGroup,
-    RowPolicy,
     Stream,
     predictions_for_rows,
     replay_episodes,
@@ -35,13 +35,13 @@ from rlinf.types import ActionPrediction, EpisodeResult, Observation
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
-    from rlinf.types import Acts, ChunkStep
+    from rlinf.types import ChunkStep, SupportsAct
 
 JPEG_QUALITY = 85
 
 
 def record_episodes(
-    model: ActionModel | Acts,
+    model: ActionModel | SupportsAct,
     env: VectorEnv,
     evaluation: EvaluationResult,
     folder: str | os.PathLike,
@@ -62,7 +62,7 @@ def record_episodes(
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.tmp")
     ranks.gather(lambda: _make_room(folder, unfinished) if ranks.rank == 0 else None)
-    kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
+    kind: Any = JudgedPolicy if hasattr(model, "predict_action_batch") else CallablePolicy
     policy = kind(model, env.task_names, evaluation.greedy, evaluation.temperature, evaluation.seed)
     numbered = _first_of_tasks(evaluation.results, num_per_task)[ranks.rank :: ranks.count]
     with evaluation_mode(model):
@@ -74,7 +74,7 @@ def recording_failed(error: Exception, folder: Path) -> RLinfError:
     """Return the error of an evaluation whose result is written, but whose episodes could not be recorded."""
     cause = f"{type(error).__name__}: {error}"
     return RLinfError(
-        f"The episodes of {folder} could not be recorded ({cause}); its result is kept. To go on without recordings, set "
+        f"The episodes of {folder} could not be recorded ({cause}); its result is kept. To continue without recordings, set "
         "evaluation.record_episodes=0"
     )
 
@@ -92,13 +92,13 @@ def _make_room(folder: Path, unfinished: Path) -> None:
 
 
 @dataclass
-class JudgedPolicy(RowPolicy):
-    """A ``RowPolicy`` that keeps the judgements of its last actions, one of ``judge`` for each row."""
+class JudgedPolicy(BatchedPolicy):
+    """A ``BatchedPolicy`` that keeps the judgements of its last actions, one of ``judge`` for each row."""
 
     judgements: list[dict[str, float | None]] = field(default_factory=list)
 
     def act(self, observation: Observation, streams: Sequence[Stream]) -> np.ndarray:
-        """Return float32 actions ``[K, C, D]``, bit-equal to ``RowPolicy.act``. A policy that remembers has no judgements."""
+        """Return float32 actions ``[K, C, D]``, bit-equal to ``BatchedPolicy.act``. A policy that remembers has no judgements."""
         if getattr(self.model, "num_observations", 1) > 1:
             self.judgements = [dict.fromkeys(JUDGEMENTS)] * len(observation)
             return super().act(observation, streams)
@@ -143,11 +143,11 @@ class Recorder:
     """Keeps the calls and rewards of replayed episodes (a ``Watcher``).
 
     Attributes:
-        calls: Of each row: the env step (from 0) of the first action, the chunk, its path in the picture, and judgements.
+        calls: Of each row: the env step (from 0) of the first action, the chunk, its path in the image, and judgements.
         rewards: Of each row and env step.
     """
 
-    def __init__(self, policy: RowPolicy, env: VectorEnv, num_rows: int, size: int) -> None:
+    def __init__(self, policy: BatchedPolicy, env: VectorEnv, num_rows: int, size: int) -> None:
         self.policy, self.env, self.num_rows, self.size = policy, env, num_rows, size
         self.begin()
 
@@ -185,7 +185,7 @@ def _first_of_tasks(results: Sequence[EpisodeResult], num_per_task: int) -> list
 
 
 def _record(
-    policy: RowPolicy, env: VectorEnv, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
+    policy: BatchedPolicy, env: VectorEnv, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
 ) -> None:
     for first in range(0, len(numbered), env.num_envs):
         batch = numbered[first : first + env.num_envs]
@@ -198,12 +198,12 @@ def _record(
                 "success": success_of(result, env), "as_counted": bool(same), "size": size,
                 "low": env.action_low.tolist(), "high": env.action_high.tolist(),
                 "rewards": recorder.rewards[row], "calls": recorder.calls[row],
-                "frames": [_picture(frame) for frame in frames],
+                "frames": [_image(frame) for frame in frames],
             }  # fmt: skip
             write_recording(folder / f"{slug(result.task)}_{number:03d}.js", content)
 
 
-def _picture(frame: np.ndarray) -> str:
+def _image(frame: np.ndarray) -> str:
     """Return a JPEG as an address that holds its data."""
     from PIL import Image
 

@@ -19,7 +19,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 MOST_FAR = 0.01
 """Fraction of states far beyond their statistics above which a result warns."""
 MOST_CLIPPED = 0.05
-"""Share of cut numbers of actions above which a result warns."""
+"""Fraction of cut numbers of actions above which a result warns."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Success:
 
     Attributes:
         returns: Mean return of the same episodes and the ends of its 95 % interval (Student's t); None: not known.
-        is_told: The task has a success; else ``returns`` is all there is to show.
+        is_reported: The task has a success; else ``returns`` is all there is to show.
     """
 
     successes: int
     episodes: int
     returns: tuple[float, float, float] | None = field(default=None, compare=False)
-    is_told: bool = field(default=True, compare=False)
+    is_reported: bool = field(default=True, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Success:
         """Return what ``as_dict`` has written; older files have no return."""
         low, high = values.get("return_interval") or (-math.inf, math.inf)
         returns = (values["return_mean"], low, high) if "return_mean" in values else None
-        return cls(values["successes"] or 0, values["episodes"], returns, values.get("tells_success", True))
+        return cls(values["successes"] or 0, values["episodes"], returns, values.get("reports_success", True))
 
     @property
     def success_rate(self) -> float:
         """Success rate; NaN without episodes, and where the task has no success."""
-        return self.successes / self.episodes if self.episodes and self.is_told else float("nan")
+        return self.successes / self.episodes if self.episodes and self.is_reported else float("nan")
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -59,7 +59,7 @@ class Success:
         return f"{self.successes}/{self.episodes}"
 
     def __str__(self) -> str:
-        return f"{self.success_rate:.1%} ({self.count})" if self.is_told else f"return {self.return_text}"
+        return f"{self.success_rate:.1%} ({self.count})" if self.is_reported else f"return {self.return_text}"
 
     @property
     def return_text(self) -> str:
@@ -74,13 +74,13 @@ class Success:
         Success is null where the task has none. ``return_interval`` is null for a single episode.
         """
         values: dict[str, Any] = {"success_rate": None, "successes": None, "episodes": self.episodes, "interval": None}
-        if self.is_told:
+        if self.is_reported:
             rate = self.success_rate if self.episodes else None
             values |= {"success_rate": rate, "successes": self.successes, "interval": list(self.interval)}
         if self.returns is not None:
             mean, *ends = self.returns
             values |= {"return_mean": mean, "return_interval": ends if self.episodes > 1 else None}
-            values["tells_success"] = self.is_told
+            values["reports_success"] = self.is_reported
         return values
 
 
@@ -96,7 +96,7 @@ class EvaluationResult:
         stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end before its list did.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
-        tells_success: Episodes of the env can succeed (``VectorEnv.tells_success``).
+        reports_success: Episodes of the env can succeed (``VectorEnv.reports_success``).
     """
 
     results: list[EpisodeResult]
@@ -107,7 +107,7 @@ class EvaluationResult:
     warnings: list[str] = field(default_factory=list)
     videos: list[dict[str, Any]] = field(default_factory=list)
     stopping: dict[str, Any] | None = None
-    tells_success: bool = True
+    reports_success: bool = True
 
     @property
     def total(self) -> Success:
@@ -137,25 +137,25 @@ class EvaluationResult:
         missed = sum(result.true_success is True and not result.success for result in self.results)
         interval = format_interval(*truly.interval, " - ")
         return [
-            f"success is what the classifier sees (env.success_classifier, env.success_false_positives); by the simulator it is {truly} "
+            f"success is what the classifier sees (env.success_classifier, env.success_label_noise); by the simulator it is {truly} "
             f"(95 % {interval}): {false} of {self.successes} seen successes are false, and {missed} of {truly.successes} were not seen"
         ]
 
     def _count(self, results: Sequence[EpisodeResult]) -> Success:
         returns = mean_interval([result.episode_return for result in results]) if results else None
         # An env may tell success at the end of an episode only, and then it is known once an episode has ended.
-        is_told = self.tells_success or any(result.success_told or result.success for result in self.results)
-        return Success(sum(bool(result.success) for result in results), len(results), returns, is_told)
+        is_reported = self.reports_success or any(result.success_reported or result.success for result in self.results)
+        return Success(sum(bool(result.success) for result in results), len(results), returns, is_reported)
 
     @property
     def success_rate(self) -> float | None:
         """Success rate over all tasks; None: the env tells no success."""
-        return self.total.success_rate if self.total.is_told else None
+        return self.total.success_rate if self.total.is_reported else None
 
     @property
     def successes(self) -> int | None:
         """Number of successful episodes; None: the env tells no success."""
-        return self.total.successes if self.total.is_told else None
+        return self.total.successes if self.total.is_reported else None
 
     @property
     def episodes(self) -> int:
@@ -165,7 +165,7 @@ class EvaluationResult:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % Wilson interval of ``success_rate``; None: the env tells no success."""
-        return self.total.interval if self.total.is_told else None
+        return self.total.interval if self.total.is_reported else None
 
     @property
     def return_mean(self) -> float:
@@ -179,7 +179,7 @@ class EvaluationResult:
 
     @property
     def actions_clipped_fraction(self) -> float | None:
-        """Share of the numbers of all actions that lay outside the bounds and were cut; None: not recorded."""
+        """Fraction of the numbers of all actions that lay outside the bounds and were cut; None: not recorded."""
         return actions_clipped(self.results)[0]
 
     @property
@@ -197,14 +197,14 @@ class EvaluationResult:
     def headline(self) -> str:
         """Return success with its interval and the return in one line, short enough for 80 columns behind the name of the evaluation."""
         total = self.total
-        if not total.is_told:
+        if not total.is_reported:
             return f"return {total.return_text} of {self.episodes} episodes; the env tells no success"
         interval = format_interval(*total.interval, " - ")
         truly = "" if self.true_success is None else f", by the simulator {self.true_success}"
         return f"{total.count} = {total.success_rate:.1%} (95 % {interval}){truly}, return {self.return_mean:.4g}"
 
     def success_by_step(self) -> list[tuple[int, float]]:
-        """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""
+        """Return ``(t, share)`` up to the longest episode: the fraction of episodes that succeeded within ``t`` env steps."""
         ends = [result.num_env_steps for result in self.results if result.success]
         longest = max(result.num_env_steps for result in self.results)
         return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
@@ -227,7 +227,7 @@ class EvaluationResult:
         if (truly := self.true_success) is not None:
             metrics["eval/true_success_rate"] = truly.success_rate
         of_success = ("eval/success", "eval/interval")
-        return {name: value for name, value in metrics.items() if total.is_told or not name.startswith(of_success)}
+        return {name: value for name, value in metrics.items() if total.is_reported or not name.startswith(of_success)}
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers of ``Success.as_dict`` for ``summary.json``."""
@@ -237,7 +237,7 @@ class EvaluationResult:
         """Return everything as JSON values."""
         values = asdict(self)
         results = values.pop("results")
-        if not self.total.is_told:
+        if not self.total.is_reported:
             results = [{**row, "success": None} for row in results]
         per_task = {task: success.as_dict() for task, success in self.per_task.items()}
         actions = {
@@ -264,7 +264,7 @@ class EvaluationResult:
                 **{name: data[name] for name in names},
                 warnings=data.get("warnings", []),
                 stopping=data.get("stopping"),
-                tells_success=data.get("tells_success", True),
+                reports_success=data.get("reports_success", True),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error
@@ -277,19 +277,19 @@ class EvaluationResult:
 def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
     """Return a text table of success, if it is told, and return; ``first`` and ``second`` head the names and the rates."""
     width = max(len(first), *(len(name) for name, _ in rows))
-    is_told, with_returns = rows[-1][1].is_told, rows[-1][1].returns is not None
-    head = f"  {second}     k/n  {'95 % interval':15}" if is_told else "  episodes"
+    is_reported, with_returns = rows[-1][1].is_reported, rows[-1][1].returns is not None
+    head = f"  {second}     k/n  {'95 % interval':15}" if is_reported else "  episodes"
     lines = [f"{first.ljust(width)}{head}{'  return' if with_returns else ''}".rstrip()]
     for name, success in rows:
         interval = format_interval(*success.interval, " - ")
         rate = f"{success.success_rate:6.1%}  {success.count:>7}  {interval:15}"
-        cells = rate if is_told else f"{success.episodes:>8}"
+        cells = rate if is_reported else f"{success.episodes:>8}"
         lines.append(f"{name.ljust(width)}  {cells}  {success.return_text}".rstrip())
     return "\n".join(lines)
 
 
 def actions_clipped(results: Sequence[EpisodeResult]) -> tuple[float | None, float | None]:
-    """Return the share of cut numbers of the actions of some episodes, and the largest magnitude; None: not recorded."""
+    """Return the fraction of cut numbers of the actions of some episodes, and the largest magnitude; None: not recorded."""
     known = [one for one in results if one.actions_clipped_fraction is not None and one.actions_max_abs is not None]
     if not known:
         return None, None

@@ -15,7 +15,7 @@ import numpy as np
 LEVEL = 0.05
 """Probability, at most, that two equally good policies are ever told apart."""
 PRIOR = 3.0
-"""Both parameters of the beta distribution over the share of wins. Larger ones expect smaller differences."""
+"""Both parameters of the beta distribution over the fraction of wins. Larger ones expect smaller differences."""
 LEAST_EPISODES = 6
 """Shortest list that can decide: policies that differ in all of 5 episodes win all of them with probability 1/16 if none is better."""
 MOST_MORE = 100_000
@@ -28,7 +28,7 @@ def log_e_value(wins: float, differing: float) -> float:
     """Return the logarithm of the e-value of ``wins`` of the second policy in ``differing`` episodes on which the two differ.
 
     Robbins 1970 (Annals of Mathematical Statistics 41:1397), section 2, for coin tosses: the likelihood of the sequence, averaged
-    over a Beta(a, a) distribution of the share of wins, divided by its likelihood ``2^-d`` if neither policy is better:
+    over a Beta(a, a) distribution of the fraction of wins, divided by its likelihood ``2^-d`` if neither policy is better:
 
     ``E = 2^d B(a + w, a + d - w) / B(a, a)`` with ``a = PRIOR``. It is a martingale with mean 1 if neither is better.
     """
@@ -98,7 +98,7 @@ def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
 
 
 def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
-    """Return about how many more episodes would decide if the two go on to differ as so far; None: more than ``MOST_MORE``.
+    """Return about how many more episodes would decide if the two continue to differ as so far; None: more than ``MOST_MORE``.
 
     Beyond the list of ``num_episodes``, the threshold belongs to a longer list, planned from the start.
     """
@@ -147,13 +147,13 @@ def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, floa
 def difference_confidence_sequence(only_first: int, only_second: int, same: int) -> tuple[float, float]:
     """Return such an interval of the paired difference of two success rates, second minus first.
 
-    The mixture has a Dirichlet(1/2, 1/2, 1/2) distribution over the shares of the three outcomes. A difference is in the interval
+    The mixture has a Dirichlet(1/2, 1/2, 1/2) distribution over the fractions of the three outcomes. A difference is in the interval
     if some shares with this difference are: its likelihood is the largest one of these shares.
     """
 
     def log_likelihood(difference: float) -> float:
         less, more = (only_first, only_second) if difference >= 0 else (only_second, only_first)
-        share = _share_of_less(less, more, same, abs(difference))
+        share = _fraction_of_less(less, more, same, abs(difference))
         rest = 1 - 2 * share - abs(difference)
         return _times_log(less, share) + _times_log(more, share + abs(difference)) + _times_log(same, rest)
 
@@ -163,8 +163,8 @@ def difference_confidence_sequence(only_first: int, only_second: int, same: int)
     return _outermost(log_likelihood, least, best, -1.0), _outermost(log_likelihood, least, best, 1.0)
 
 
-def _share_of_less(less: int, more: int, same: int, difference: float) -> float:
-    """Return the most likely share ``x`` of an outcome whose opposite has the share ``x + difference``.
+def _fraction_of_less(less: int, more: int, same: int, difference: float) -> float:
+    """Return the most likely share ``x`` of an outcome whose opposite has the fraction ``x + difference``.
 
     The zero of the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)``, a quadratic equation.
     """

@@ -1,7 +1,7 @@
 """What an audit's success rates say about a policy, by one rule.
 
 Each question is about an effect in percentage points: the success that a change of the world costs, or that seeing the world gains.
-It is compared with a quarter (``LEAST_SHARE``) of the stake, the success beyond the better baseline. The answer is yes if the 95 %
+It is compared with a quarter (``LEAST_FRACTION``) of the stake, the success beyond the better baseline. The answer is yes if the 95 %
 interval of the effect lies above that, no if it lies below, and else unclear.
 """
 
@@ -19,10 +19,10 @@ from rlinf.number_formats import format_interval, format_points
 
 SMALL_CHANGES = ("paraphrased", "shifted_", "brighter_", "moved_")
 """Beginnings of the keys of conditions that a person would hardly mind."""
-LEAST_SHARE = 0.25
-"""Share of the stake that decides."""
-WHOLE_SHARE = 1 - LEAST_SHARE
-"""Share of the stake below which a yes is a partial one."""
+LEAST_FRACTION = 0.25
+"""Fraction of the stake that decides."""
+WHOLE_FRACTION = 1 - LEAST_FRACTION
+"""Fraction of the stake below which a yes is a partial one."""
 
 YES, NO, UNCLEAR, UNTOLD = "yes", "no", "unclear", "cannot be told"
 
@@ -59,7 +59,7 @@ class Verdict:
         reason: The numbers, in one sentence.
         is_fault: The answer speaks against the policy or its success rate.
         share: Part of the stake that the effect of a yes explains, in [0, 1]; None: the answer is another one, or not about one effect.
-        is_partial: The 95 % interval of that part lies below ``WHOLE_SHARE``.
+        is_partial: The 95 % interval of that part lies below ``WHOLE_FRACTION``.
         breaks: Changes that are shown to cost success, with their points.
     """
 
@@ -80,7 +80,7 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """The answer with its share: ``yes (52%)``."""
+        """The answer with its fraction: ``yes (52%)``."""
         return self.answer if self.share is None else f"{self.answer} ({self.share:.0%})"
 
 
@@ -99,15 +99,15 @@ class Effect:
 
     @property
     def answer(self) -> str:
-        """Whether it is at least ``LEAST_SHARE`` of the stake."""
-        least = LEAST_SHARE * self.stake
+        """Whether it is at least ``LEAST_FRACTION`` of the stake."""
+        least = LEAST_FRACTION * self.stake
         return YES if self.low > least else NO if self.high < least else UNCLEAR
 
     @property
     def of_a_yes(self) -> dict[str, Any]:
         """``share`` and ``is_partial`` of a verdict; empty if the answer is another one."""
         share = min(1.0, self.points / self.stake) if self.stake else 1.0
-        return {"share": share, "is_partial": self.high < WHOLE_SHARE * self.stake} if self.answer == YES else {}
+        return {"share": share, "is_partial": self.high < WHOLE_FRACTION * self.stake} if self.answer == YES else {}
 
     def __str__(self) -> str:
         change, *interval = (
@@ -134,10 +134,10 @@ def verdicts(rows: Mapping[str, ConditionRow], reset_successes: int, matched: Ma
     is_better = found[0].answer == YES
     costs = partial(_by_loss, stake=stake, is_better=is_better)
     reads = costs("Does it read the instruction?", rows["swapped"], "another instruction")
-    other, what = rows["other_pictures"], "the first picture of another episode"
+    other, what = rows["other_images"], "the first image of another episode"
     if other.success is None:
-        other, what = rows["black"], "a black picture"
-    looks = costs("Does it look at the pictures?", other, what)
+        other, what = rows["black"], "a black image"
+    looks = costs("Does it look at the images?", other, what)
     what = "the first state of another episode"
     feels = costs("Does it use the robot's state?", rows["other_state"], what, no_is_fault=False)
     reacts = _reacts(rows, matched.get("pushed"), stake, is_better)
@@ -254,7 +254,7 @@ def _remembers(
 
 def _breaks(rows: Mapping[str, ConditionRow], stake: float, is_better: bool) -> Verdict:
     """Ask whether a small change costs success; a yes is not a fault, because the rate is about the unchanged world."""
-    question = "Do small changes of words, pictures or places stop it?"
+    question = "Do small changes of words, images or places stop it?"
     if not is_better:
         return _not_better(question)
     played = [row for key, row in rows.items() if key.startswith(SMALL_CHANGES) and row.pairs is not None]

@@ -1,4 +1,4 @@
-"""Write videos of episodes that any browser plays, with instruction, env step and outcome above the picture."""
+"""Write videos of episodes that any browser plays, with instruction, env step and outcome above the image."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def write_video(
     try:
         import imageio_ffmpeg
     except ImportError as error:
-        cure = "Install it with `pip install imageio-ffmpeg` or set evaluation.num_videos_per_task=0."
-        raise MissingDependencyError(f"Videos need the package 'imageio-ffmpeg'. {cure}") from error
+        fix = "Install it with `pip install imageio-ffmpeg` or set evaluation.num_videos_per_task=0."
+        raise MissingDependencyError(f"Videos need the package 'imageio-ffmpeg'. {fix}") from error
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     num_steps = len(frames) - 1

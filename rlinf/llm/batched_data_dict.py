@@ -175,7 +175,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
-        """Split the rows over ranks so that every rank gets a share of each global batch of ``batch_size`` rows (None: all).
+        """Split the rows over ranks so that every rank gets a fraction of each global batch of ``batch_size`` rows (None: all).
 
         With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``. Raise ConfigError if the rows do not
         divide, a row does not fit, or the arguments exclude each other.
@@ -330,5 +330,5 @@ def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> T
     padded = []
     for value in values:
         missing = [n for width, length in zip(widest, value.shape[1:], strict=True) for n in (width - length, 0)]
-        padded.append(F.pad(value, missing[::-1], value=pad_value))  # F.pad begins with the last axis
+        padded.append(F.pad(value, missing[::-1], value=pad_value))  # F.pad starts with the last axis
     return torch.cat(padded)

@@ -53,7 +53,7 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
     """Inside the context, compute only the inputs of the last position's logits; everything else is zeros.
 
-    The last layer's MLP computes the last position only, and the head the columns of ``token_ids [N]`` only (None: all). Parts of
+    The last layer's MLP computes the last position only, and the head the columns of ``token_ids [N]`` only (None: all). TrainerContext of
     the model with unexpected names or types are left unchanged.
     """
     with ExitStack() as stack:

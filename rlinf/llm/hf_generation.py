@@ -95,7 +95,7 @@ class HuggingFaceGeneration(GenerationInterface):
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
-        refuse_other_names(kwargs)
+        reject_other_names(kwargs)
         self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
         self.model = load_causal_lm(model_name, self.config)
         self.temperature = self.config.temperature  # of the log-probabilities
@@ -122,7 +122,7 @@ class HuggingFaceGeneration(GenerationInterface):
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
 
-def refuse_other_names(settings: Iterable[str]) -> None:
+def reject_other_names(settings: Iterable[str]) -> None:
     """Raise ConfigError for sampling settings that other libraries name differently."""
     for name in settings:
         if name in OTHER_NAMES:

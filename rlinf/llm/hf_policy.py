@@ -35,8 +35,8 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.borrowed_rows import borrowed_rows, with_borrowed_row
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
-from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
-from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
+from rlinf.llm.hf_generation import generate_tokens, reject_other_names
+from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_actor
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
@@ -107,7 +107,7 @@ class HuggingFacePolicy(TokenPolicy):
     config: HuggingFacePolicyConfig
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
-        refuse_other_names(kwargs)
+        reject_other_names(kwargs)
         self.config = config = from_mapping(HuggingFacePolicyConfig, kwargs)
         check_trainable(config)
         if config.sequence_packing and config.max_tokens_per_microbatch is None:
@@ -138,7 +138,7 @@ class HuggingFacePolicy(TokenPolicy):
             sizes = {"shard_size": config.shard_size, "cpu_offload": config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(config), **sizes)
             check_read(self.model, sources)
-            has_separable_head(self.model)  # here, where no rank can be elsewhere
+            has_separable_actor(self.model)  # here, where no rank can be elsewhere
             self.model.reshard()  # the root would stay whole, with the weights of now
         self._initial: Reference | None = None
         self._begin(self.model.config.get_text_config(), rank(), parallel=self.parallel)
@@ -238,7 +238,7 @@ class HuggingFacePolicy(TokenPolicy):
         return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
     def _initial_weights(self) -> Reference:
-        """Keep the weights that the policy began with; after a step they are read again."""
+        """Keep the weights that the policy started with; after a step they are read again."""
         initial = Reference(self.model)
         if self._train_step.num_steps:
             model = self._load()
@@ -279,7 +279,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
 
 
 def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
-    """Choose how the ranks hold a model, by its shapes; refuse a model that does not fit, or cannot be sharded as requested."""
+    """Choose how the ranks hold a model, by its shapes; reject a model that does not fit, or cannot be sharded as requested."""
     quantised = config.load_in_8bit or config.load_in_4bit
     asked = config.sharding == "fsdp2" or config.cpu_offload
     if asked and (quantised or isinstance(config.device_map, dict)):

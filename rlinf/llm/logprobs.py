@@ -25,10 +25,10 @@ TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """Keys ``[B, S]`` that mark image tokens; 0 is text, which generated tokens are."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits at a time: 128 MiB of float32. Forward and backward pass hold up to five such arrays."""
-USEFUL_SHARE = 0.75
-"""Below this share of scored positions the head is applied to these alone."""
+USEFUL_FRACTION = 0.75
+"""Below this fraction of scored positions the head is applied to these alone."""
 _TRIAL_COLUMNS = 2
-_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of ``has_separable_head``
+_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # answers of ``has_separable_actor``
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
@@ -138,7 +138,7 @@ def sequence_scores(
     """Return the log-probability of every token given the tokens before it, and on request the entropy there.
 
     The vocabulary is the largest axis, so the head is applied to ``CHUNK_LOGITS`` logits at a time, and recomputed in the backward
-    pass, if the model ``has_separable_head``.
+    pass, if the model ``has_separable_actor``.
 
     Args:
         input_ids, attention_mask: int64 and bool ``[B, S]``, padded on the right; best on the CPU, which must know the lengths.
@@ -161,7 +161,7 @@ def sequence_scores(
         tokens = {"input_ids": ids, "attention_mask": attended.long(), **(inputs or {})}
         before = places - 1
     tokens = {name: to_device(tensor, device) for name, tensor in tokens.items()}
-    states, head = _run_to_head(model, tokens, len(places), known_rows(lengths.tolist(), packed))
+    states, head = _run_to_actor(model, tokens, len(places), known_rows(lengths.tolist(), packed))
     scored = states.flatten(0, 1)[to_device(before, states.device)]
     targets = to_device(ids.flatten()[places], scored.device)
     logprobs, entropy = _chunked_scores(scored, targets, head, temperature, with_entropy)
@@ -174,18 +174,18 @@ def _placed(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     return zeros.index_put((to_device(places, numbers.device),), numbers).view(shape)
 
 
-def has_separable_head(model: Any) -> bool:
+def has_separable_actor(model: Any) -> bool:
     """Return whether ``_head_logits`` makes the logits of a model from the hidden states that its head gets.
 
     The first call for a model tries it on a few tokens. With shards all ranks must make the first call together, because it runs
     the model; later, ranks never differ in how often they run it for a batch.
     """
     if model not in _SEPARABLE:
-        _SEPARABLE[model] = _tried_head(model)
+        _SEPARABLE[model] = _tried_actor(model)
     return _SEPARABLE[model]
 
 
-def _tried_head(model: Any) -> bool:
+def _tried_actor(model: Any) -> bool:
     takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters
     if not takes_few or model.get_output_embeddings() is None:
         return False
@@ -197,7 +197,7 @@ def _tried_head(model: Any) -> bool:
         return _are_equal(_logits_of(model, given[0][:, :_TRIAL_COLUMNS]), logits)
 
 
-def _run_to_head(
+def _run_to_actor(
     model: Any, inputs: Mapping[str, Tensor], num_scored: int, rows: AbstractContextManager
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS`` or mostly not needed.
@@ -210,9 +210,9 @@ def _run_to_head(
     """
     num_tokens = inputs["input_ids"].numel()
     is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
-    is_separable = has_separable_head(model)  # asked whatever the batch: no rank may decide alone to run the model
+    is_separable = has_separable_actor(model)  # asked whatever the batch: no rank may decide alone to run the model
     with rows:
-        if is_separable and (is_large or num_scored < USEFUL_SHARE * num_tokens):
+        if is_separable and (is_large or num_scored < USEFUL_FRACTION * num_tokens):
             (states,), _ = _run_with_few_logits(model, inputs)
             return states, lambda part: _logits_of(model, part)
         return model(**inputs, use_cache=False).logits, lambda every: every

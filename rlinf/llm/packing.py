@@ -134,7 +134,7 @@ class PackedRow:
 
     Attributes:
         lengths: Of the sequences.
-        masks: Bool ``[1, 1, length, length]`` of each; None: each token sees all tokens before it, as far as its sequence begins.
+        masks: Bool ``[1, 1, length, length]`` of each; None: each token sees all tokens before it, as far as its sequence starts.
     """
 
     lengths: list[int]

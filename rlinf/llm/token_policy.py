@@ -203,7 +203,7 @@ class TokenPolicy(PolicyInterface):
             raise error
         if num_failed:
             raise ConfigError(
-                f"{num_failed} other rank(s) refused their rows, so no step was taken. See their messages"
+                f"{num_failed} other rank(s) rejected their rows, so no step was taken. See their messages"
             )
         return result
 
@@ -248,7 +248,7 @@ class TokenPolicy(PolicyInterface):
         # Shards add in another order.
         if not all(math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) for one, other in pairs):
             raise CheckpointError(
-                f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
+                f"'{self.model_name}' no longer holds the weights that this policy started with, so they cannot be its "
                 "reference. Call get_reference_logprobs once before the first train"
             )
 

@@ -23,7 +23,7 @@ from rlinf.llm.generation_interface import (
     GenerationOutputSpec,
     generation_output,
 )
-from rlinf.llm.hf_generation import SamplingConfig, media_tokens, refuse_other_names, verify_sampling_tokens
+from rlinf.llm.hf_generation import SamplingConfig, media_tokens, reject_other_names, verify_sampling_tokens
 from rlinf.models.hf_model import check_tensor_parallel, load_config
 from rlinf.options import from_mapping
 from rlinf.seeding import derive_seed
@@ -82,7 +82,7 @@ class VllmGenerationWorker:
         """Generate a completion per row, without tokens of images or other media.
 
         ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if sampled) top-k and top-p.
-        Raise ConfigError if vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
+        Raise ConfigError if vLLM rejects a setting or would replace it, a prompt is too long, or a token is not in the vocabulary;
         EngineError if the engine failed or did not answer in time.
 
         Args:
@@ -127,7 +127,7 @@ class VllmGenerationWorker:
     def update_weights(self, weights_handle: WeightSource) -> int:
         """Load weights from the handle of a ``WeightBuffer`` (of any process) or a ``MergedWeights``; return their version.
 
-        Raise WeightsRefusedError if they lack tensors, and the old weights stay; or if they were damaged on the way.
+        Raise WeightsRejectedError if they lack tensors, and the old weights stay; or if they were damaged on the way.
         """
         return self.engine.update_weights(weights_handle)
 
@@ -239,7 +239,7 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = {*GenerationConfig.__annotations__, "vllm_cfg"}
     flat = {name: value for name, value in config.items() if name not in settings}
     nested = dict(config.get("vllm_cfg") or {})
-    refuse_other_names((*flat, *nested))
+    reject_other_names((*flat, *nested))
     for name in flat.keys() & nested.keys():
         if flat[name] != nested[name]:
             raise ConfigError(f"{name} is {flat[name]}, and in vllm_cfg {nested[name]}; give it once")

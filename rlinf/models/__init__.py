@@ -75,7 +75,7 @@ class ModelEntry:
     folder_settings: Any = None
 
     def resolve(self) -> ModelEntry:
-        """Import the classes, refuse an incomplete policy class, and register with transformers. Idempotent."""
+        """Import the classes, reject an incomplete policy class, and register with transformers. Idempotent."""
         parts = ("model", "config", "processor", "image_processor", "load_processor")
         entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlinf.files import sha256_of
-from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, refuse_mismatches
+from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, reject_mismatches
 from rlinf.models.config import ModelConfig
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("rlinf")
 
 
 def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
-    """Refuse the adapters at ``model.lora_path`` if they were trained on other base weights.
+    """Reject the adapters at ``model.lora_path`` if they were trained on other base weights.
 
     A folder without a record of its base (one that PEFT wrote) is accepted with one line in the log.
     """
@@ -44,7 +44,7 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
         sentence = (
             f"The adapters of {folder} belong to other base weights than model.model_path={model.model_path or 'null'}"
         )
-        refuse_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
+        reject_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
 
 
 def weights_digest(model_path: str | None) -> str | None:

@@ -30,7 +30,7 @@ from rlinf.models.loading import (
 )
 from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
-from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
+from rlinf.options import fixed_by_settings, from_mapping, override_text, plain_container
 from rlinf.run_folder import ADAPTER_FOLDER, MANIFEST_FILE, MODEL_FOLDER, STATISTICS_FILE
 
 logger = logging.getLogger("rlinf")
@@ -130,7 +130,7 @@ def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[
     return _load_or_fall_back(section, load)
 
 
-@cured_by_settings("model", path="model_path", architectures="override_config.architectures")
+@fixed_by_settings("model", path="model_path", architectures="override_config.architectures")
 def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log: bool = False) -> Any:
     """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises.
 
@@ -243,7 +243,7 @@ def _load_action_model(
 
 
 def check_has_statistics(config: Any, folder: Path) -> None:
-    """Refuse a folder without the action statistics that its model needs, and a ``dataset_statistics.json`` that is damaged."""
+    """Reject a folder without the action statistics that its model needs, and a ``dataset_statistics.json`` that is damaged."""
     dataset_statistics(folder)
     if getattr(config, "norm_stats", None) == {}:
         files = ", ".join(sorted(path.name for path in folder.glob("*.json"))) or "none"
@@ -255,11 +255,11 @@ def check_has_statistics(config: Any, folder: Path) -> None:
 
 
 def check_features(model_class: type, cfg: ModelConfig) -> None:
-    """Refuse ``model.features=token`` for a policy without states of images and prompt, and ``inputs`` without an encoder."""
+    """Reject ``model.features=token`` for a policy without states of images and prompt, and ``inputs`` without an encoder."""
     if cfg.features == "inputs" and not model_class.implements("make_encoder"):
         raise ConfigError(
-            f"model.features=inputs, which algorithm.head.name=actor sets, but {model_class.__name__} has no encoder that a head could "
-            "train; required: model=mlp or model=cnn. Set algorithm.head.name=residual model.features=hidden"
+            f"model.features=inputs, which algorithm.actor.name=scratch sets, but {model_class.__name__} has no encoder that an actor could "
+            "train; required: model=mlp or model=cnn. Set algorithm.actor.name=residual model.features=hidden"
         )
     if cfg.features == "token" and "features" not in inspect.signature(model_class.__init__).parameters:
         raise ConfigError(
@@ -269,7 +269,7 @@ def check_features(model_class: type, cfg: ModelConfig) -> None:
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
-    """Call ``from_pretrained``. Transformers' own draws weights that do not fit at random; refuse them instead."""
+    """Call ``from_pretrained``. Transformers' own draws weights that do not fit at random; reject them instead."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
@@ -279,10 +279,10 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     with without_load_report():
         model, info = model_class.from_pretrained(path, **arguments)
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    for head in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
-        own = {key for key in model.state_dict() if key.split(".")[0] == head}
+    for actor in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
+        own = {key for key in model.state_dict() if key.split(".")[0] == actor}
         missing -= own if own <= missing else set()
-        unexpected -= {key for key in unexpected if not own and key.split(".")[0] == head}
+        unexpected -= {key for key in unexpected if not own and key.split(".")[0] == actor}
     check_fit(path, {**info, "missing_keys": missing, "unexpected_keys": unexpected})
     return model
 
@@ -410,7 +410,7 @@ def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
 
 
 def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
-    """Refuse sizes of the model section that the model's own configuration does not have."""
+    """Reject sizes of the model section that the model's own configuration does not have."""
     text = getattr(config, "text_config", config)
     vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
     images = [[size, size] for size in getattr(config, "image_sizes", [])]

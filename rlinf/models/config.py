@@ -58,7 +58,7 @@ class ModelConfig:
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
     prompt_suffix: str | None = option(
         None,
-        "Words that the policy reads after each instruction when it acts; null: none, and with sft.advantage_share the label of a good action.",
+        "Words that the policy reads after each instruction when it acts; null: none, and with sft.advantage_top_fraction the label of a good action.",
     )
     micro_batch_size: int = option(128, "Rows of one forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows of one forward pass without gradients.", minimum=1)
@@ -82,7 +82,7 @@ class ModelConfig:
     features: str = option(
         "hidden",
         "What a head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over images and prompt; "
-        "token, which cloning trains to hold these (RLT); inputs (of `mlp`, `cnn`), set by the head `actor`.",
+        "token, which cloning trains to hold these (RLT); inputs (of `mlp`, `cnn`), set by the actor `scratch`.",
         choices=("hidden", "pooled", "token", "inputs"),
     )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")

@@ -162,7 +162,7 @@ def _capture(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Callable
             run()
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on using the GPU meanwhile.
+    # Other threads may continue using the GPU meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = run()
     return graph.replay, outputs

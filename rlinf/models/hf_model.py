@@ -262,14 +262,14 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
 
-    def refused(size: int) -> str | None:
+    def rejected(size: int) -> str | None:
         if heads % size:
             return f"num_attention_heads={heads}"
         return f"num_key_value_heads={kv_heads}" if kv_heads % size and size % kv_heads else None
 
-    if refused(tp_size):
-        fitting = max(size for size in range(1, tp_size) if not refused(size))
-        found = f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'"
+    if rejected(tp_size):
+        fitting = max(size for size in range(1, tp_size) if not rejected(size))
+        found = f"{key}={tp_size} does not divide {rejected(tp_size)} of '{config.model_type}'"
         raise ConfigError(f"{found}. Set {key}={fitting}")
 
 

@@ -1,4 +1,4 @@
-"""Reading checkpoint folders: what every model class needs to do so, and to refuse one that does not fit."""
+"""Reading checkpoint folders: what every model class needs to do so, and to reject one that does not fit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LISTS = ("q01", "q99", "min", "max", "mean", "std", "mask")
 
 def field_error(problem: str, override: str) -> ConfigError:
     """Return the error about a field of a model's own configuration, which ``override`` (``field=value``) mends."""
-    cure = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
-    return ConfigError(f"{problem}. {cure}")
+    fix = f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
+    return ConfigError(f"{problem}. {fix}")
 
 
 def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
@@ -43,7 +43,7 @@ def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Refuse a field that is not one of the known values, and suggest the first one."""
+    """Reject a field that is not one of the known values, and suggest the first one."""
     if value not in known:
         raise field_error(f"{name} is '{value}'; required: {' or '.join(known)}", f"{name}={known[0]}")
 
@@ -211,21 +211,21 @@ def instead_of_weights(folder: Path) -> str:
     return f'it holds pytorch_model*.bin, a pickle. Convert it: python -c "{code}"'
 
 
-def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:
-    """Refuse weights that do not fit the model exactly, by transformers' report: ``missing_keys`` and so on.
+def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **fix: Any) -> None:
+    """Reject weights that do not fit the model exactly, by transformers' report: ``missing_keys`` and so on.
 
-    ``cure``: settings that mend it, besides another folder.
+    ``fix``: settings that mend it, besides another folder.
     """
     kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
     if any(found.values()):
         listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in found.items())
         message = f"The weights in '{folder}' do not fit its config.json: {listed}."
-        raise CheckpointError(message, path="<another folder>", **cure)
+        raise CheckpointError(message, path="<another folder>", **fix)
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse the ``config.json`` (``values``) of another model than the one asked for.
+    """Reject the ``config.json`` (``values``) of another model than the one asked for.
 
     ``config_class.accepted_model_types`` are the types (``model_type``, or ``type``) that it reads; None among
     them stands for a file that names none. Without the attribute nothing is checked.

@@ -161,7 +161,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     check_untied(model)
     adapters = adapter_state_dict(model)
     fingerprint = adapter_fingerprint(adapters)
-    _refuse_second_merge(model, adapters)
+    _reject_second_merge(model, adapters)
     merged = copy.deepcopy(model)
     for name, module in list(merged.named_modules()):
         if isinstance(module, BaseTunerLayer):
@@ -237,7 +237,7 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
     return [pair for pair in pairs if pair[1].numel()]
 
 
-def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
+def _reject_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
     """Look for the adapter as it is, and as it was when a model in another number format merged it."""
     merged, found = getattr(model.config, "merged_adapters", []), []
     for dtype in (None, torch.float32, torch.bfloat16):
@@ -330,7 +330,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 def _load_adapter(model: Any, folder: Path) -> None:
     tensors = _tensors(folder / ADAPTER_FILE)
-    _refuse_second_merge(model, tensors)
+    _reject_second_merge(model, tensors)
     wanted = set(adapter_state_dict(model))
     if set(tensors) != wanted:
         missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)

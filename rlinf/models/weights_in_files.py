@@ -26,7 +26,7 @@ def how_read(model: nn.Module) -> str:
 
 
 def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
-    """Refuse weights that ``read_deferred`` has read on this rank and that are NaN or infinite."""
+    """Reject weights that ``read_deferred`` has read on this rank and that are NaN or infinite."""
     parameters = dict(model.named_parameters())
     folders = sorted({str(source.file.parent) for source in sources.values()})
     check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))

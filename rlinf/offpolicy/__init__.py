@@ -1,1 +1,1 @@
-"""Off-policy learning of a head on a frozen policy."""
+"""Off-policy learning of an actor on a frozen policy."""

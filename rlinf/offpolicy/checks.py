@@ -1,4 +1,4 @@
-"""Checks of a run that trains a head on a frozen policy from a replay buffer."""
+"""Checks of a run that trains an actor on a frozen policy from a replay buffer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.offpolicy_config import ACTOR, HeadConfig, OffPolicyConfig
+from rlinf.algorithms.offpolicy_config import SCRATCH, ActorConfig, OffPolicyConfig
 from rlinf.checkpoints.folders import has_policy, is_checkpoint, policy_folder, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
@@ -17,14 +17,14 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
-from rlinf.models.embodiment.headed import base_folder, check_steered, has_head, head_settings
+from rlinf.models.actors import ACTORS
+from rlinf.models.embodiment.actor_policy import actor_settings, base_folder, check_steered, has_actor
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
-from rlinf.models.heads import HEADS
 from rlinf.offpolicy.replay import offline_bytes, replay_bytes
 from rlinf.options import closest, from_mapping, override_of, override_text, to_mapping
 from rlinf.preflight.compatibility import check_dataset, check_moments
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 
 UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
 """Seconds of an update on one core, and of it for each row and weight (`benchmarks/offpolicy_update.py`)."""
@@ -34,7 +34,7 @@ LONGEST_STEP_S = 60.0
 OF_REWARDS = ("reward_mode", "success_bonus")
 """Settings of an env that change its rewards, and no episode."""
 
-LARGEST_SHARE = 0.8
+LARGEST_FRACTION = 0.8
 """Of the main memory, for the replay buffer and a policy that lies there; simulators and libraries need the rest."""
 
 
@@ -47,14 +47,14 @@ def check_off_policy(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     name = f"algorithm.name={algorithm.name}"
     if policy is not None and not policy[0].implements("_propose"):
         found = f"{name} with model.model_type={config.model.model_type}, which does not implement propose"
-        refuse(found, "a policy that proposes chunks and features", "algorithm=ppo")
+        reject(found, "a policy that proposes chunks and features", "algorithm=ppo")
     check_moments(config, policy, name, "algorithm=ppo")
-    if algorithm.head.name not in HEADS:
-        fix = f"algorithm.head.name={closest(algorithm.head.name, HEADS) or 'residual'}"
-        refuse(f"algorithm.head.name={algorithm.head.name}", f"one of {', '.join(HEADS)}", fix)
+    if algorithm.actor.name not in ACTORS:
+        fix = f"algorithm.actor.name={closest(algorithm.actor.name, ACTORS) or 'residual'}"
+        reject(f"algorithm.actor.name={algorithm.actor.name}", f"one of {', '.join(ACTORS)}", fix)
     if algorithm.num_target_critics > algorithm.num_critics:
         found = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
-        refuse(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
+        reject(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
     _check_alone(config, algorithm)
     _check_saved(config, algorithm)
@@ -88,18 +88,18 @@ def _check_run(config: RunConfig, name: str) -> None:
             "the frozen policy in this process, because its features are read",
         ),
         ("rollout.group_size", rollout.group_size, 1, "episodes of their own, because none are compared"),
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that begin the next episode by themselves"),
-        ("rollout.continue_episodes", rollout.continue_episodes, False, "an iteration that begins with new episodes"),
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that start the next episode by themselves"),
+        ("rollout.continue_episodes", rollout.continue_episodes, False, "an iteration that starts with new episodes"),
         ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "a policy in one piece"),
         ("trainer.cpu_offload", config.trainer.cpu_offload, False, "a policy in one piece"),
     ):
         if value != wanted:
             now = config.trainer.sharding if key == "trainer.sharding" else value
             to = "replicate" if key == "trainer.sharding" else str(wanted).lower()
-            refuse(f"{key}={str(now).lower()} with {name}", required, f"{key}={to}")
+            reject(f"{key}={str(now).lower()} with {name}", required, f"{key}={to}")
     if config.model.is_lora:
         found = f"model.is_lora=true with {name}, which freezes the policy"
-        refuse(
+        reject(
             found,
             "weights without adapters",
             "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>",
@@ -107,23 +107,25 @@ def _check_run(config: RunConfig, name: str) -> None:
 
 
 def _check_alone(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that actions are not choices, and that a head that acts alone is not compared with, or cloned into, a policy below it."""
-    env, head = config.env, HEADS.get(algorithm.head.name)
+    """Check that actions are not choices, and that an actor that acts alone is not compared with, or cloned into, a policy below it."""
+    env, actor = config.env, ACTORS.get(algorithm.actor.name)
     if ENVS.get(env.name).acts_in_choices(env):
         found = f"algorithm.name={algorithm.name} with env.name={env.name}, some of whose actions are choices"
-        refuse(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
-    if getattr(algorithm, "entropy_in_target", False) and head.chooses:
-        found = f"algorithm.entropy_in_target=true with algorithm.head.name={algorithm.head.name}, some of whose actions have no density"
-        refuse(found, "a head of one action", "algorithm.entropy_in_target=false")
-    if algorithm.head.name != ACTOR:
+        reject(found, "actions of real numbers, along which the critics have a slope", "algorithm=ppo")
+    if getattr(algorithm, "entropy_in_target", False) and actor.chooses:
+        found = f"algorithm.entropy_in_target=true with algorithm.actor.name={algorithm.actor.name}, some of whose actions have no density"
+        reject(found, "an actor of one action", "algorithm.entropy_in_target=false")
+    if algorithm.actor.name != SCRATCH:
         return
     if config.sft.max_steps:
-        found = f"sft.max_steps={config.sft.max_steps} with algorithm.head.name={ACTOR}, which has no policy below it"
-        refuse(found, "sft.max_steps=0", "sft.max_steps=0, or algorithm.head.name=residual")
+        found = (
+            f"sft.max_steps={config.sft.max_steps} with algorithm.actor.name={SCRATCH}, which has no policy below it"
+        )
+        reject(found, "sft.max_steps=0", "sft.max_steps=0, or algorithm.actor.name=residual")
 
 
 def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that a head that is there already, and in a resumed run critics and rewards, fit this configuration.
+    """Check that an actor that is there already, and in a resumed run critics and rewards, fit this configuration.
 
     A run that is resumed before RL has none of them.
     """
@@ -134,10 +136,12 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     whole = read_saved_config(folder)
     saved = whole.get("algorithm") or {}
     in_rl = config.resume is not None and read_loop_state(folder)["phase"] == "rl"
-    holds_head = has_policy(folder) and has_head(policy_folder(folder))
-    afresh = "" if holds_head else f", or for a new run init_from={config.resume} resume=null output_dir=<a new folder>"
+    holds_actor = has_policy(folder) and has_actor(policy_folder(folder))
+    afresh = (
+        "" if holds_actor else f", or for a new run init_from={config.resume} resume=null output_dir=<a new folder>"
+    )
     if in_rl and saved.get("name") != algorithm.name:
-        refuse(
+        reject(
             f"algorithm.name={algorithm.name}, and {folder} was made with algorithm.name={saved.get('name')}",
             "one algorithm in a run",
             f"algorithm={saved.get('name')}{afresh}",
@@ -147,18 +151,18 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         if saved.get("offline_dataset") is not None and algorithm.offline_dataset is None:
             of_demonstrations = " ".join(
                 override_of(f"algorithm.{name}", saved[name])
-                for name in ("offline_dataset", "offline_share", "offline_episodes")
+                for name in ("offline_dataset", "offline_ratio", "offline_episodes")
             )
-            refuse(
+            reject(
                 f"algorithm.offline_dataset=null, and {folder} was made with demonstrations",
-                "those with which the run began",
+                "those with which the run started",
                 f"{of_demonstrations}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
             )
-    if not holds_head:
+    if not holds_actor:
         return
-    settings, wanted = head_settings(policy_folder(folder)), asdict(algorithm.head)
-    pairs = {f"algorithm.head.{key}": (settings["head"].get(key, value), value) for key, value in wanted.items()}
-    # The critics of a head that chooses are saved with it; other critics only for the run that goes on.
+    settings, wanted = actor_settings(policy_folder(folder)), asdict(algorithm.actor)
+    pairs = {f"algorithm.actor.{key}": (settings["actor"].get(key, value), value) for key, value in wanted.items()}
+    # The critics of an actor that chooses are saved with it; other critics only for the run that continues.
     num_critics = saved.get("num_critics", algorithm.num_critics) if in_rl else settings["num_critics"]
     pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
     pairs["model.features"] = (settings["feature_kind"], config.model.features)
@@ -172,7 +176,7 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         std = [] if explores is None else [f"algorithm.noise_std={explores:g}"]
         fixes = [*([] if name == algorithm.name else [f"algorithm={name}"]), *std, *fixes]
     if found:
-        refuse(f"The head in {folder} was made with {'; '.join(found)}", "the head that is there", " ".join(fixes))
+        reject(f"The actor in {folder} was made with {'; '.join(found)}", "the actor that is there", " ".join(fixes))
 
 
 def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) -> None:
@@ -185,7 +189,7 @@ def _check_rewards(config: RunConfig, folder: Path, saved: Mapping[str, Any]) ->
     if there:
         was = " ".join(override_of(f"env.{name}", value) for name, value in there.items())
         here = " ".join(override_of(f"env.{name}", getattr(config.env, name)) for name in there)
-        refuse(
+        reject(
             f"The replay buffer of {folder} holds rewards of {was}, and this run has {here}",
             "one reward in a buffer",
             f"{was}, or for a new run init_from={config.resume} resume=null output_dir=<a new folder>",
@@ -198,10 +202,10 @@ def _check_token(config: RunConfig) -> None:
         return
     source = config.resume or config.init_from
     folder = config.model.model_path if source is None else policy_folder(resolve_checkpoint(source))
-    if folder is not None and has_head(folder):
+    if folder is not None and has_actor(folder):
         folder = base_folder(folder)
     if folder is None or (Path(folder).is_dir() and not holds_readout_token(folder)):
-        refuse(
+        reject(
             f"model.features=token, but cloning has trained no token with {folder or 'random weights'}",
             "a policy that was cloned with it",
             "sft.max_steps=1000 to clone in this run, or init_from=<run of `rlinf sft model.features=token`>, or model.features=pooled",
@@ -214,69 +218,69 @@ def _noise(std: float | None) -> str:
 
 def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     """Check that something is learnt within the run."""
-    for key in ("learning_rate", "tau", "updates_per_env_step"):
+    for key in ("learning_rate", "tau", "utd_ratio"):
         if getattr(algorithm, key) == 0:
             default = type(algorithm).__dataclass_fields__[key].default
-            refuse(f"algorithm.{key}=0", "more than 0, because nothing would be learnt", f"algorithm.{key}={default:g}")
+            reject(f"algorithm.{key}=0", "more than 0, because nothing would be learnt", f"algorithm.{key}={default:g}")
     rollout = config.rollout
     num_steps = config.trainer.max_steps * rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
-    if algorithm.warmup_env_steps >= num_steps:
-        refuse(
-            f"algorithm.warmup_env_steps={algorithm.warmup_env_steps} in a run of at most {num_steps:,} env steps",
+    if algorithm.learning_starts >= num_steps:
+        reject(
+            f"algorithm.learning_starts={algorithm.learning_starts} in a run of at most {num_steps:,} env steps",
             "fewer, because the warm-up makes no update",
-            f"algorithm.warmup_env_steps={num_steps // 4}",
+            f"algorithm.learning_starts={num_steps // 4}",
         )
 
 
 def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the candidates of a head that reads several differ, and that a head that steers the policy has something to set."""
-    check_steered(algorithm.head, model)
-    count = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
+    """Check that the candidates of an actor that reads several differ, and that an actor that steers the policy has something to set."""
+    check_steered(algorithm.actor, model)
+    count = ACTORS.get(algorithm.actor.name).num_candidates_of(algorithm.actor)
     if count > 1 and model.num_candidate_uniforms == 0:
-        refuse(
-            f"algorithm.head.name={algorithm.head.name} with {count} candidates of model.model_type={config.model.model_type}, which "
+        reject(
+            f"algorithm.actor.name={algorithm.actor.name} with {count} candidates of model.model_type={config.model.model_type}, which "
             "has one action for an observation, so that all are equal",
             "one candidate",
-            "algorithm.head.num_candidates=1, or algorithm.head.name=residual",
+            "algorithm.actor.num_candidates=1, or algorithm.actor.name=residual",
         )
 
 
 def _check_demonstrations(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that demonstrations and their share are both there or both not, and that they tell what the critics learn."""
-    folder, share, env = algorithm.offline_dataset, algorithm.offline_share, config.env
+    """Check that demonstrations and their fraction are both there or both not, and that they tell what the critics learn."""
+    folder, share, env = algorithm.offline_dataset, algorithm.offline_ratio, config.env
     if folder is None:
         if share > 0:
-            fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_share=0"
-            refuse(f"algorithm.offline_share={share:g} without algorithm.offline_dataset", "demonstrations", fix)
+            fix = "algorithm.offline_dataset=<folder of demonstrations>, or algorithm.offline_ratio=0"
+            reject(f"algorithm.offline_ratio={share:g} without algorithm.offline_dataset", "demonstrations", fix)
         return
     if not algorithm.num_offline_rows:
-        found = f"algorithm.offline_dataset={folder} with algorithm.offline_share={share:g} of algorithm.batch_size={algorithm.batch_size}"
-        refuse(
-            found, "one transition of a batch or more", "algorithm.offline_share=0.5, or algorithm.offline_dataset=null"
+        found = f"algorithm.offline_dataset={folder} with algorithm.offline_ratio={share:g} of algorithm.batch_size={algorithm.batch_size}"
+        reject(
+            found, "one transition of a batch or more", "algorithm.offline_ratio=0.5, or algorithm.offline_dataset=null"
         )
-    head = HEADS.get(algorithm.head.name)
-    if head.steers:
-        found = f"algorithm.offline_dataset={folder} with algorithm.head.name={algorithm.head.name}"
-        required = "a head whose actions the env executes, because the critics of this one value noise"
-        refuse(found, required, "algorithm.head.name=residual, or algorithm.offline_dataset=null")
+    actor = ACTORS.get(algorithm.actor.name)
+    if actor.steers:
+        found = f"algorithm.offline_dataset={folder} with algorithm.actor.name={algorithm.actor.name}"
+        required = "an actor whose actions the env executes, because the critics of this one value noise"
+        reject(found, required, "algorithm.actor.name=residual, or algorithm.offline_dataset=null")
     info = check_dataset(config, policy, folder, key="algorithm.offline_dataset")
-    if algorithm.offline_episodes == "assumed":
+    if algorithm.offline_episodes == "assume_success":
         if env.reward_mode != "sparse":
-            found = f"algorithm.offline_episodes=assumed with env.reward_mode={env.reward_mode}"
-            refuse(found, "a reward for success alone", "env.reward_mode=sparse")
+            found = f"algorithm.offline_episodes=assume_success with env.reward_mode={env.reward_mode}"
+            reject(found, "a reward for success alone", "env.reward_mode=sparse")
         return
-    if not (info.has_rewards or info.says_success):
-        refuse(
+    if not (info.has_rewards or info.reports_success_per_row):
+        reject(
             f"{info.folder} tells neither rewards nor successes",
             "rewards (next.reward, steps/reward) or successes (next.success)",
-            "algorithm.offline_episodes=assumed env.reward_mode=sparse if each of its episodes ends in success, or "
+            "algorithm.offline_episodes=assume_success env.reward_mode=sparse if each of its episodes ends in success, or "
             "algorithm.offline_dataset=null",
         )
     if env.reward_mode != "sparse":
         made = {name: info.env.get(name, getattr(env, name)) for name in OF_REWARDS}
         if not info.has_rewards or any(value != getattr(env, name) for name, value in made.items()):
             with_rewards = " ".join(f"env.{name}={override_text(value)}" for name, value in made.items())
-            refuse(
+            reject(
                 f"env.reward_mode={env.reward_mode} env.success_bonus={env.success_bonus:g}, and {info.folder} "
                 + (f"was collected with {with_rewards}" if info.has_rewards else "has no rewards"),
                 "rewards of the present env",
@@ -292,16 +296,16 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         return
     instead = "algorithm.replay_from=null"
     folder = resolve_checkpoint(algorithm.replay_from)
-    if not (has_policy(folder) and has_head(policy_folder(folder)) and is_checkpoint(folder)):
+    if not (has_policy(folder) and has_actor(policy_folder(folder)) and is_checkpoint(folder)):
         found = f"algorithm.replay_from={algorithm.replay_from} means {folder}, which holds no replay buffer"
-        refuse(found, "a checkpoint of an off-policy run", f"algorithm.replay_from=<another run>, or {instead}")
+        reject(found, "a checkpoint of an off-policy run", f"algorithm.replay_from=<another run>, or {instead}")
     if config.sft.max_steps > (0 if resumed is None else resumed["sft_step"]):
         found = f"algorithm.replay_from={algorithm.replay_from} with sft.max_steps={config.sft.max_steps}, which makes another policy"
         begun = f"sft.max_steps=0 init_from={folder}" + (
             "" if resumed is None else " resume=null output_dir=<a new folder>"
         )
-        refuse(found, "the frozen policy of that run", f"{begun}, or {instead}")
-    saved, head = read_saved_config(folder), head_settings(policy_folder(folder))["head"]
+        reject(found, "the frozen policy of that run", f"{begun}, or {instead}")
+    saved, actor = read_saved_config(folder), actor_settings(policy_folder(folder))["actor"]
     free = set(ENVS.get(config.env.name).free_settings) - set(OF_REWARDS)
     pairs = {
         f"env.{name}": (saved["env"].get(name), value)
@@ -310,17 +314,17 @@ def _check_replay_from(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     }
     for name in ("precision", "features", "action_chunks_len", "action_token_len"):
         pairs[f"model.{name}"] = (saved["model"].get(name), getattr(config.model, name))
-    there, here = from_mapping(HeadConfig, head, "head"), algorithm.head
-    classes = HEADS.get(there.name), HEADS.get(here.name)
+    there, here = from_mapping(ActorConfig, actor, "actor"), algorithm.actor
+    classes = ACTORS.get(there.name), ACTORS.get(here.name)
     if len({one.num_candidates_of(each) for one, each in zip(classes, (there, here), strict=True)}) > 1:
-        pairs["algorithm.head.num_candidates"] = (there.num_candidates, here.num_candidates)
-        pairs["algorithm.head.name"] = (there.name, here.name)
+        pairs["algorithm.actor.num_candidates"] = (there.num_candidates, here.num_candidates)
+        pairs["algorithm.actor.name"] = (there.name, here.name)
     if any(one.steers for one in classes):
-        pairs["algorithm.head.name"] = (there.name, here.name)
+        pairs["algorithm.actor.name"] = (there.name, here.name)
     differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if differing:
         was, now = (" ".join(override_of(key, pair[k]) for key, pair in differing.items()) for k in (0, 1))
-        refuse(
+        reject(
             f"The replay buffer of {folder} was filled with {was}, and this run has {now}",
             "the same",
             f"{was}, or {instead}",
@@ -333,29 +337,29 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
     calls = -(-longest // chunk_len)
     if algorithm.n_step > calls:
         found = f"algorithm.n_step={algorithm.n_step} policy calls of {chunk_len} env steps"
-        refuse(found, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
-    per_call = algorithm.updates_per_env_step * config.rollout.num_envs * chunk_len
+        reject(found, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
+    per_call = algorithm.utd_ratio * config.rollout.num_envs * chunk_len
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
     # A GPU waits for the next kernel to be launched, whatever the sizes.
     seconds = per_call * (update_seconds(algorithm, model) if on_cpu else UPDATE_S)
     if seconds > LONGEST_STEP_S:
-        refuse(
-            f"algorithm.updates_per_env_step={algorithm.updates_per_env_step:g} makes {per_call:,.0f} updates after each policy call "
+        reject(
+            f"algorithm.utd_ratio={algorithm.utd_ratio:g} makes {per_call:,.0f} updates after each policy call "
             f"of {config.rollout.num_envs} envs, about {seconds:,.0f} s",
             f"at most {LONGEST_STEP_S:.0f} s",
-            f"algorithm.updates_per_env_step={rounded_down(algorithm.updates_per_env_step * LONGEST_STEP_S / seconds)}",
+            f"algorithm.utd_ratio={rounded_down(algorithm.utd_ratio * LONGEST_STEP_S / seconds)}",
         )
 
 
 def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
-    """Return about how long an update of a head on ``model`` takes on one core.
+    """Return about how long an update of an actor on ``model`` takes on one core.
 
-    Where a head chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
+    Where an actor chooses, its target values two options for each of N candidates, forward alone: N times as much as an update of a critic.
     """
-    head, kind = algorithm.head, HEADS.get(algorithm.head.name)
+    actor, kind = algorithm.actor, ACTORS.get(algorithm.actor.name)
     num_inputs = model.feature_dim + kind.num_base_numbers_of(model) + kind.num_numbers_of(model)
-    num_weights = head.hidden_size * (num_inputs + (head.num_layers - 1) * head.hidden_size)
-    num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(head) if kind.chooses else 0))
+    num_weights = actor.hidden_size * (num_inputs + (actor.num_layers - 1) * actor.hidden_size)
+    num_networks = 1 + algorithm.num_critics * (1 + (kind.num_candidates_of(actor) if kind.chooses else 0))
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * num_networks * num_weights
 
 
@@ -369,20 +373,20 @@ def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> 
     capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
     if capacity < 2 * num_envs:
         found = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
-        refuse(found, "2 observations or more for each env", f"algorithm.replay_capacity={1000 * num_envs}")
+        reject(found, "2 observations or more for each env", f"algorithm.replay_capacity={1000 * num_envs}")
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
     ranks = started_here(config.cluster.num_processes)  # each has the whole buffer
     policy = ranks * sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
     size, offline = ranks * replay_bytes(algorithm, model), ranks * offline_bytes(algorithm, model)
-    available = LARGEST_SHARE * main_memory_bytes()
+    available = LARGEST_FRACTION * main_memory_bytes()
     if policy + offline + size > available:
         fitting = int(max(0, available - policy - offline) / size * capacity)
-        refuse(
+        reject(
             f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
             + (f", demonstrations {offline / 1e9:.1f} GB" if offline else "")
             + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else "")
             + (f", in {ranks} ranks" if ranks > 1 else ""),
-            f"at most {available / 1e9:.1f} GB, {LARGEST_SHARE:.0%} of the memory of this machine",
+            f"at most {available / 1e9:.1f} GB, {LARGEST_FRACTION:.0%} of the memory of this machine",
             f"algorithm.replay_capacity={fitting}"
             if fitting >= 2 * num_envs
             else "model.precision=bf16, or a smaller policy",

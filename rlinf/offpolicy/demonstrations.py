@@ -13,7 +13,7 @@ from torch import Tensor
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.offpolicy.proposals import Answers
 from rlinf.offpolicy.replay import ReplayBuffer
 
@@ -53,7 +53,7 @@ def episodes_of(dataset: StoredDemonstrations, env: EnvConfig, which: str = "all
         if dataset.unreadable[rows].any():  # its transitions would have a gap
             continue
         success = np.zeros(rows.stop - first, dtype=bool)
-        if which == "assumed":
+        if which == "assume_success":
             success[-1] = True
         elif outcomes.success is not None:
             success |= outcomes.success[rows]
@@ -117,13 +117,13 @@ def slots_of(episodes: Sequence[Episode], chunk_len: int) -> Slots:
 
 @dataclass
 class OfflineData:
-    """Demonstrations from which a share of each batch is drawn.
+    """Demonstrations from which a fraction of each batch is drawn.
 
     Attributes:
         replay: Their transitions, in a buffer that never changes.
         episodes: What they are.
         num_asked: Observations about which the frozen policy was asked; 0: its answers were on disk.
-        out_of_reach: Share of the actions that the head cannot give. They are stored as they are, so the critics learn of them.
+        out_of_reach: Fraction of the actions that the actor cannot give. They are stored as they are, so the critics learn of them.
         digest: Of the stored rows, without the frozen policy's answers.
     """
 
@@ -135,7 +135,7 @@ class OfflineData:
 
     @property
     def success_rate(self) -> float:
-        """Share of the episodes that succeeded."""
+        """Fraction of the episodes that succeeded."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def __str__(self) -> str:
@@ -144,13 +144,13 @@ class OfflineData:
         )
         return (
             f"{len(self.episodes)} demonstrations, {self.success_rate:.1%} successes, {self.replay.num_transitions} transitions; "
-            f"{self.out_of_reach:.1%} of their actions are beyond the reach of the head; {asked}"
+            f"{self.out_of_reach:.1%} of their actions are beyond the reach of the actor; {asked}"
         )
 
 
 def offline_data(
     dataset: StoredDemonstrations,
-    policy: HeadedPolicy,
+    policy: ActorPolicy,
     env: EnvConfig,
     which: str,
     seed: int,
@@ -164,7 +164,7 @@ def offline_data(
         which: ``algorithm.offline_episodes``.
         ask: Returns what the frozen policy says of rows, int64 ``[K]``.
     """
-    chunk_len, head = policy.action_chunks_len, policy.head
+    chunk_len, actor = policy.action_chunks_len, policy.actor
     episodes = episodes_of(dataset, env, which)
     slots = slots_of(episodes, chunk_len)
     num_slots = len(slots.rows)
@@ -187,8 +187,8 @@ def offline_data(
         "terminated": torch.from_numpy(slots.terminated),
     }
     replay = ReplayBuffer(
-        max(2, num_slots), 1, feature_dim=head.feature_dim, num_candidates=head.num_candidates,
-        num_numbers=head.num_numbers, base_numbers=head.base_numbers, chunk_len=chunk_len, seed=seed,
+        max(2, num_slots), 1, feature_dim=actor.feature_dim, num_candidates=actor.num_candidates,
+        num_numbers=actor.num_numbers, base_numbers=actor.base_numbers, chunk_len=chunk_len, seed=seed,
         feature_dtype=answers.features.dtype,
     )  # fmt: skip
     for name, tensor in replay.tensors.items():
@@ -202,11 +202,11 @@ def offline_data(
     return OfflineData(replay, episodes, answers.num_asked, beyond, digest.hexdigest())
 
 
-def _out_of_reach(policy: HeadedPolicy, base: Tensor, actions: Tensor) -> float:
-    """Return the share of actions ``[K, A]`` that the head makes of none of the chunks ``[K, N, A]`` of the frozen policy that it reads."""
+def _out_of_reach(policy: ActorPolicy, base: Tensor, actions: Tensor) -> float:
+    """Return the fraction of actions ``[K, A]`` that the actor makes of none of the chunks ``[K, N, A]`` of the frozen policy that it reads."""
     count, each = base.shape[1], base.flatten(0, 1).unsqueeze(1).to(policy.device)
     ones = torch.ones_like(each[:, 0])
-    low, high = (policy.head.compose(each, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))
+    low, high = (policy.actor.compose(each, sign * ones).unflatten(0, (-1, count)).cpu() for sign in (-1, 1))
     wanted = actions.unsqueeze(1)
     is_within = ((wanted >= low - 1e-6) & (wanted <= high + 1e-6)).all(2)
     return float((~is_within.any(1)).float().mean())

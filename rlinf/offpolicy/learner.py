@@ -1,4 +1,4 @@
-"""What SAC and TD3 have in common: critics of a head, their targets, and the order of an update."""
+"""What SAC and TD3 have in common: critics of an actor, their targets, and the order of an update."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.imports import import_string
-from rlinf.models.heads.base import Head
-from rlinf.models.heads.critic import Critics
+from rlinf.models.actors.base import Actor
+from rlinf.models.actors.critic import Critics
 from rlinf.offpolicy.replay import Batch, offline_bytes, replay_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import TrainStep
 from rlinf.seeding import derive_seed
 
 AT_BOUND = 0.99
-"""From here on a number of a head counts as at its bound."""
+"""From here on a number of an actor counts as at its bound."""
 
 
 class OffPolicyLearner(AnyAlgorithm, ABC):
-    """Trains a head by critics that learn from transitions."""
+    """Trains an actor by critics that learn from transitions."""
 
     config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
     freezes_policy: ClassVar[bool] = True
 
-    def __init__(self, config: Any, head: Head, seed: int) -> None:
-        self.config, self.head = config, head
-        self.device = next(head.parameters()).device
+    def __init__(self, config: Any, actor: Actor, seed: int) -> None:
+        self.config, self.actor = config, actor
+        self.device = next(actor.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "critics"))
-            critics = Critics(config.head, head.num_critic_inputs, config.num_critics)
+            critics = Critics(config.actor, actor.num_critic_inputs, config.num_critics)
         self.critics = critics.to(self.device)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.target_encoder = copy.deepcopy(head.encoder).requires_grad_(False)
+        self.target_encoder = copy.deepcopy(actor.encoder).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
-        self._live: list[Tensor] = [*self.critics.parameters(), *head.encoder.parameters()]
+        self._live: list[Tensor] = [*self.critics.parameters(), *actor.encoder.parameters()]
         self._slow: list[Tensor] = [*self.targets.parameters(), *self.target_encoder.parameters()]
-        self.steps = {"head": self._adam(self.own_parameters()), "critics": self._adam(self._live)}
+        self.steps = {"actor": self._adam(self.own_parameters()), "critics": self._adam(self._live)}
         self.num_updates = 0
 
     @classmethod
-    def make_trainer(cls, parts: Any, env: Any, players: Any) -> Any:
-        return import_string("rlinf.offpolicy.head_trainer:make_head_trainer")(cls, parts)
+    def make_trainer(cls, parts: Any, env: Any, workers: Any) -> Any:
+        return import_string("rlinf.offpolicy.trainer:make_offpolicy_trainer")(cls, parts)
 
     @classmethod
     def check(cls, config: Any, policy: tuple[Any, Any] | None) -> None:
@@ -61,9 +61,9 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
     def updates(cls, config: Any) -> Updates:
         algorithm, rollout = config.algorithm, config.rollout
         env_steps = rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
-        each = f"{algorithm.updates_per_env_step:g} an env step after the first {algorithm.warmup_env_steps:,}"
+        each = f"{algorithm.utd_ratio:g} an env step after the first {algorithm.learning_starts:,}"
         table = {"updates": f"{each}, {algorithm.batch_size} transitions each"}
-        return Updates(algorithm.batch_size, 0, int(algorithm.updates_per_env_step * env_steps), table)
+        return Updates(algorithm.batch_size, 0, int(algorithm.utd_ratio * env_steps), table)
 
     @classmethod
     def buffer_bytes(cls, config: Any, model: Any, call_bytes: int) -> int:
@@ -71,18 +71,18 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
 
     @classmethod
     def noise_std(cls, config: Any) -> float | None:
-        """Return the deviation of the noise with which the head explores; None: it learns its own."""
+        """Return the deviation of the noise with which the actor explores; None: it learns its own."""
         return None
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the head that its own loss trains."""
-        return list(self.head.network.parameters())
+        """Return the parameters of the actor that its own loss trains."""
+        return list(self.actor.network.parameters())
 
     def _adam(self, parameters: Any) -> TrainStep:
         return TrainStep(MasterAdamW(parameters, decoupled=False, weight_decay=0.0, lr=self.config.learning_rate), 0.0)
 
     def decay(self, share: float) -> None:
-        """Take this share of the learning rate from now on."""
+        """Take this fraction of the learning rate from now on."""
         for each in self.steps.values():
             each.decay = share
 
@@ -91,11 +91,11 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         """Return the actions ``[B, K, A]`` of the next observations, of which the target takes the best, and ``[B, 1]`` to add to its value."""
 
     @abstractmethod
-    def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the head and metrics; the critics do not learn from it, and ``batch.features`` are encoded."""
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the actor and metrics; the critics do not learn from it, and ``batch.features`` are encoded."""
 
-    def head_is_trained(self) -> bool:
-        """Return whether the present update trains the head."""
+    def actor_is_trained(self) -> bool:
+        """Return whether the present update trains the actor."""
         return self.num_updates >= self.config.critic_only_updates
 
     def target(self, batch: Batch) -> Tensor:
@@ -110,9 +110,9 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             return batch.returns + batch.discounts * (smallest if bonus is None else smallest + bonus).amax(1)
 
     def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
-        """Return the value ``[B]`` of actions ``[B, A]`` that the head climbs (``policy_value``), at encoded features."""
+        """Return the value ``[B]`` of actions ``[B, A]`` that the actor climbs (``actor_q``), at encoded features."""
         found = self.critics(features, base[:, 0], actions)
-        match self.config.policy_value:
+        match self.config.actor_q:
             case "min":
                 return found.amin(0)
             case "first":
@@ -121,14 +121,14 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
                 return found.mean(0)
 
     def update(self, batch: Batch, num_offline: int = 0) -> dict[str, Tensor]:
-        """Train critics and head on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
+        """Train critics and actor on a batch; return metrics. Raise NonFiniteError, before the step, if a loss is NaN or infinite.
 
         Args:
             num_offline: How many of them, the last ones, are of demonstrations; metrics tell their values apart.
         """
         batch = Batch(*(to_device(tensor, self.device) for tensor in vars(batch).values()))
         target = self.target(batch)
-        batch = replace(batch, features=self.head.encoder(batch.features))
+        batch = replace(batch, features=self.actor.encoder(batch.features))
         values = self.critics(batch.features, batch.base[:, 0], batch.actions)
         loss = (values - target).square().mean(1).sum()
         if self.config.critic_loss_weight != 1:
@@ -139,11 +139,11 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             online, offline = values.detach().split([len(target) - num_offline, num_offline], 1)
             metrics |= {"q_mean_online": online.mean()} if online.numel() else {}
             metrics |= {"q_mean_offline": offline.mean()}
-        if self.head_is_trained():
-            loss, more = self.head_loss(replace(batch, features=batch.features.detach()))
-            self._step("head", loss)
+        if self.actor_is_trained():
+            loss, more = self.actor_loss(replace(batch, features=batch.features.detach()))
+            self._step("actor", loss)
             metrics |= {"policy_loss": loss.detach(), **more}
-        if self.num_updates % self.config.target_every == 0:
+        if self.num_updates % self.config.target_update_interval == 0:
             with torch.no_grad():
                 torch._foreach_lerp_(self._slow, self._live, self.config.tau)
         self.num_updates += 1
@@ -157,24 +157,24 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
                 "Set algorithm.learning_rate to less, or look at the rewards of the env"
             )
         stepped = step.optimizer.parameters
-        # Of these alone: the loss of the head asks the critics, which do not learn from it.
+        # Of these alone: the loss of the actor asks the critics, which do not learn from it.
         for parameter, gradient in zip(stepped, torch.autograd.grad(loss, stepped, allow_unused=True), strict=True):
             parameter.grad = gradient
         step.step()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError if a weight of head or critics is NaN or infinite; a finite loss with other gradients spoils them unseen."""
-        for name, module in (("head", self.head), ("critics", self.critics)):
+        """Raise NonFiniteError if a weight of actor or critics is NaN or infinite; a finite loss with other gradients spoils them unseen."""
+        for name, module in (("actor", self.actor), ("critics", self.critics)):
             bad = [key for key, parameter in module.named_parameters() if not bool(parameter.isfinite().all())]
             if bad:
                 raise NonFiniteError(
-                    f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Begin again from "
+                    f"{bad[0]} of the {name} is not finite after {self.num_updates} updates, although every loss was. Start again from "
                     "the last checkpoint, and set algorithm.learning_rate to less"
                 )
 
     def normal_for_options(self, num_rows: int) -> Tensor:
         """Draw the standard normal numbers of the options of some observations."""
-        return to_device(torch.randn(num_rows, self.head.num_noises, generator=self.generator), self.device)
+        return to_device(torch.randn(num_rows, self.actor.num_noises, generator=self.generator), self.device)
 
     def begin_with(self, critics: Critics) -> None:
         """Take over the weights of critics; raise CheckpointError if they are others in number or width."""
@@ -184,14 +184,14 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
             except RuntimeError as error:
                 raise CheckpointError(
                     f"The critics of the policy do not fit: {error}. Set algorithm.num_critics={critics.num_critics}, and "
-                    "algorithm.head as in its head.json"
+                    "algorithm.actor as in its actor.json"
                 ) from error
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"critics": self.critics, "targets": self.targets, "target_encoder": self.target_encoder}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps, besides the head, which is part of the policy."""
+        """Return what a checkpoint keeps, besides the actor, which is part of the policy."""
         state = {
             f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()
         }
@@ -216,6 +216,6 @@ class OffPolicyLearner(AnyAlgorithm, ABC):
         self.generator.set_state(state["generator"].cpu())
 
 
-def share_at_bound(r: Tensor) -> Tensor:
-    """Return the share of the numbers of a head that are at their bound."""
+def action_saturation(r: Tensor) -> Tensor:
+    """Return the fraction of the numbers of an actor that are at their bound."""
     return (r.detach().abs() > AT_BOUND).float().mean()

@@ -1,4 +1,4 @@
-"""What a head learns from besides the run's own episodes: demonstrations, and the replay buffer of another run."""
+"""What an actor learns from besides the run's own episodes: demonstrations, and the replay buffer of another run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.manifest import POLICY_FIELDS, Manifest, compare
-from rlinf.models.embodiment.headed import HeadedPolicy, head_settings
+from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings
 from rlinf.offpolicy.demonstrations import OfflineData, offline_data
 from rlinf.offpolicy.proposals import Answers, answers_about
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.options import override_text
 from rlinf.preflight.conditions import build_manifest
-from rlinf.run_folder import HEAD_WEIGHTS, TRAINER_FOLDER
+from rlinf.run_folder import ACTOR_WEIGHTS, TRAINER_FOLDER
 from rlinf.seeding import derive_seed
-from rlinf.training.action_trainer import Parts
+from rlinf.training.action_trainer import TrainerContext
 
 
 class Offline:
-    """Demonstrations of which a share of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
+    """Demonstrations of which a fraction of each batch is drawn. Raises StopRequested if a signal comes while the policy is asked.
 
     Args:
         dataset: The demonstrations, opened with what came of their actions.
@@ -44,9 +44,9 @@ class Offline:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainerContext,
         dataset: StoredDemonstrations,
-        policy: HeadedPolicy,
+        policy: ActorPolicy,
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
         config, self.config = parts.config, cast(OffPolicyConfig, parts.config.algorithm)
@@ -82,7 +82,10 @@ class Offline:
 
     def metrics(self) -> dict[str, float]:
         """Return the success rate of the demonstrations, and what they cost."""
-        return {"rollout/success_rate_offline": self.data.success_rate, "rollout/base_calls_offline": self.num_calls}
+        return {
+            "rollout/success_rate_offline": self.data.success_rate,
+            "rollout/base_policy_queries_offline": self.num_calls,
+        }
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps: not the demonstrations, which stay where they are, but what they are."""
@@ -98,7 +101,7 @@ class Offline:
             found = f"algorithm.offline_dataset={override_text(self.config.offline_dataset)}"
             raise CheckpointError(
                 f"{folder} was not made with the demonstrations of {found} under algorithm.offline_episodes="
-                f"{self.config.offline_episodes}. Set both as in its config.yaml, or begin a new run with its policy: "
+                f"{self.config.offline_episodes}. Set both as in its config.yaml, or start a new run with its policy: "
                 f"init_from={folder} resume=null output_dir=<a new folder>"
             )
         self.data.replay.generator.set_state(state["generator"])
@@ -106,7 +109,7 @@ class Offline:
 
 
 def take_over_replay(
-    folder: Path, replay: ReplayBuffer, policy: HeadedPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
+    folder: Path, replay: ReplayBuffer, policy: ActorPolicy, manifest: Manifest, prefix: str, more: Sequence[str]
 ) -> dict[str, Tensor]:
     """Fill an empty buffer with another run's.
 
@@ -119,12 +122,12 @@ def take_over_replay(
         prefix: Of the names of the buffer's tensors.
         more: Names of other tensors of the checkpoint, which are returned.
     """
-    settings = head_settings(policy_folder(folder))
+    settings = actor_settings(policy_folder(folder))
     if settings.get("base_sha256") != policy.base_sha256:
         raise CheckpointError(
             f"The replay buffer of {folder} holds what another frozen policy said: the weights there have the digest "
             f"{str(settings.get('base_sha256'))[:12]}, and the weights of this run {str(policy.base_sha256)[:12]}. "
-            f"Set init_from={folder} to begin with its policy, or algorithm.replay_from=null"
+            f"Set init_from={folder} to start with its policy, or algorithm.replay_from=null"
         )
     others = [
         str(each) for each in compare(Manifest.load(folder), manifest) if each.field.partition(".")[0] in POLICY_FIELDS
@@ -134,7 +137,7 @@ def take_over_replay(
             f"The replay buffer of {folder} holds what the frozen policy said under other conditions: {'; '.join(others)}. "
             "Restore them, or set algorithm.replay_from=null"
         )
-    bounds = load_file(policy_folder(folder) / HEAD_WEIGHTS)
+    bounds = load_file(policy_folder(folder) / ACTOR_WEIGHTS)
     for name in ("action_low", "action_high"):
         if not torch.equal(bounds[name], getattr(policy, name).cpu()):
             raise CheckpointError(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.files import naming
-from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.models.embodiment.actor_policy import ActorPolicy
 
 logger = logging.getLogger("rlinf")
 
@@ -43,7 +43,7 @@ class Answers:
 def answers_about(
     dataset: StoredDemonstrations,
     rows: np.ndarray,
-    policy: HeadedPolicy,
+    policy: ActorPolicy,
     *,
     conditions: Mapping[str, Any],
     batch_size: int,
@@ -68,9 +68,9 @@ def answers_about(
         "columns": list(dataset.frames),
         "has_state": dataset.state is not None,
         "features": policy.base.feature_kind,
-        "candidates": policy.head.num_candidates,
+        "candidates": policy.actor.num_candidates,
         "chunk": policy.action_chunks_len,
-        "seed": seed if policy.head.num_candidates > 1 else None,
+        "seed": seed if policy.actor.num_candidates > 1 else None,
         "conditions": conditions,
         "rounding": [policy.device.type, batch_size],  # of sums, which differ a little
     }
@@ -88,7 +88,7 @@ def answers_about(
         uniforms = torch.rand(len(observation), policy.num_candidate_numbers, generator=generator)
         uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(policy.device)
         with autocast():
-            found = policy.propose_to_head(policy.preprocess(observation), uniforms)
+            found = policy.propose_to_actor(policy.preprocess(observation), uniforms)
         features.append(found.features.cpu())
         chunks.append(found.chunks.cpu())
         progress(start + len(observation), len(rows))

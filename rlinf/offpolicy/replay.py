@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.data.formats import describe_dataset
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.heads import HEADS
+from rlinf.models.actors import ACTORS
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ReplayBuffer:
 
     Args:
         capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
-        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the head) and ``C``.
+        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the actor) and ``C``.
         seed: Of its own random numbers.
         base_numbers: Numbers of a chunk of the frozen policy; None: ``num_numbers``.
         feature_dtype: Number format of the features.
@@ -156,7 +156,7 @@ class ReplayBuffer:
         """Draw transitions uniformly, with replacement. Raise ConfigError for an empty buffer."""
         known = self.transitions()
         if not len(known):
-            raise ConfigError("The replay buffer holds no transition yet. Set algorithm.warmup_env_steps=1024")
+            raise ConfigError("The replay buffer holds no transition yet. Set algorithm.learning_starts=1024")
         drawn = known[torch.randint(len(known), (size,), generator=self.generator)]
         return self.batch(drawn, gamma, n_step)
 
@@ -266,8 +266,8 @@ def replay_bytes(config: OffPolicyConfig, model: Any, num_observations: int | No
     ``num_observations`` is its size; None: ``algorithm.replay_capacity``.
     """
     size = config.replay_capacity if num_observations is None else num_observations
-    head = HEADS.get(config.head.name)
-    numbers = head.num_candidates_of(config.head) * head.num_base_numbers_of(model) + head.num_numbers_of(model)
+    actor = ACTORS.get(config.actor.name)
+    numbers = actor.num_candidates_of(config.actor) * actor.num_base_numbers_of(model) + actor.num_numbers_of(model)
     return size * (model.feature_dim * model.feature_dtype.itemsize + 4 * numbers + 5 * model.action_chunks_len + 2)
 
 

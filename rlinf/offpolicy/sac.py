@@ -1,4 +1,4 @@
-"""Soft actor-critic of a head (Haarnoja et al. 2018); by default, the critics leave the entropy out (RLPD, Ball et al. 2023)."""
+"""Soft actor-critic of an actor (Haarnoja et al. 2018); by default, the critics leave the entropy out (RLPD, Ball et al. 2023)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import SACConfig
 from rlinf.distributed.transfers import to_device
-from rlinf.models.heads.base import Head
-from rlinf.offpolicy.learner import OffPolicyLearner, share_at_bound
+from rlinf.models.actors.base import Actor
+from rlinf.offpolicy.learner import OffPolicyLearner, action_saturation
 from rlinf.offpolicy.replay import Batch
 
 
 class SAC(OffPolicyLearner):
-    """``alpha log pi - mean Q`` for the head; ``alpha`` is driven until the entropy is ``target_entropy``.
+    """``alpha log pi - mean Q`` for the actor; ``alpha`` is driven until the entropy is ``target_entropy``.
 
-    The density is over the numbers of the head, in units of its scale. So the target means the same for every scale: the density
+    The density is over the numbers of the actor, in units of its scale. So the target means the same for every scale: the density
     of the action differs by the constant ``A log scale``, which a target in units of the action would have to follow.
     """
 
     config_class: ClassVar[type[SACConfig]] = SACConfig
     config: SACConfig
 
-    def __init__(self, config: SACConfig, head: Head, seed: int) -> None:
-        super().__init__(config, head, seed)
+    def __init__(self, config: SACConfig, actor: Actor, seed: int) -> None:
+        super().__init__(config, actor, seed)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
-        self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
-        self.steps["head"] = self._adam([*self.own_parameters(), self.log_alpha])
+        self.target_entropy = -0.5 * actor.num_numbers if config.target_entropy is None else config.target_entropy
+        self.steps["actor"] = self._adam([*self.own_parameters(), self.log_alpha])
 
     def next_actions(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        features, noise = self.head.encoder(batch.next_features), self.normal_for_options(len(batch.actions))
+        features, noise = self.actor.encoder(batch.next_features), self.normal_for_options(len(batch.actions))
         if not self.config.entropy_in_target:
-            return self.head.options(features, batch.next_base, noise), None
-        r, logprobs = self.head.draw(features, batch.next_base, noise)
-        return self.head.compose(batch.next_base, r).unsqueeze(1), -self.log_alpha.exp() * logprobs.unsqueeze(1)
+            return self.actor.options(features, batch.next_base, noise), None
+        r, logprobs = self.actor.draw(features, batch.next_base, noise)
+        return self.actor.compose(batch.next_base, r).unsqueeze(1), -self.log_alpha.exp() * logprobs.unsqueeze(1)
 
-    def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        base = self.head.trained_on(batch.base, self.generator)
+    def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        base = self.actor.trained_on(batch.base, self.generator)
         noise = to_device(torch.randn(batch.actions.shape, generator=self.generator), self.device)
-        r, logprobs = self.head.draw(batch.features, base, noise)
-        actions = self.head.compose(base, r)
+        r, logprobs = self.actor.draw(batch.features, base, noise)
+        actions = self.actor.compose(base, r)
         values = self.values(batch.features, batch.base, actions)
         alpha = self.log_alpha.detach().exp()
         entropy = -logprobs.detach().mean()
@@ -51,10 +51,10 @@ class SAC(OffPolicyLearner):
         metrics = {
             "alpha": alpha,
             "entropy": entropy,
-            "at_bound": share_at_bound(r),
+            "action_saturation": action_saturation(r),
             "correction": r.detach().abs().mean(),
         }
-        loss = (alpha * logprobs - values + self.head.penalty(batch.base, actions)).mean()
+        loss = (alpha * logprobs - values + self.actor.penalty(batch.base, actions)).mean()
         return loss + alpha_loss - alpha_loss.detach(), metrics  # its gradient without its value: one step for both
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite: refused by name wherever they come in."""
+"""Weights that are NaN or infinite: rejected by name wherever they come in."""
 
 from __future__ import annotations
 

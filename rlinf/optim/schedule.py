@@ -11,7 +11,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: 1 - progress,
 }
-"""Share of the peak by the share of the decay that is over; none: the rate stays constant after the warm-up."""
+"""Fraction of the peak by the fraction of the decay that is over; none: the rate stays constant after the warm-up."""
 
 
 def learning_rate(
@@ -32,10 +32,10 @@ def learning_rate(
         step: Number of the step, from 0.
         num_steps: Steps of the run; infinite: it does not decay.
         peak: Learning rate after the warm-up.
-        warmup_steps: Steps of the warm-up; a float up to 1.0 is a share of ``num_steps``. At most ``num_steps``.
+        warmup_steps: Steps of the warm-up; a float up to 1.0 is a fraction of ``num_steps``. At most ``num_steps``.
         decay: Key of ``DECAYS``; None: none.
-        decay_ratio: Share of all steps, the last ones, that decay; None: all after the warm-up.
-        min_factor: Smallest share of the peak while it decays.
+        decay_ratio: Fraction of all steps, the last ones, that decay; None: all after the warm-up.
+        min_factor: Smallest fraction of the peak while it decays.
     """
     share = isinstance(warmup_steps, float) and warmup_steps <= 1
     warmup = min(num_steps, round(warmup_steps * num_steps) if share else int(warmup_steps))

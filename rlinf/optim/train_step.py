@@ -20,10 +20,10 @@ Part = TypeVar("Part")
 
 
 class Totals(dict[str, float]):
-    """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its share of a mean."""
+    """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its fraction of a mean."""
 
     def add(self, shares: Sequence[Mapping[str, Tensor | float]], *others: Tensor) -> list[float]:
-        """Add the shares of micro-batches, in their order. Return ``others`` as floats, which come by the same copy from a GPU."""
+        """Add the fractions of micro-batches, in their order. Return ``others`` as floats, which come by the same copy from a GPU."""
         values = iter(fetch([*(value for metrics in shares for value in metrics.values()), *others]))
         for metrics in shares:
             for name in metrics:
@@ -44,7 +44,7 @@ class _Norms(NamedTuple):
 
 
 class TrainStep:
-    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps. Every trainer steps by one.
+    """Accumulates gradients over micro-batches, then rejects, clips, schedules and steps. Every trainer steps by one.
 
     Args:
         optimizer: Steps the parameters.
@@ -57,7 +57,7 @@ class TrainStep:
 
     Attributes:
         num_steps: Steps taken.
-        decay: Share of the learning rates after the warm-up, which the trainer sets.
+        decay: Fraction of the learning rates after the warm-up, which the trainer sets.
         grad_norm: Norm of all gradients at the last ``apply``, before clipping.
         part_norms: Norms of the gradients of the parts at the last ``accumulate``.
     """
@@ -99,7 +99,7 @@ class TrainStep:
 
         Args:
             micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
-            loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
+            loss_of: Returns the micro-batch's fraction of the loss and of each metric. A fraction divides by counts of the whole
                 minibatch, so numbers of micro-batches and ranks change no result.
             frozen: Masters whose gradients are dropped at the end.
         """

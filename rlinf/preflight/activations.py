@@ -93,7 +93,7 @@ def measure_passes(
     Args:
         observe: Returns an observation of so many rows.
         precision: ``model.precision``.
-        phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``head`` (proposals of a frozen policy).
+        phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
     acts, scores = (Line.through(few.peaks[name], more.peaks[name]) for name in ("acts", "scores"))
@@ -145,7 +145,7 @@ def _measure(
         with MetaBytes(model) as memory, AsOnGpu(), autocast(model, precision):
             with torch.no_grad():
                 inputs = model.preprocess(observation)
-                if phase == "head":
+                if phase == "actor":
                     model.propose(inputs)
                     found.peaks["acts"] = max(found.peaks["acts"], memory.peak)
                     continue

@@ -25,9 +25,9 @@ from rlinf.evaluation.sequential import LEAST_EPISODES
 from rlinf.evaluation.stopping import DECIDED
 from rlinf.models.building import entry_for
 from rlinf.models.precision import PRECISIONS, torch_dtype_from_precision
-from rlinf.options import closest, cured_by_settings, override_text, public_fields, to_mapping
+from rlinf.options import closest, fixed_by_settings, override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.types import EnvSpec
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -42,7 +42,7 @@ def check_model(config: RunConfig) -> None:
     """Check model type, number format, attention kernel and adapters."""
     model = config.model
     if not entry_for(model).acts:
-        refuse(
+        reject(
             f"model.model_type={model.model_type} is a language model, which cannot act in env.name={config.env.name}",
             "a policy, or a vision-language model to make one of",
             "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
@@ -52,21 +52,21 @@ def check_model(config: RunConfig) -> None:
     attention = model.attn_implementation
     if attention not in ATTENTION:
         fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
-        refuse(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
+        reject(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
     if attention == "flash_attention_2":
         found, instead = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
         if not torch.cuda.is_available():
-            refuse(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
+            reject(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
         require_package("flash_attn", found, "flash-attn", instead)
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
         found = f"model.image_size={override_text(model.image_size)}"
-        refuse(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
+        reject(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
     if model.lora_path is not None and not model.is_lora:
         found = f"model.lora_path={model.lora_path} with model.is_lora=false"
-        refuse(found, "an adapter to load", "model.is_lora=true")
+        reject(found, "an adapter to load", "model.is_lora=true")
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
-        refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
+        reject(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
 
 
 def check_elsewhere(config: RunConfig, command: str) -> None:
@@ -74,23 +74,25 @@ def check_elsewhere(config: RunConfig, command: str) -> None:
     url, name = config.model.url, config.model.model_type
     if not entry_for(config.model).elsewhere:
         if url is not None:
-            refuse(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
+            reject(f"model.url={url} with model.model_type={name}", "a policy that acts elsewhere", "model=remote")
         return
     found = f"model.model_type={name}"
     if url is None:
-        refuse(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
+        reject(f"{found} with model.url=null", "the address of a server", "model.url=ws://127.0.0.1:8000")
     if config.checkpoint is not None:
-        refuse(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
+        reject(f"{found} with checkpoint={config.checkpoint}", "one policy", "checkpoint=null, or model.url=null")
     for key in ("model_path", "lora_path", "init_config", "is_lora"):
         if getattr(config.model, key):
             given = f"model.{key}={override_text(getattr(config.model, key))}"
-            refuse(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
+            reject(f"{given} with model.url={url}", "no weights here", "model=remote without a model of the experiment")
     if command not in ACTING:
         required = f"a policy with weights here; this one only acts (`rlinf {'`, `rlinf '.join(ACTING)}`)"
-        refuse(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
-    if config.cluster.num_players is not None:
-        found = f"cluster.num_players={config.cluster.num_players} with model.url={url}"
-        refuse(found, "ranks that ask the server themselves", "cluster.num_players=null cluster.num_processes=2")
+        reject(f"{found} (model.url={url}) with `rlinf {command}`", required, "model=openvla_tiny model.url=null")
+    if config.cluster.num_rollout_workers is not None:
+        found = f"cluster.num_rollout_workers={config.cluster.num_rollout_workers} with model.url={url}"
+        reject(
+            found, "ranks that ask the server themselves", "cluster.num_rollout_workers=null cluster.num_processes=2"
+        )
 
 
 def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
@@ -100,11 +102,11 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
         found = (
             f"model.gradient_checkpointing=true, but {policy[0].__name__} has no repeated blocks (fsdp_wrap_modules)"
         )
-        refuse(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
+        reject(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
     if model.compile:
         from rlinf.models.blocks import check_compiler  # imports transformers
 
-        with cured_by_settings("model"):
+        with fixed_by_settings("model"):
             check_compiler(resolve_device(config.cluster.device, 1))
 
 
@@ -115,16 +117,16 @@ def check_moments(config: RunConfig, policy: tuple[Any, Any] | None, found: str,
         required = (
             "a policy that has been trained by RL, because only its rollouts give the mean and variance of the state"
         )
-        cure = f"model.init_config.normalize_state=false, or {fix}, or init_from=<its checkpoint>"
-        refuse(f"model.init_config.normalize_state=true with {found}", required, cure)
+        fix = f"model.init_config.normalize_state=false, or {fix}, or init_from=<its checkpoint>"
+        reject(f"model.init_config.normalize_state=true with {found}", required, fix)
 
 
 def check_history(settings: Any) -> None:
-    """Refuse a policy that reads earlier observations, too, where nobody remembers them."""
+    """Reject a policy that reads earlier observations, too, where nobody remembers them."""
     count = getattr(settings, "n_obs_steps", 1)
     if count > 1:
         required = "1: `rlinf evaluate`, `audit`, `play` and `collect` remember earlier ones, servers and heads do not"
-        refuse(
+        reject(
             f"a policy that reads {count} observations at a time (n_obs_steps)",
             required,
             "model.model_path=<another policy>",
@@ -135,7 +137,7 @@ def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     """Check that there is a GPU for ``model.cuda_graph``, and a policy with a part that is recorded."""
     device = resolve_device(config.cluster.device, 1)
     if device != "cuda":
-        refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
+        reject(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
     if policy is not None:
         policy[0].check_cuda_graph(policy[1], config.model.attn_implementation)
 
@@ -145,7 +147,7 @@ def check_precision(config: RunConfig) -> None:
     precision = config.model.precision
     if PRECISIONS[precision] is torch.float16:
         found = f"model.precision={precision} is for evaluation: in float16 small gradients become 0"
-        refuse(found, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
+        reject(found, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
 
 
 def check_inputs(config: RunConfig, policy: tuple[Any, Any]) -> None:
@@ -188,10 +190,10 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     check_temperature(rollout.temperature, "rollout.temperature")
     size, ranks = rollout.vllm.tensor_parallel_size, config.cluster.num_processes
     if size > 1 and ranks > 1 and config.cluster.placement == "colocated":
-        refuse(
+        reject(
             f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}",
             "one of them 1, because each rank has an engine, which would spread over the GPUs of the next ranks",
-            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=split, whose players "
+            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=disaggregated, whose rollout workers "
             "have GPUs of their own",
         )
     require_vllm("set rollout.backend=torch")
@@ -208,9 +210,9 @@ def check_evaluation(config: RunConfig) -> None:
     stop_when, compare = config.evaluation.stop_when, config.evaluation.compare
     given = f"evaluation.stop_when={stop_when}"
     if isinstance(stop_when, str) and stop_when != DECIDED:
-        refuse(given, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
+        reject(given, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
     if stop_when == DECIDED and compare is None:
-        refuse(
+        reject(
             f"{given} without a baseline",
             "an earlier evaluation of the same episodes",
             "evaluation.compare=<its folder>",
@@ -218,20 +220,20 @@ def check_evaluation(config: RunConfig) -> None:
     number = config.evaluation.num_episodes
     if stop_when == DECIDED and number is not None and number < LEAST_EPISODES:
         found = f"{given} with evaluation.num_episodes={number}, which cannot decide even if the two differ in every episode"
-        refuse(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
-    told = config.env.success_classifier is not None or ENVS.get(config.env.name).tells_success(config.env)
+        reject(found, f"at least {LEAST_EPISODES}", "evaluation.num_episodes=200")
+    told = config.env.success_classifier is not None or ENVS.get(config.env.name).reports_success(config.env)
     if stop_when is not None and not told:
         found = f"{given} counts successes, which env={config.env.name} is not known to tell"
-        refuse(found, "the whole list", "evaluation.stop_when=null")
+        reject(found, "the whole list", "evaluation.stop_when=null")
     if isinstance(stop_when, float) and not 0 < stop_when < 1:
-        refuse(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
+        reject(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
         _check_num_episodes(config, "evaluation")
-    recorded, players = config.evaluation.record_episodes, config.cluster.num_players
-    if recorded and (players is not None or config.cluster.placement == "split"):
-        refuse(
-            f"evaluation.record_episodes={recorded} with players, which have the policy",
-            "no players; `rlinf evaluate` records episodes of any checkpoint later",
+    recorded, workers = config.evaluation.record_episodes, config.cluster.num_rollout_workers
+    if recorded and (workers is not None or config.cluster.placement == "disaggregated"):
+        reject(
+            f"evaluation.record_episodes={recorded} with rollout workers, which have the policy",
+            "no rollout workers; `rlinf evaluate` records episodes of any checkpoint later",
             "evaluation.record_episodes=0",
         )
     if config.evaluation.num_videos_per_task or recorded:
@@ -265,13 +267,13 @@ def check_dataset(
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
         found = f"{info.folder} was collected with env.name={made_for}"
-        refuse(found, f"env.name={env.name}", f"env={made_for}, or {instead}")
+        reject(found, f"env.name={env.name}", f"env={made_for}, or {instead}")
     _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
             mended = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
-            refuse(
+            reject(
                 f"The images '{column}' of {info.folder} have {height} x {width} pixels",
                 f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
                 f"{mended}, or {instead}",
@@ -280,13 +282,13 @@ def check_dataset(
     if width != config.model.action_token_len:
         found, required = f"The actions of {info.folder} have {width} numbers", config.model.action_token_len
         fix = f"model.action_token_len={width}, or {instead}"
-        refuse(found, f"model.action_token_len={required}", fix)
+        reject(found, f"model.action_token_len={required}", fix)
     (columns, given), wanted = state_columns(info, sft.state_key), ENVS.get(env.name).state_width(env)
     reads_state = policy is not None and policy[0].reads_state(policy[1])
     if wanted and given != wanted and (reads_state or sft.state_key is not None):
         same = [name for name, width in info.state_dims.items() if width == wanted]
         found = f"The state of {info.folder} ({', '.join(columns) or info.state_key}) has width {given}"
-        refuse(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
+        reject(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
     return info
 
 
@@ -313,23 +315,27 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
 
 def check_chosen_rows(sft: SFTConfig, info: DatasetInfo | None) -> None:
     """Check that a dataset (None: the expert plays) has the columns by which rows are chosen, repeated and labelled."""
-    chooses, weighs, labels = sft.rows != "all", sft.intervention_weight > 1, sft.advantage_share is not None
-    asked = [f"sft.rows={sft.rows}"] * chooses + [f"sft.intervention_weight={sft.intervention_weight}"] * weighs
-    asked += [f"sft.advantage_share={sft.advantage_share}"] * labels
-    plain = ["sft.rows=all"] * chooses + ["sft.intervention_weight=1"] * weighs + ["sft.advantage_share=null"] * labels
+    chooses, weighs, labels = sft.filter != "all", sft.intervention_weight > 1, sft.advantage_top_fraction is not None
+    asked = [f"sft.filter={sft.filter}"] * chooses + [f"sft.intervention_weight={sft.intervention_weight}"] * weighs
+    asked += [f"sft.advantage_top_fraction={sft.advantage_top_fraction}"] * labels
+    plain = (
+        ["sft.filter=all"] * chooses
+        + ["sft.intervention_weight=1"] * weighs
+        + ["sft.advantage_top_fraction=null"] * labels
+    )
     plain = " ".join(plain)
     if asked and info is None:
-        refuse(f"{' '.join(asked)} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {plain}")
+        reject(f"{' '.join(asked)} without sft.dataset", "a folder of episodes", f"sft.dataset=<folder>, or {plain}")
     needed = {
-        SUCCESS: sft.rows in ("successes", "corrected") or labels,
-        INTERVENTION: sft.rows in ("interventions", "corrected") or weighs,
+        SUCCESS: sft.filter in ("successes", "corrected") or labels,
+        INTERVENTION: sft.filter in ("interventions", "corrected") or weighs,
     }
     for column, is_there in (
-        () if info is None else ((SUCCESS, info.says_success), (INTERVENTION, info.says_intervention))
+        () if info is None else ((SUCCESS, info.reports_success_per_row), (INTERVENTION, info.says_intervention))
     ):
         if needed[column] and not is_there:
             found = f"{info.folder} ({info.format}) has no column {column}, and {' '.join(asked)}"
-            refuse(
+            reject(
                 found,
                 "that column (`rlinf robot record=<folder>` writes it)",
                 f"{plain}, or sft.dataset=<another folder>",
@@ -342,7 +348,7 @@ def check_collect(config: RunConfig) -> None:
     if config.dataset is None:
         raise ConfigError("`rlinf collect` needs a folder to write. Set dataset=data/<name>")
     if os.path.lexists(Path(config.dataset).expanduser()):
-        refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
+        reject(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
     require_package("pyarrow", "`rlinf collect`", "pyarrow")
     if collect.video:
@@ -353,11 +359,11 @@ def check_collect(config: RunConfig) -> None:
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         fix = f"collect.video=false, or env.image_size={env.image_size + 1}"
-        refuse(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)
+        reject(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)
 
 
 def require_package(module: str, wanted_by: str, package: str, instead: str = "") -> None:
-    """Refuse an option, or a command, whose optional package is not installed; ``instead`` does without."""
+    """Reject an option, or a command, whose optional package is not installed; ``instead`` does without."""
     if importlib.util.find_spec(module) is None:
-        cure = f"Run pip install {package}{', or set ' if instead else ''}{instead}"
-        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. {cure}")
+        fix = f"Run pip install {package}{', or set ' if instead else ''}{instead}"
+        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. {fix}")

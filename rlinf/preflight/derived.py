@@ -11,7 +11,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.parallel import Choice, choose_sharding
 from rlinf.number_formats import format_count
-from rlinf.options import cured_by_settings
+from rlinf.options import fixed_by_settings
 from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 
@@ -57,17 +57,17 @@ def derive(config: RunConfig) -> DerivedNumbers:
     )
 
 
-def learns_head(config: RunConfig) -> bool:
-    """Return whether the run trains a head on a policy that is frozen then."""
+def trains_actor(config: RunConfig) -> bool:
+    """Return whether the run trains an actor on a policy that is frozen then."""
     return config.trainer.max_steps > 0 and ALGORITHMS.get(config.algorithm.name).freezes_policy
 
 
 def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_bytes: int) -> Choice:
-    """Choose how the ranks of a run hold its policy: as ``choose_sharding`` says, but whole where a head learns on it."""
+    """Choose how the ranks of a run hold its policy: as ``choose_sharding`` says, but whole where an actor learns on it."""
     trainer = config.trainer
-    if trainer.sharding == "auto" and learns_head(config):
-        return Choice(False, "a head learns on the whole policy")
-    with cured_by_settings("trainer"):
+    if trainer.sharding == "auto" and trains_actor(config):
+        return Choice(False, "an actor learns on the whole policy")
+    with fixed_by_settings("trainer"):
         return choose_sharding(
             trainer.sharding, model, num_ranks, memory_bytes, cpu_offload=trainer.cpu_offload, shard_size=trainer.shard_size
         )  # fmt: skip

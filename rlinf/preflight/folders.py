@@ -12,7 +12,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.errors import ConfigError
 from rlinf.models.base_weights import check_base
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.run_folder import ADAPTER_FOLDER, CHECKPOINTS_FOLDER, METRICS_FILE, MODEL_FOLDER, STATE_FILE
 
 
@@ -35,7 +35,7 @@ def check_sources(config: RunConfig) -> None:
     """Check that the folders to load exist and hold what they should."""
     if config.resume is not None and config.init_from is not None:
         found = f"resume={config.resume} continues a run, and init_from={config.init_from} starts a new one"
-        refuse(found, "they exclude each other", "resume=null or init_from=null")
+        reject(found, "they exclude each other", "resume=null or init_from=null")
     for folder in (config.resume, config.init_from, config.checkpoint):
         if folder is not None:
             resolve_checkpoint(folder)
@@ -43,7 +43,7 @@ def check_sources(config: RunConfig) -> None:
         return  # Weights and processor come from there.
     model, is_new = config.model, config.resume is None and config.init_from is None
     if is_new and model.model_path is None and not model.init_config:
-        refuse(
+        reject(
             "model.model_path is null and model.init_config is empty",
             "weights to load, or sizes for random ones",
             f"model.model_path=<folder or hub id>, or {models.random_weights(model.model_type)}",

@@ -16,7 +16,7 @@ import numpy as np
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, world_size
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.share import engine_share, share_beside
+from rlinf.engines.gpu_fraction import engine_fraction, share_beside
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
 from rlinf.envs.config import (
@@ -35,10 +35,10 @@ from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.number_formats import format_bytes, format_count
 from rlinf.preflight.activations import NOTHING, Passes, measure_passes
 from rlinf.preflight.compatibility import env_spec
-from rlinf.preflight.derived import derive, learns_head
+from rlinf.preflight.derived import derive, trains_actor
 from rlinf.preflight.memory import MemoryEstimate, estimate_memory, policy_on_meta_device
 from rlinf.preflight.placement import Placement
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 from rlinf.types import Observation
 
 logger = logging.getLogger("rlinf")
@@ -49,7 +49,7 @@ CARDS = (24, 40, 80, 141)
 LIBRARIES = 3 * GB // 2
 """Bytes of CUDA itself, workspaces of its libraries, and gaps between tensors: an assumption."""
 FILLED = 0.95
-"""Share of a GPU up to which ``model.gradient_checkpointing=auto`` fills it."""
+"""Fraction of a GPU up to which ``model.gradient_checkpointing=auto`` fills it."""
 CARD_HEAD = ("GPU", "peak", "blocks recomputed", "largest model.micro_batch_size", "with all blocks recomputed")
 ASSUMED = (
     f"assumed: {LIBRARIES / 1e9:g} GB for CUDA and gaps between tensors, {SIMULATOR_BYTES / 1e9:g} GB for each simulator process that draws on "
@@ -69,7 +69,7 @@ class GpuMemory:
         engine: A vLLM engine beside the policy.
         engine_sleeps: It releases its memory while the policy is scored and updated.
         passes: Of the policy.
-        num_lanes: Worker threads whose calls may coincide.
+        pipeline_stages: Worker threads whose calls may coincide.
         acting_rows: Rows of a call.
         scoring_rows: Rows of a pass that scores.
         unknown: Why the passes could not be counted; empty: they are.
@@ -82,7 +82,7 @@ class GpuMemory:
     engine: int
     engine_sleeps: bool
     passes: Passes
-    num_lanes: int
+    pipeline_stages: int
     acting_rows: int
     scoring_rows: int
     unknown: str = ""
@@ -96,7 +96,7 @@ class GpuMemory:
     def acting(self) -> int:
         """Bytes of the rollout at its peak."""
         awake = self.engine if self.engine_sleeps else 0
-        return self.resident + awake + self.num_lanes * self.passes.acts.at(self.acting_rows)
+        return self.resident + awake + self.pipeline_stages * self.passes.acts.at(self.acting_rows)
 
     @property
     def scoring(self) -> int:
@@ -106,7 +106,7 @@ class GpuMemory:
     def passing(self, micro_batch: int) -> int:
         """Return the bytes of the passes alone at their peak, with nothing recomputed."""
         passes = self.passes
-        acts = self.num_lanes * passes.acts.at(self.acting_rows)
+        acts = self.pipeline_stages * passes.acts.at(self.acting_rows)
         return max(acts, passes.scores.at(self.scoring_rows), passes.updates.at(micro_batch))
 
     def peak(self, micro_batch: int, recomputed: int) -> int:
@@ -118,10 +118,10 @@ class GpuMemory:
         if self.unknown:
             return [("passes", f"unknown: {self.unknown}", "-")]
         passes, blocks = self.passes, len(self.passes.saved)
-        calls = f"{format_count(self.num_lanes, 'call')} of {format_count(self.acting_rows, 'row')}"
+        calls = f"{format_count(self.pipeline_stages, 'call')} of {format_count(self.acting_rows, 'row')}"
         batch = f"activations of a micro-batch of {format_count(micro_batch, 'row')}"
         parts = [
-            ("rollout", calls, self.num_lanes * passes.acts.at(self.acting_rows)),
+            ("rollout", calls, self.pipeline_stages * passes.acts.at(self.acting_rows)),
             ("scoring", format_count(self.scoring_rows, "row"), passes.scores.at(self.scoring_rows)),
             ("update", batch, passes.updates.at(micro_batch)),
             (
@@ -177,7 +177,7 @@ def phases_of(config: RunConfig) -> list[str]:
     """Return the phases of a run, as ``measure_passes`` names them."""
     found = ["sft"] if config.sft.max_steps > 0 else []
     if config.trainer.max_steps > 0:
-        found.append("head" if learns_head(config) else "rl")
+        found.append("head" if trains_actor(config) else "rl")
     return found
 
 
@@ -196,19 +196,19 @@ def estimate_gpu(
     """Estimate what a rank takes of a GPU, which need not be there. ``measured`` is the result of ``measure``; None: it is called."""
     model, passes, unknown = measure(config) if measured is None else measured
     estimate = estimate_memory(config, gpu_bytes, model)
-    players = Placement.of(config).num_players
+    workers = Placement.of(config).num_rollout_workers
     offloads = config.trainer.cpu_offload
     half = 0 if offloads or estimate.is_sharded else max(0, estimate.gradients - 4 * estimate.num_trainable)
-    lanes, rows = _calls(config)
+    streams, rows = _calls(config)
     return estimate, GpuMemory(
-        state=(0 if offloads else estimate.trainer - half) + (0 if players else estimate.rollout_weights),
+        state=(0 if offloads else estimate.trainer - half) + (0 if workers else estimate.rollout_weights),
         half_gradients=half,
         gathered=_gathered(model) if estimate.is_sharded else 0,
         simulators=SIMULATOR_BYTES * simulators_on_gpu(config, gpu_bytes),
-        engine=0 if players else _engine_beside(config, estimate, gpu_bytes),
+        engine=0 if workers else _engine_beside(config, estimate, gpu_bytes),
         engine_sleeps=config.rollout.vllm.sleep,
         passes=passes,
-        num_lanes=0 if players else lanes,
+        pipeline_stages=0 if workers else streams,
         acting_rows=rows,
         scoring_rows=config.model.val_micro_batch_size,
         unknown=unknown,
@@ -216,7 +216,7 @@ def estimate_gpu(
 
 
 def _engine_beside(config: RunConfig, estimate: MemoryEstimate, gpu_bytes: int) -> int:
-    """Bytes of an engine on the policy's GPU, whose share, unless set, is what the policy leaves."""
+    """Bytes of an engine on the policy's GPU, whose fraction, unless set, is what the policy leaves."""
     options = config.rollout.vllm
     if not estimate.engine or options.kv_cache_memory_bytes is not None:
         return estimate.engine
@@ -236,9 +236,9 @@ def _calls(config: RunConfig) -> tuple[int, int]:
     if config.trainer.max_steps == 0:
         return 1, 1
     envs, on_gpu = derive(config).envs_per_rank, config.rollout.backend == "torch"
-    lanes = config.rollout.num_lanes or default_num_worker_threads(config.env, envs, on_gpu)
-    lanes = 1 if ENVS.get(config.env.name).on_gpu else lanes
-    return lanes, math.ceil(envs / lanes)
+    streams = config.rollout.pipeline_stages or default_num_worker_threads(config.env, envs, on_gpu)
+    streams = 1 if ENVS.get(config.env.name).on_gpu else streams
+    return streams, math.ceil(envs / streams)
 
 
 def _gathered(model: Any) -> int:
@@ -251,13 +251,18 @@ def _gathered(model: Any) -> int:
 def simulators_on_gpu(config: RunConfig, gpu_bytes: int) -> int:
     """Return the simulator processes of a rank that draw on its GPU, in rollouts and in the evaluation."""
     env = config.env
-    if not isinstance(env, ProcessEnvConfig) or not env.cameras or config.cluster.env_nodes or not may_draw_on_gpu():
+    if (
+        not isinstance(env, ProcessEnvConfig)
+        or not env.cameras
+        or config.cluster.num_env_workers
+        or not may_draw_on_gpu()
+    ):
         return 0
     count, all_ranks = 0, config.cluster.num_processes
     ranks = local_world_size() if world_size() > 1 else all_ranks  # which share the cores of a machine
-    lanes, rows = _calls(config)
+    streams, rows = _calls(config)
     evaluated = max(1, config.evaluation.num_envs // all_ranks)
-    for threads, envs in ([(lanes, rows)] if config.trainer.max_steps > 0 else []) + [(1, evaluated)]:
+    for threads, envs in ([(streams, rows)] if config.trainer.max_steps > 0 else []) + [(1, evaluated)]:
         shared = with_share_of_cores(env, threads * ranks, most_simulators(env, gpu_bytes, threads))
         count += threads * min(envs, shared.num_processes or 1)
     return count
@@ -299,7 +304,7 @@ def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = No
         return config.model.gradient_checkpointing is not False
     estimate, memory = estimate_gpu(config, gpu_bytes, measured)
     num_blocks, chosen = len(repeated_blocks(measured.model)), config.model.gradient_checkpointing
-    certain = replace(memory, simulators=0)  # no run is refused for bytes that are an assumption
+    certain = replace(memory, simulators=0)  # no run is rejected for bytes that are an assumption
     _check_state(config, estimate, certain, gpu_bytes)
     if memory.engine:
         engine_options(config, estimate, gpu_bytes)
@@ -326,7 +331,7 @@ def _check_state(config: RunConfig, estimate: MemoryEstimate, memory: GpuMemory,
     frozen = not estimate.num_trainable
     trains = f"Training {estimate.num_trainable / 1e9:.3g} of" if not frozen else "A frozen policy of"
     parts = "weights, gradients, optimiser, libraries" if not frozen else "weights, libraries"
-    refuse(
+    reject(
         f"{trains} {estimate.num_parameters / 1e9:.3g} billion weights takes {needed / GB:.1f} GB on each GPU before any pass ({parts})",
         f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
         _less_state(config, memory, frozen),
@@ -337,8 +342,8 @@ def _less_state(config: RunConfig, memory: GpuMemory, frozen: bool) -> str:
     """Return settings with which a policy takes less of a GPU between its passes."""
     fixes = ["rollout.vllm.sleep=true"] if memory.engine and not memory.engine_sleeps else []
     fixes += [] if config.model.is_lora or frozen else ["model.is_lora=true"]
-    fixes += [] if config.trainer.cpu_offload or learns_head(config) else ["trainer.cpu_offload=true"]
-    if not (learns_head(config) or config.trainer.cpu_offload or config.trainer.shard_size):
+    fixes += [] if config.trainer.cpu_offload or trains_actor(config) else ["trainer.cpu_offload=true"]
+    if not (trains_actor(config) or config.trainer.cpu_offload or config.trainer.shard_size):
         fixes.append("cluster.num_processes to more ranks, which share the weights")
     return ", or ".join(fixes) or "model to a smaller one"
 
@@ -355,35 +360,35 @@ def _check_passes(config: RunConfig, memory: GpuMemory, gpu_bytes: int, recomput
         )
         if config.model.gradient_checkpointing is False and memory.passes.saved:
             fix += ", or model.gradient_checkpointing=auto"
-        refuse(f"model.micro_batch_size={micro} takes {needed / GB:.1f} GB in an update", card, fix)
+        reject(f"model.micro_batch_size={micro} takes {needed / GB:.1f} GB in an update", card, fix)
     if memory.scoring > gpu_bytes:
         line = memory.passes.scores
         fits = max(1, math.floor((gpu_bytes - memory.resident - line.fixed) / max(line.row, 1.0)))
         found = f"model.val_micro_batch_size={memory.scoring_rows} takes {memory.scoring / GB:.1f} GB in scoring"
         fewer = f"model.val_micro_batch_size={fits}"
-        refuse(found, card, fewer if fits < memory.scoring_rows else _less_state(config, memory, frozen=False))
-    if config.trainer.max_steps > 0 and memory.num_lanes and memory.acting > gpu_bytes:
+        reject(found, card, fewer if fits < memory.scoring_rows else _less_state(config, memory, frozen=False))
+    if config.trainer.max_steps > 0 and memory.pipeline_stages and memory.acting > gpu_bytes:
         _check_engine(config, memory, gpu_bytes)
         line, free = (
             memory.passes.acts,
-            gpu_bytes - memory.acting + memory.num_lanes * memory.passes.acts.at(memory.acting_rows),
+            gpu_bytes - memory.acting + memory.pipeline_stages * memory.passes.acts.at(memory.acting_rows),
         )
-        rows = max(1, math.floor((free / memory.num_lanes - line.fixed) / max(line.row, 1.0)))
-        envs = rows * memory.num_lanes * config.cluster.num_processes
+        rows = max(1, math.floor((free / memory.pipeline_stages - line.fixed) / max(line.row, 1.0)))
+        envs = rows * memory.pipeline_stages * config.cluster.num_processes
         step = config.cluster.num_processes * config.rollout.group_size
         found = f"rollout.num_envs={config.rollout.num_envs} takes {memory.acting / GB:.1f} GB on each GPU in a rollout"
         fits = max(1, envs // step) * step
         fewer = f"rollout.num_envs={fits}"
-        refuse(
-            found, card, fewer if fits < config.rollout.num_envs else _less_state(config, memory, learns_head(config))
+        reject(
+            found, card, fewer if fits < config.rollout.num_envs else _less_state(config, memory, trains_actor(config))
         )
 
 
 def _check_engine(config: RunConfig, memory: GpuMemory, gpu_bytes: int) -> None:
-    """Refuse an engine without whose share a rollout fits, with the largest share that does."""
+    """Reject an engine without whose share a rollout fits, with the largest fraction that does."""
     free = gpu_bytes - memory.acting + memory.engine - 2 * BUCKET_BYTES["cuda"]
     if memory.engine and config.rollout.vllm.kv_cache_memory_bytes is None and free >= gpu_bytes / 100:
-        refuse(
+        reject(
             f"A rollout takes {memory.acting / GB:.1f} GB on each GPU, {memory.engine / GB:.1f} GB of them for an engine",
             f"at most the {gpu_bytes / GB:.1f} GB of the GPU",
             f"rollout.vllm.gpu_memory_utilization={math.floor(100 * free / gpu_bytes) / 100:g}",
@@ -396,16 +401,16 @@ def _divisor_up_to(number: int, most: int) -> int:
 
 
 def engine_options(config: RunConfig, memory: MemoryEstimate, gpu_bytes: int) -> VllmOptions:
-    """Return ``rollout.vllm`` with the share of an engine beside the policy. Raise ConfigError if both do not fit on the GPU."""
+    """Return ``rollout.vllm`` with the fraction of an engine beside the policy. Raise ConfigError if both do not fit on the GPU."""
     options = config.rollout.vllm
     if options.kv_cache_memory_bytes is not None:
         return options
-    share = engine_share(
+    share = engine_fraction(
         options.gpu_memory_utilization,
         gpu_bytes,
         _beside_engine(config, memory),
         2 * memory.num_parameters,
         key="rollout.vllm.gpu_memory_utilization",
-        apart="rollout.backend=torch, or cluster.placement=split cluster.start=ray",
+        apart="rollout.backend=torch, or cluster.placement=disaggregated cluster.start=ray",
     )
     return replace(options, gpu_memory_utilization=share)

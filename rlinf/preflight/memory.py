@@ -18,7 +18,7 @@ from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
 from rlinf.number_formats import format_bytes
-from rlinf.preflight.derived import learns_head, sharding_choice
+from rlinf.preflight.derived import sharding_choice, trains_actor
 from rlinf.preflight.placement import Placement
 
 
@@ -29,16 +29,16 @@ class MemoryEstimate:
     Attributes:
         num_parameters: Parameters of the policy.
         num_trainable: Parameters that the optimiser updates.
-        weights: The trainer's share of the weights; trained shards are float32.
+        weights: The trainer's fraction of the weights; trained shards are float32.
         masters: Float32 copies of trainable 16-bit weights, which the optimiser steps; shards need none.
         gradients: Gradients of the trainable parameters, summed in float32.
         optimizer: Two float32 AdamW moments of the trainable parameters.
-        rollout_weights: The full copy that acts: of a player, or of a rank whose weights are sharded.
-        reference_weights: The trained weights with which RL began, for the KL penalty.
+        rollout_weights: The full copy that acts: of a rollout worker, or of a rank whose weights are sharded.
+        reference_weights: The trained weights with which RL started, for the KL penalty.
         engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
-        rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of a head on a frozen policy, the
+        rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of an actor on a frozen policy, the
             replay buffer and demonstrations.
-        num_players: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
+        num_rollout_workers: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
         is_sharded: The weights are gathered layer by layer.
     """
 
@@ -52,7 +52,7 @@ class MemoryEstimate:
     reference_weights: int
     engine: int
     rollout_buffer: int
-    num_players: int = 0
+    num_rollout_workers: int = 0
     is_sharded: bool = False
 
     @property
@@ -62,12 +62,14 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of one rank and of its players; without players, its two roles share a process."""
-        return self.trainer + max(1, self.num_players) * (self.rollout_weights + self.engine) + self.rollout_buffer
+        """Bytes of one rank and of its rollout workers; without rollout workers, its two roles share a process."""
+        return (
+            self.trainer + max(1, self.num_rollout_workers) * (self.rollout_weights + self.engine) + self.rollout_buffer
+        )
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return ``(role, part, size)`` for a table; parts of size 0 are left out."""
-        player = "player" if self.num_players else "rollout"
+        worker = "worker" if self.num_rollout_workers else "rollout"
         count = f"{self.num_parameters:,} parameters, {self.num_trainable:,} trained"
         parts = [
             ("trainer", f"weights ({count})", self.weights),
@@ -75,10 +77,16 @@ class MemoryEstimate:
             ("trainer", "gradients", self.gradients),
             ("trainer", "AdamW moments", self.optimizer),
             ("trainer", "reference policy", self.reference_weights),
-            (player, "copy of the weights", self.rollout_weights),
-            (player, "vLLM engine", self.engine),
+            (worker, "copy of the weights", self.rollout_weights),
+            (worker, "vLLM engine", self.engine),
             ("rollout", "rollout buffer", self.rollout_buffer),
-            ("sum", f"one rank and its {self.num_players} players" if self.num_players else "one rank", self.total),
+            (
+                "sum",
+                f"one rank and its {self.num_rollout_workers} rollout workers"
+                if self.num_rollout_workers
+                else "one rank",
+                self.total,
+            ),
         ]
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
@@ -100,17 +108,17 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
     kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
     buffer = 0
     if trainer.max_steps > 0:
-        # Where a head follows cloning, the sum is an upper bound: the optimiser goes before the buffer comes.
+        # Where an actor follows cloning, the sum is an upper bound: the optimiser goes before the buffer comes.
         algorithm = ALGORITHMS.get(config.algorithm.name)
         buffer = algorithm.buffer_bytes(config, model, sample_bytes(config, model))
-    if learns_head(config) and config.sft.max_steps == 0:
-        # The policy is frozen, and a head is small.
+    if trains_actor(config) and config.sft.max_steps == 0:
+        # The policy is frozen, and an actor is small.
         none = dict.fromkeys(
             ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine"), 0
         )
         number = sum(count for count, _, _ in parameters)
         return MemoryEstimate(num_parameters=number, weights=all_bytes, rollout_buffer=buffer, **none)
-    players = Placement.of(config).num_players
+    workers = Placement.of(config).num_rollout_workers
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
         num_trainable=sum(count for count, _, trained in parameters if trained),
@@ -118,19 +126,19 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
         masters=state.masters,
         gradients=state.gradients,
         optimizer=state.moments,
-        rollout_weights=all_bytes if choice.sharded or players else 0,
+        rollout_weights=all_bytes if choice.sharded or workers else 0,
         reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes, gpu_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=buffer,
-        num_players=players // ranks,
+        num_rollout_workers=workers // ranks,
         is_sharded=choice.sharded,
     )
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
-    """Return the bytes of the vLLM engine of a rank or player and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
+    """Return the bytes of the vLLM engine of a rank or rollout worker and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
 
-    Its cache has the configured size, or on CPUs a computed one. Else it takes the share ``rollout.vllm.gpu_memory_utilization`` of a
+    Its cache has the configured size, or on CPUs a computed one. Else it takes the fraction ``rollout.vllm.gpu_memory_utilization`` of a
     GPU of ``gpu_bytes`` (None: the one that is there).
     """
     if config.rollout.backend != "vllm":
@@ -138,7 +146,7 @@ def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | N
     from rlinf.rollout.vllm_policy import engine_arguments
 
     options, ranks = config.rollout.vllm, config.cluster.num_processes
-    num_envs = config.rollout.num_envs // (Placement.of(config).num_players or ranks)
+    num_envs = config.rollout.num_envs // (Placement.of(config).num_rollout_workers or ranks)
     arguments = engine_arguments(model, options, num_envs)
     cache = arguments["kv_cache_memory_bytes"]
     if cache is not None:
@@ -148,7 +156,7 @@ def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | N
 
 
 def store_bytes(config: RunConfig) -> int | None:
-    """Return the bytes of weights and rollouts that one machine may have in Ray's store of objects, in a run with players.
+    """Return the bytes of weights and rollouts that one machine may have in Ray's store of objects, in a run with rollout workers.
 
     None: The size of the policy is not known before its files are on this machine.
 

@@ -1,4 +1,4 @@
-"""Where trainer ranks and players are, as a pure function of the configuration and of what the machines have."""
+"""Where trainer ranks and rollout workers are, as a pure function of the configuration and of what the machines have."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.ray.cluster import check_address, import_ray
 from rlinf.distributed.start import launch_context
 from rlinf.distributed.sums import own_blocks
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 
-SPLIT = "cluster.placement=split"
-COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_players=null"
-"""The overrides of a run without players."""
+SPLIT = "cluster.placement=disaggregated"
+COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_rollout_workers=null"
+"""The overrides of a run without rollout workers."""
 
 BY_RAY = "cluster.start=ray"
 
 CPUS = 1
-"""That Ray counts for a rank or a player. Its threads and simulators share the cores of its machine with the others there."""
+"""That Ray counts for a rank or a rollout worker. Its threads and simulators share the cores of its machine with the others there."""
 
 
-def has_players(config: RunConfig) -> bool:
-    """Return whether players of their own play the rollouts of a run."""
-    return config.cluster.placement == "split" and config.trainer.max_steps > 0
+def has_rollout_workers(config: RunConfig) -> bool:
+    """Return whether rollout workers of their own play the rollouts of a run."""
+    return config.cluster.placement == "disaggregated" and config.trainer.max_steps > 0
 
 
 def ranks_by_ray(config: RunConfig) -> bool:
@@ -52,33 +52,33 @@ class Node:
 
 @dataclass(frozen=True)
 class StoreRoom:
-    """The room that a run with players needs in Ray's store of objects on each machine with players, for weights and rollouts."""
+    """The room that a run with rollout workers needs in Ray's store of objects on each machine with rollout workers, for weights and rollouts."""
 
     num_bytes: int
-    cures: str
+    fixes: str
     """Overrides of a run that needs less."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which players there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
+    """Which rollout workers there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
 
-    Where there are fewer players than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise players and
-    blocks are divided alike: player ``p`` belongs to rank ``p * num_ranks // num_players``, and plays the blocks
-    that a rank of ``num_players`` would own, which are blocks of its rank.
+    Where there are fewer rollout workers than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise rollout workers and
+    blocks are divided alike: rollout worker ``p`` belongs to rank ``p * num_ranks // num_rollout_workers``, and plays the blocks
+    that a rank of ``num_rollout_workers`` would own, which are blocks of its rank.
 
     Attributes:
-        num_ranks, num_players: Over all machines; 0 players: the ranks play.
-        num_blocks: Over all ranks; 0: players own no blocks, and each takes the next one.
-        gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
+        num_ranks, num_rollout_workers: Over all machines; 0 rollout workers: the ranks play.
+        num_blocks: Over all ranks; 0: rollout workers own no blocks, and each takes the next one.
+        gpus_per_rollout_worker: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
-        ranks_compute: Else they only read and write, and leave all GPUs to the players.
+        ranks_compute: Else they only read and write, and leave all GPUs to the rollout workers.
     """
 
     num_ranks: int
-    num_players: int
+    num_rollout_workers: int
     num_blocks: int
-    gpus_per_player: int
+    gpus_per_rollout_worker: int
     by_ray: bool = False
     ranks_compute: bool = True
 
@@ -86,26 +86,26 @@ class Placement:
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
         """Return the placement of a run on ``nodes``, the machines of the cluster; None: they are not known yet."""
         cluster, rollout, by_ray = config.cluster, config.rollout, ranks_by_ray(config)
-        ranks, players = cluster.num_processes, 0
-        if has_players(config):
-            players = ranks if cluster.num_players is None else cluster.num_players
-        if players % ranks:
-            fix = f"cluster.num_players={max(1, math.ceil(players / ranks)) * ranks}"
+        ranks, workers = cluster.num_processes, 0
+        if has_rollout_workers(config):
+            workers = ranks if cluster.num_rollout_workers is None else cluster.num_rollout_workers
+        if workers % ranks:
+            fix = f"cluster.num_rollout_workers={max(1, math.ceil(workers / ranks)) * ranks}"
             required = f"a multiple of cluster.num_processes={ranks}, so many for each rank"
-            refuse(f"cluster.num_players={players}", required, fix)
-        if players and rollout.num_envs % (players * rollout.group_size):
-            share = players * rollout.group_size
+            reject(f"cluster.num_rollout_workers={workers}", required, fix)
+        if workers and rollout.num_envs % (workers * rollout.group_size):
+            share = workers * rollout.group_size
             fix = f"rollout.num_envs={max(1, round(rollout.num_envs / share)) * share}"
-            unit = f"cluster.num_players={players} x rollout.group_size={rollout.group_size}"
-            required = f"a multiple of {unit}, because one player plays a group"
-            refuse(f"rollout.num_envs={rollout.num_envs}", required, fix)
+            unit = f"cluster.num_rollout_workers={workers} x rollout.group_size={rollout.group_size}"
+            required = f"a multiple of {unit}, because one rollout worker plays a group"
+            reject(f"rollout.num_envs={rollout.num_envs}", required, fix)
         if by_ray and nodes is not None:  # this machine may have no GPU
             on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
         else:
             on_gpu = resolve_device(cluster.device, 0 if by_ray else 1) == "cuda"
-        gpus_per_player = rollout.vllm.tensor_parallel_size if players and rollout.backend == "vllm" else 1
+        gpus_per_rollout_worker = rollout.vllm.tensor_parallel_size if workers and rollout.backend == "vllm" else 1
         num_blocks = rollout.num_envs // rollout.group_size
-        placement = cls(ranks, players, num_blocks, gpus_per_player if on_gpu else 0, by_ray)
+        placement = cls(ranks, workers, num_blocks, gpus_per_rollout_worker if on_gpu else 0, by_ray)
         if nodes is not None:
             check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
             check(nodes, COLOCATED, "cluster.device=cpu")
@@ -113,11 +113,11 @@ class Placement:
 
     @classmethod
     def of_evaluation(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of an evaluation by players; see ``of``."""
-        gpus_per_player = int(resolve_device(config.cluster.device, 1) == "cuda")
-        placement = cls(1, config.cluster.num_players or 0, 0, gpus_per_player, ranks_compute=False)
+        """Return the placement of an evaluation by rollout workers; see ``of``."""
+        gpus_per_rollout_worker = int(resolve_device(config.cluster.device, 1) == "cuda")
+        placement = cls(1, config.cluster.num_rollout_workers or 0, 0, gpus_per_rollout_worker, ranks_compute=False)
         if nodes is not None:
-            placement.check_nodes(nodes, "cluster.start=auto cluster.num_players=null", "cluster.device=cpu")
+            placement.check_nodes(nodes, "cluster.start=auto cluster.num_rollout_workers=null", "cluster.device=cpu")
         return placement
 
     @property
@@ -127,13 +127,13 @@ class Placement:
 
     @property
     def on_gpu(self) -> bool:
-        """Ranks and players have GPUs of their own."""
-        return self.gpus_per_player > 0
+        """Ranks and rollout workers have GPUs of their own."""
+        return self.gpus_per_rollout_worker > 0
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for each player."""
-        return {"CPU": CPUS} | ({"GPU": self.gpus_per_player} if self.on_gpu else {})
+        """What Ray reserves for each rollout worker."""
+        return {"CPU": CPUS} | ({"GPU": self.gpus_per_rollout_worker} if self.on_gpu else {})
 
     @property
     def rank_bundle(self) -> dict[str, float]:
@@ -142,100 +142,107 @@ class Placement:
 
     @property
     def cpus(self) -> int:
-        """CPUs of all ranks and players that Ray starts."""
-        return CPUS * (self.num_players + (self.num_ranks if self.by_ray else 0))
+        """CPUs of all ranks and rollout workers that Ray starts."""
+        return CPUS * (self.num_rollout_workers + (self.num_ranks if self.by_ray else 0))
 
-    def players_of(self, rank: int) -> range:
-        """Return the players of a rank."""
+    def rollout_workers_of(self, rank: int) -> range:
+        """Return the rollout workers of a rank."""
         if self.is_shared:
-            sharers = self.num_ranks // self.num_players
+            sharers = self.num_ranks // self.num_rollout_workers
             return range(rank // sharers, rank // sharers + (rank % sharers == 0))
-        return own_blocks(self.num_players, rank, self.num_ranks)
+        return own_blocks(self.num_rollout_workers, rank, self.num_ranks)
 
     @property
     def is_shared(self) -> bool:
-        """A player belongs to several ranks."""
-        return 0 < self.num_players < self.num_ranks
+        """A rollout worker belongs to several ranks."""
+        return 0 < self.num_rollout_workers < self.num_ranks
 
     def worker_threads(self, of_rank: int) -> int:
-        """Return the worker threads of a player: its part of those with which a rank would play, ``of_rank``.
+        """Return the worker threads of a rollout worker: its part of those with which a rank would play, ``of_rank``.
 
-        So a player calls the policy with as many rows as the rank would, wherever players divide the threads.
+        So a rollout worker calls the policy with as many rows as the rank would, wherever rollout workers divide the threads.
         """
-        return max(1, of_rank * self.num_ranks // self.num_players)
+        return max(1, of_rank * self.num_ranks // self.num_rollout_workers)
 
     def torch_threads(self, of_rank: int | None, of_machine: int) -> int:
-        """Return the threads with which a player computes: its part of ``given_num_threads`` (``of_rank``).
+        """Return the threads with which a rollout worker computes: its part of ``given_num_threads`` (``of_rank``).
 
-        None: its share of the cores of its machine (``of_machine``).
+        None: its fraction of the cores of its machine (``of_machine``).
         """
-        return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_players)
+        return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_rollout_workers)
 
-    def check_nodes(self, nodes: Sequence[Node], without_players: str, on_cpu: str) -> None:
-        """Refuse machines without room for all players; the last two are overrides that need no players, or no GPUs."""
-        fitting = sum(node.room(self.gpus_per_player) for node in nodes)
-        if fitting >= self.num_players:
+    def check_nodes(self, nodes: Sequence[Node], without_rollout_workers: str, on_cpu: str) -> None:
+        """Reject machines without room for all rollout workers; the last two are overrides that need no rollout workers, or no GPUs."""
+        fitting = sum(node.room(self.gpus_per_rollout_worker) for node in nodes)
+        if fitting >= self.num_rollout_workers:
             return
         have = "; ".join(map(str, nodes))
-        gpus = "a GPU" if self.gpus_per_player == 1 else f"{self.gpus_per_player} GPUs of one machine"
+        gpus = "a GPU" if self.gpus_per_rollout_worker == 1 else f"{self.gpus_per_rollout_worker} GPUs of one machine"
         need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
         possible = fitting // self.num_ranks * self.num_ranks
         while possible and self.num_blocks % possible:
             possible -= self.num_ranks
-        if not self.num_blocks and not possible:  # ranks may share a player
+        if not self.num_blocks and not possible:  # ranks may share a rollout worker
             possible = max((few for few in range(1, fitting + 1) if self.num_ranks % few == 0), default=0)
-        fix = f"cluster.num_players={possible}" if possible else without_players
+        fix = f"cluster.num_rollout_workers={possible}" if possible else without_rollout_workers
         if self.on_gpu and not possible:
             fix += f", or {on_cpu}"
-        refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
+        reject(
+            f"cluster.num_rollout_workers={self.num_rollout_workers}, and of the Ray cluster {have}",
+            f"{need} for each rollout worker",
+            fix,
+        )
 
     def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
-        """Refuse machines without room for all ranks and players, which Ray starts; see ``check_nodes``."""
+        """Reject machines without room for all ranks and rollout workers, which Ray starts; see ``check_nodes``."""
 
-        def fit(num_ranks: int, num_players: int) -> bool:
-            """Return whether there is room for ranks, which take the first places, and for players in the rest."""
+        def fit(num_ranks: int, num_rollout_workers: int) -> bool:
+            """Return whether there is room for ranks, which take the first places, and for rollout workers in the rest."""
             room = 0
             for node in nodes:
                 ranks = min(num_ranks, node.room(int(self.on_gpu)))
                 num_ranks -= ranks
                 rest = Node(node.name, node.cpus - ranks * CPUS, node.gpus - ranks * self.on_gpu)
-                room += rest.room(self.gpus_per_player)
-            return num_ranks == 0 and room >= num_players
+                room += rest.room(self.gpus_per_rollout_worker)
+            return num_ranks == 0 and room >= num_rollout_workers
 
-        if fit(self.num_ranks, self.num_players):
+        if fit(self.num_ranks, self.num_rollout_workers):
             return
-        split = self.num_players > 0
+        split = self.num_rollout_workers > 0
         found, need = f"cluster.num_processes={self.num_ranks}", "a CPU and a GPU" if self.on_gpu else "a CPU"
         who = "rank"
         if split:
-            found, who = f"{found} cluster.num_players={self.num_players}", "rank and each player"
+            found, who = (
+                f"{found} cluster.num_rollout_workers={self.num_rollout_workers}",
+                "rank and each rollout worker",
+            )
         fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
         for ranks in range(self.num_ranks, 1, -1):
             if self.num_blocks % ranks == 0 and fit(ranks, ranks * split):
-                fix = f"cluster.num_processes={ranks}" + (f" cluster.num_players={ranks}" if split else "")
+                fix = f"cluster.num_processes={ranks}" + (f" cluster.num_rollout_workers={ranks}" if split else "")
                 break
-        refuse(f"{found}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
+        reject(f"{found}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
 
 
 def check_placement(config: RunConfig) -> None:
     """Check what a placement needs that can be known before there is a cluster."""
     cluster, place, learns = config.cluster, launch_context(os.environ), config.trainer.max_steps > 0
-    if place is not None and (cluster.start == "ray" or cluster.placement == "split"):
-        what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and players")
+    if place is not None and (cluster.start == "ray" or cluster.placement == "disaggregated"):
+        what, who = (BY_RAY, "ranks") if cluster.placement == "colocated" else (SPLIT, "ranks and rollout workers")
         found = f"{what} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes={place.size} and start it once"
-        refuse(found, f"one command, whose {who} Ray starts", fix)
+        reject(found, f"one command, whose {who} Ray starts", fix)
     if cluster.placement == "colocated":
         if cluster.start == "ray" and cluster.num_processes == 1:
             found = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
-            required = "ranks or players for Ray to start" if learns else "ranks for Ray to start"
-            refuse(found, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
-        if cluster.num_players is not None:
-            found = f"cluster.num_players={cluster.num_players} with cluster.placement=colocated"
-            fix = "cluster.num_players=null"
-            refuse(found, "players of their own", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
+            required = "ranks or rollout workers for Ray to start" if learns else "ranks for Ray to start"
+            reject(found, required, f"cluster.start=auto, or {SPLIT}" if learns else "cluster.start=auto")
+        if cluster.num_rollout_workers is not None:
+            found = f"cluster.num_rollout_workers={cluster.num_rollout_workers} with cluster.placement=colocated"
+            fix = "cluster.num_rollout_workers=null"
+            reject(found, "rollout workers of their own", f"{SPLIT} {BY_RAY}, or {fix}" if learns else fix)
     else:
-        _check_players(config)
+        _check_rollout_workers(config)
     if cluster.start == "ray":
         Placement.of(config)
         needed_by = BY_RAY if cluster.placement == "colocated" else SPLIT
@@ -243,36 +250,38 @@ def check_placement(config: RunConfig) -> None:
         check_address(needed_by)
 
 
-def _check_players(config: RunConfig) -> None:
-    """Refuse settings that do not go with players."""
+def _check_rollout_workers(config: RunConfig) -> None:
+    """Reject settings that do not go with rollout workers."""
     cluster, rollout = config.cluster, config.rollout
     if config.trainer.max_steps == 0:
-        refuse(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts to play", COLOCATED)
+        reject(f"{SPLIT} without RL (`rlinf sft`, trainer.max_steps=0)", "rollouts to play", COLOCATED)
     if cluster.start != "ray":
-        refuse(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
+        reject(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
     if rollout.worker_processes:
-        refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
-               f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
+        reject(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "rollout workers as the processes that play",
+               f"rollout.worker_processes=0 cluster.num_rollout_workers={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
 
 
-def check_evaluation_players(config: RunConfig) -> None:
-    """Check what an evaluation by players needs that can be known before there is a cluster."""
+def check_evaluation_workers(config: RunConfig) -> None:
+    """Check what an evaluation by rollout workers needs that can be known before there is a cluster."""
     cluster = config.cluster
-    if cluster.num_players is None:
+    if cluster.num_rollout_workers is None:
         if cluster.start == "ray":
-            found = f"{BY_RAY} cluster.num_players=null in an evaluation"
-            refuse(found, "players that play the episodes", "cluster.num_players=2 cluster.num_processes=1")
+            found = f"{BY_RAY} cluster.num_rollout_workers=null in an evaluation"
+            reject(
+                found, "rollout workers that play the episodes", "cluster.num_rollout_workers=2 cluster.num_processes=1"
+            )
         return
-    players = f"cluster.num_players={cluster.num_players}"
+    workers = f"cluster.num_rollout_workers={cluster.num_rollout_workers}"
     place = launch_context(os.environ)
     if place is not None:
-        found = f"{players} in a command that {place.launcher} has started {place.size} times"
+        found = f"{workers} in a command that {place.launcher} has started {place.size} times"
         fix = f"{BY_RAY} cluster.num_processes=1 and start it once"
-        refuse(found, "one command, which only reads and writes", fix)
+        reject(found, "one command, which only reads and writes", fix)
     if cluster.start != "ray":
-        refuse(f"{players} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
+        reject(f"{workers} with cluster.start={cluster.start}", "Ray, which places the rollout workers", BY_RAY)
     if cluster.num_processes != 1:
-        found = f"cluster.num_processes={cluster.num_processes} with {players}"
-        refuse(found, "one rank, because the players play all episodes", "cluster.num_processes=1")
-    import_ray(players)
-    check_address(players)
+        found = f"cluster.num_processes={cluster.num_processes} with {workers}"
+        reject(found, "one rank, because the rollout workers play all episodes", "cluster.num_processes=1")
+    import_ray(workers)
+    check_address(workers)

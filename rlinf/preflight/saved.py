@@ -12,11 +12,11 @@ from rlinf.checkpoints.folders import SUPERSEDED, has_policy, policy_folder, rea
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.manifest import Manifest, compare, refuse_mismatches
-from rlinf.models.embodiment.headed import has_head
+from rlinf.manifest import Manifest, compare, reject_mismatches
+from rlinf.models.embodiment.actor_policy import has_actor
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import conditions_of
-from rlinf.preflight.refuse import refuse
+from rlinf.preflight.reject import reject
 
 KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
@@ -58,10 +58,10 @@ def check_start(config: RunConfig, command: str) -> None:
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
         found = f"seed={config.seed}, and {folder} was made with seed={seed}"
-        refuse(found, "one seed in a run", f"seed={seed}, or for a new run {begin_again}")
+        reject(found, "one seed in a run", f"seed={seed}, or for a new run {begin_again}")
     _check_reward_scale(config, folder, state)
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
-    refuse_mismatches(
+    reject_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
         f"{folder} was made under conditions that differ from the present ones (a new run may start with its weights: {begin_again})",
@@ -71,7 +71,7 @@ def check_start(config: RunConfig, command: str) -> None:
     if command == "train" and state["step"] > config.trainer.max_steps:
         found = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
         required = f"at least the {state['step']} iterations that it has done"
-        refuse(found, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
+        reject(found, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
 
 
 def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ def _check_reward_scale(config: RunConfig, folder: Path, state: Mapping[str, Any
     )
     if before != now:
         found = f"algorithm.scale_rewards={override_text(now)}, and {folder} was made with {override_text(before)}"
-        refuse(found, "one unit of rewards in a run", f"algorithm.scale_rewards={override_text(before)}")
+        reject(found, "one unit of rewards in a run", f"algorithm.scale_rewards={override_text(before)}")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
@@ -104,15 +104,15 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
 
 
-def check_no_head(config: RunConfig) -> None:
-    """Check that a policy with a head is trained by what trains heads."""
-    trains_heads = ALGORITHMS.get(config.algorithm.name).freezes_policy
-    if trains_heads and (config.resume is not None or config.sft.max_steps == 0):
+def check_no_actor(config: RunConfig) -> None:
+    """Check that a policy with an actor is trained by what trains actors."""
+    trains_actors = ALGORITHMS.get(config.algorithm.name).freezes_policy
+    if trains_actors and (config.resume is not None or config.sft.max_steps == 0):
         return
     folder = resolve_checkpoint(config.resume or config.init_from)
-    if has_policy(folder) and has_head(policy_folder(folder)):
-        refuse(
-            f"{folder} holds a head on a frozen policy",
+    if has_policy(folder) and has_actor(policy_folder(folder)):
+        reject(
+            f"{folder} holds an actor on a frozen policy",
             "an off-policy algorithm, and no cloning",
             "algorithm=sac sft.max_steps=0",
         )

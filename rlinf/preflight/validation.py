@@ -25,7 +25,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.models.building import check_features, entry_for
-from rlinf.options import cured_by_settings, override_text
+from rlinf.options import fixed_by_settings, override_text
 from rlinf.preflight.compatibility import (
     check_chosen_rows,
     check_collect,
@@ -43,12 +43,12 @@ from rlinf.preflight.compatibility import (
     check_rollout,
     require_package,
 )
-from rlinf.preflight.derived import learns_head
+from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.folders import check_new_folder, check_no_text, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.placement import check_evaluation_players, check_placement, has_players, ranks_by_ray
-from rlinf.preflight.refuse import refuse
-from rlinf.preflight.saved import check_no_head, check_start, check_unread_keys
+from rlinf.preflight.placement import check_evaluation_workers, check_placement, has_rollout_workers, ranks_by_ray
+from rlinf.preflight.reject import reject
+from rlinf.preflight.saved import check_no_actor, check_start, check_unread_keys
 from rlinf.tracking.config import check_wandb
 
 COMMANDS = ("train", "sft", "evaluate", "serve", "collect", "diagnose")
@@ -93,7 +93,7 @@ def env_section(case: Case) -> None:
     check_names(case.config)
     if case.config.rollout.num_chunks is None:  # of a configuration that `build_config` has not completed
         fix = f"rollout.num_chunks={chunks_needed(case.config)}"
-        refuse("rollout.num_chunks=null", "the policy calls of each env in an iteration", fix)
+        reject("rollout.num_chunks=null", "the policy calls of each env in an iteration", fix)
     if case.command == "collect":
         check_collect(case.config)
 
@@ -107,7 +107,7 @@ def model_section(case: Case) -> None:
 
 def cluster_section(case: Case) -> None:
     check_devices(case.config, case.command)
-    if case.command in WITH_RANKS and case.config.cluster.env_nodes:
+    if case.command in WITH_RANKS and case.config.cluster.num_env_workers:
         check_env_nodes(case.config)
 
 
@@ -118,7 +118,7 @@ def sources_section(case: Case) -> None:
         check_unread_keys(config, case.command)
     if case.trains and (config.resume is not None or config.init_from is not None):
         check_start(config, case.command)
-        check_no_head(config)
+        check_no_actor(config)
 
 
 def policy_section(case: Case) -> None:
@@ -150,14 +150,14 @@ def trainer_section(case: Case) -> None:
         check_precision(case.config)
 
 
-def players_section(case: Case) -> None:
+def rollout_workers_section(case: Case) -> None:
     cluster = case.config.cluster
-    if cluster.start == "auto" and cluster.placement == "colocated" and cluster.num_players is None:
+    if cluster.start == "auto" and cluster.placement == "colocated" and cluster.num_rollout_workers is None:
         return
     if case.trains:
         check_placement(case.config)
     if case.command == "evaluate":
-        check_evaluation_players(case.config)
+        check_evaluation_workers(case.config)
 
 
 def learning_section(case: Case) -> None:
@@ -180,7 +180,7 @@ def output_section(case: Case) -> None:
 
 
 SECTIONS = (
-    model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, players_section,
+    model_section, cluster_section, sources_section, policy_section, evaluation_section, trainer_section, rollout_workers_section,
     learning_section, output_section,
 )  # fmt: skip
 """The sections of a command with a policy. Folders come before the policy, which is read from them."""
@@ -193,25 +193,25 @@ def check_names(config: RunConfig) -> None:
         expected = section_class(section, chosen.name)
         if not isinstance(chosen, expected):
             found = f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}"
-            refuse(found, f"a {expected.__name__}", f"the group instead of the name: {section}={chosen.name}")
+            reject(found, f"a {expected.__name__}", f"the group instead of the name: {section}={chosen.name}")
     ENVS.get(config.env.name).check_names(config.env)
 
 
 def check_env_nodes(config: RunConfig) -> None:
     """Check that simulators on other machines can be reached, and that their own deadlines come first."""
     cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
-    found = f"cluster.env_nodes={cluster.env_nodes}"
+    found = f"cluster.num_env_workers={cluster.num_env_workers}"
     if workers:
         required = "one of them 0, because the threads of a rank wait for simulators elsewhere at no cost"
-        refuse(f"{found} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
+        reject(f"{found} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
     if isinstance(env, ProcessEnvConfig) and env.num_processes != 0:
         longest = max(env.step_timeout_s, env.reset_timeout_s)
-        if cluster.env_node_timeout_s <= longest:
-            refuse(
-                f"cluster.env_node_timeout_s={cluster.env_node_timeout_s:g} with a simulator that may take {longest:g} s "
+        if cluster.env_worker_timeout_s <= longest:
+            reject(
+                f"cluster.env_worker_timeout_s={cluster.env_worker_timeout_s:g} with a simulator that may take {longest:g} s "
                 "(env.step_timeout_s, env.reset_timeout_s)",
                 "more, so that a slow simulator does not cost the rows of its whole actor",
-                f"cluster.env_node_timeout_s={2 * longest:g}",
+                f"cluster.env_worker_timeout_s={2 * longest:g}",
             )
     import_ray(found)
     check_address(found)
@@ -230,14 +230,14 @@ def check_devices(config: RunConfig, command: str) -> None:
         found = (
             f"cluster.num_processes={cluster.num_processes}, and {place.launcher} has started {place.size} processes"
         )
-        refuse(found, "the same number", "cluster.num_processes=null, which takes all of them")
+        reject(found, "the same number", "cluster.num_processes=null, which takes all of them")
     num_processes = cluster.num_processes if has_ranks and place is None else 1
     # The machines of a Ray cluster are asked, when there is one.
     if cluster.device == "cuda" and not (command in ("train", "sft") and ranks_by_ray(config)):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
             found = f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
-            refuse(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
+            reject(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -245,12 +245,12 @@ def check_sharding(config: RunConfig) -> None:
     trainer, ranks = config.trainer, config.cluster.num_processes
     if trainer.shard_size is not None and ranks % trainer.shard_size:
         found = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
-        refuse(found, "a divisor of the ranks", "trainer.shard_size=null")
+        reject(found, "a divisor of the ranks", "trainer.shard_size=null")
     if trainer.sharding == "replicate" and (trainer.cpu_offload or trainer.shard_size is not None):
         found = f"trainer.cpu_offload={trainer.cpu_offload}, trainer.shard_size={trainer.shard_size}"
-        refuse(f"trainer.sharding=replicate with {found}".lower(), "shards", "trainer.sharding=fsdp2")
+        reject(f"trainer.sharding=replicate with {found}".lower(), "shards", "trainer.sharding=fsdp2")
     if trainer.sharding == "fsdp2" or trainer.cpu_offload:
-        with cured_by_settings("trainer"):
+        with fixed_by_settings("trainer"):
             check_can_shard(policy_on_meta_device(config))
 
 
@@ -263,7 +263,7 @@ def check_phases(config: RunConfig, command: str) -> None:
         raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: nothing to train. Set trainer.max_steps=100")
     if config.sft.dataset is not None and not cloning:
         found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
-        refuse(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
+        reject(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
 
 
 def check_collapse(config: RunConfig) -> None:
@@ -273,21 +273,21 @@ def check_collapse(config: RunConfig) -> None:
         return
     if not config.trainer.eval_every:
         every = max(1, config.trainer.max_steps // 10)
-        refuse(f"{mode} with trainer.eval_every=0", "evaluations, which show a collapse", f"trainer.eval_every={every}")
+        reject(f"{mode} with trainer.eval_every=0", "evaluations, which show a collapse", f"trainer.eval_every={every}")
     if config.trainer.on_collapse == "stop":
         return
-    if learns_head(config):
+    if trains_actor(config):
         found = f"{mode} with algorithm.name={config.algorithm.name}"
-        refuse(found, "an algorithm whose rate trainer.learning_rate is", "trainer.on_collapse=stop")
+        reject(found, "an algorithm whose rate trainer.learning_rate is", "trainer.on_collapse=stop")
     elsewhere = {
         f"rollout.backend={config.rollout.backend}": config.rollout.backend != "torch",
         f"cluster.placement={config.cluster.placement}": config.cluster.placement != "colocated",
         f"cluster.start={config.cluster.start}": ranks_by_ray(config),
-        f"cluster.env_nodes={config.cluster.env_nodes}": config.cluster.env_nodes > 0,
+        f"cluster.num_env_workers={config.cluster.num_env_workers}": config.cluster.num_env_workers > 0,
     }
     for found, is_so in elsewhere.items():
         if is_so:
-            refuse(f"{mode} with {found}", "ranks that are started here and play", "trainer.on_collapse=stop")
+            reject(f"{mode} with {found}", "ranks that are started here and play", "trainer.on_collapse=stop")
 
 
 def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
@@ -300,18 +300,22 @@ def check_policy_gradient(config: RunConfig, policy: tuple[Any, Any] | None) -> 
 def check_batches(config: RunConfig) -> None:
     """Check that envs, samples, minibatches and micro-batches divide evenly."""
     rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
-    if rollout.num_envs // ranks < (rollout.num_lanes or 1):
+    if rollout.num_envs // ranks < (rollout.pipeline_stages or 1):
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
-        refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
+        reject(
+            found,
+            f"at least one for each of rollout.pipeline_stages={rollout.pipeline_stages}",
+            "rollout.pipeline_stages=1",
+        )
     check_rollout_processes(config)
     check_continued(config)
     check_staleness(config)
     samples = rollout.num_envs * rollout.num_chunks
     if minibatch % ranks:
         fix = f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}"
-        refuse(f"trainer.minibatch_size={minibatch}", f"a multiple of cluster.num_processes={ranks}", fix)
+        reject(f"trainer.minibatch_size={minibatch}", f"a multiple of cluster.num_processes={ranks}", fix)
     if samples % minibatch:
-        refuse(
+        reject(
             f"trainer.minibatch_size={minibatch} for {samples} samples per iteration (rollout.num_envs={rollout.num_envs} x "
             f"rollout.num_chunks={rollout.num_chunks})",
             f"one of {divisors_text(samples, minibatch, ranks)}",
@@ -327,20 +331,20 @@ def check_blocks(config: RunConfig) -> None:
     if rollout.num_envs % (ranks * rollout.group_size):
         share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
         fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
-        refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
+        reject(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
 
 
 def check_continued(config: RunConfig) -> None:
-    """Check that the simulators keep the episodes that go on in the next iteration."""
+    """Check that the simulators keep the episodes that continue in the next iteration."""
     rollout, cluster = config.rollout, config.cluster
     for key, value, wanted, required in (
-        ("rollout.auto_reset", rollout.auto_reset, True, "envs that begin the next episode by themselves"),
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that start the next episode by themselves"),
         ("rollout.offload_envs", rollout.offload_envs, False, "simulators that stay"),
-        ("cluster.placement", cluster.placement, "colocated", "players that are not replaced"),
+        ("cluster.placement", cluster.placement, "colocated", "rollout workers that are not replaced"),
     ):
         if rollout.continue_episodes and value != wanted:
             found = f"rollout.continue_episodes=true with {key}={override_text(value)}"
-            refuse(found, required, f"rollout.continue_episodes=false, or {key}={override_text(wanted)}")
+            reject(found, required, f"rollout.continue_episodes=false, or {key}={override_text(wanted)}")
 
 
 def check_rollout_processes(config: RunConfig) -> None:
@@ -349,19 +353,23 @@ def check_rollout_processes(config: RunConfig) -> None:
     if not count:
         return
     found = f"rollout.worker_processes={count}"
-    if rollout.num_lanes is not None:
-        refuse(f"{found} with rollout.num_lanes={rollout.num_lanes}", "one of them", "rollout.num_lanes=null")
+    if rollout.pipeline_stages is not None:
+        reject(
+            f"{found} with rollout.pipeline_stages={rollout.pipeline_stages}",
+            "one of them",
+            "rollout.pipeline_stages=null",
+        )
     if rollout.backend != "torch" or resolve_device(config.cluster.device, 1) != "cpu":
-        refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
+        reject(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
         kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
         found += f" with env.name={env.name}, which {kind}"
-        refuse(found, "an env in the process that plays", "rollout.worker_processes=0")
+        reject(found, "an env in the process that plays", "rollout.worker_processes=0")
     blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
     if blocks % count:
         what = "envs" if rollout.group_size == 1 else "groups"
         fix = f"rollout.worker_processes={nearest_divisor(blocks, count, 1)}"
-        refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, count, 1)}", fix)
+        reject(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, count, 1)}", fix)
 
 
 def check_staleness(config: RunConfig) -> None:
@@ -371,13 +379,13 @@ def check_staleness(config: RunConfig) -> None:
         return
     found = f"cluster.max_staleness={ahead}"
     if config.cluster.placement == "colocated" and not config.rollout.worker_processes:
-        refuse(
+        reject(
             f"{found} with rollouts that the ranks play",
-            "processes or players that play while ranks train",
-            "rollout.worker_processes=1, or cluster.placement=split cluster.start=ray, or cluster.max_staleness=0",
+            "processes or rollout workers that play while ranks train",
+            "rollout.worker_processes=1, or cluster.placement=disaggregated cluster.start=ray, or cluster.max_staleness=0",
         )
     if config.algorithm.tis_cap is None:
-        refuse(
+        reject(
             f"{found} with algorithm.tis_cap=null",
             "a cap: losses are weighed by min(trainer / rollout probability, cap), because older weights have played",
             "algorithm.tis_cap=2.0",
@@ -401,7 +409,7 @@ def check_rollout_memory(config: RunConfig) -> None:
     if num_envs * per_env > available:
         step = ranks_here * rollout.group_size
         fitting = available // per_env // step * step * ranks // ranks_here
-        refuse(
+        reject(
             f"The observations of a rollout, {num_envs} envs on this machine x {rollout.num_chunks} calls of {size}, take "
             f"{num_envs * per_env / 1e9:.0f} GB",
             f"at most the {available / 1e9:.0f} GB of this machine",
@@ -414,7 +422,7 @@ def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
     ranks, micro = config.cluster.num_processes, config.model.micro_batch_size
     rows = batch // ranks
     if rows > micro and rows % micro:
-        refuse(
+        reject(
             f"model.micro_batch_size={micro} for {rows} rows per rank ({key}={batch} over {ranks} ranks)",
             f"one of {divisors_text(rows, micro, 1)}",
             f"model.micro_batch_size={nearest_divisor(rows, micro, 1)}",
@@ -427,13 +435,13 @@ def check_algorithm(config: RunConfig) -> None:
     algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
     if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
         fix = "model.value_head=true, or algorithm=grpo rollout=groups"
-        refuse(f"{name} with model.value_head=false", "a value head", fix)
+        reject(f"{name} with model.value_head=false", "a value head", fix)
     if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
         found = "algorithm.advantage_level=action with algorithm.logprob_level=chunk"
-        refuse(found, "a ratio for each action that has an advantage", "algorithm.logprob_level=action")
+        reject(found, "a ratio for each action that has an advantage", "algorithm.logprob_level=action")
     if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
         found = f"algorithm.advantage_level=action with {name}, which has one advantage per episode"
-        refuse(found, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
+        reject(found, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
     if algorithm_class.needs_groups:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
@@ -441,10 +449,10 @@ def check_algorithm(config: RunConfig) -> None:
             found = f"{name} with rollout.group_size={rollout.group_size}"
             found += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
-            refuse(found, required, " ".join(fixes))
+            reject(found, required, " ".join(fixes))
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
-        refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
+        reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
 
 
 def check_whole_episodes(config: RunConfig) -> None:
@@ -453,7 +461,7 @@ def check_whole_episodes(config: RunConfig) -> None:
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * chunk_len
     if covered < longest:
-        refuse(
+        reject(
             f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len={chunk_len})",
             f"the longest episode's {longest} steps, because each iteration starts with fresh episodes",
             f"rollout.num_chunks={chunks_needed(config)}",
@@ -465,15 +473,18 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
-        refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
-    if config.sft.advantage_share is not None:
-        found, fix = f"sft.advantage_share={config.sft.advantage_share}", "sft.advantage_share=null"
+        reject(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
+    if config.sft.advantage_top_fraction is not None:
+        found, fix = (
+            f"sft.advantage_top_fraction={config.sft.advantage_top_fraction}",
+            "sft.advantage_top_fraction=null",
+        )
         if not policy_class.implements("_propose"):
             found = f"{found}, but {policy_class.__name__} does not implement _propose"
-            refuse(found, "a policy with that method, whose features the value model reads", fix)
-        if has_players(config):
+            reject(found, "a policy with that method, whose features the value model reads", fix)
+        if has_rollout_workers(config):
             found = f"{found} with cluster.placement={config.cluster.placement}"
-            refuse(
+            reject(
                 found, "ranks that play, whose policy the value model reads", f"cluster.placement=colocated, or {fix}"
             )
     if policy is not None:
@@ -482,13 +493,13 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
-        refuse(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
+        reject(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
     seen = None if policy is None else getattr(policy[1], "crop_area", None)
     own = "init_config" if config.model.model_path is None else "override_config"
     if seen is not None and sft.augment.crop_area < 1.0 and sft.augment.crop_area != seen:
-        refuse(
-            f"sft.augment.crop_area={sft.augment.crop_area:g} for a policy that sees {seen:g} of each picture's area in an evaluation",
+        reject(
+            f"sft.augment.crop_area={sft.augment.crop_area:g} for a policy that sees {seen:g} of each image's area in an evaluation",
             "the same area, or no crop",
             f"model.{own}.center_crop=true sft.augment.crop_area=0.9, or sft.augment.crop_area=1",
         )
@@ -502,11 +513,11 @@ def check_no_comparison(config: RunConfig, command: str) -> None:
     compare = config.evaluation.compare
     if compare is not None:
         later = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
-        refuse(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", later)
+        reject(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", later)
     stop_when = config.evaluation.stop_when
     if stop_when is not None:
         found = f"evaluation.stop_when={stop_when} with `rlinf {command}`, whose evaluations all play the same list"
-        refuse(found, "`rlinf evaluate`", "evaluation.stop_when=null")
+        reject(found, "`rlinf evaluate`", "evaluation.stop_when=null")
 
 
 def nearest_multiple(number: int, of: int) -> int:
@@ -539,7 +550,7 @@ def check_profile(config: RunConfig) -> None:
     num_steps = getattr(config, section).max_steps
     if len(steps) != 2 or not 0 <= steps[0] <= steps[1] < num_steps:
         last = num_steps - 1
-        refuse(
+        reject(
             f"trainer.profile_steps={override_text(steps)} with {section}.max_steps={num_steps}",
             f"[first, last] with 0 <= first <= last <= {last}",
             f"'trainer.profile_steps=[0,{min(2, last)}]', or trainer.profile_steps=null",

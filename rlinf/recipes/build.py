@@ -29,9 +29,9 @@ from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import Groups, GRPOTrainer
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
-from rlinf.recipes.plan import make_plan, share_of_engine, why_no_engine
-from rlinf.recipes.players import PlayerPlaces, make_generator
+from rlinf.recipes.plan import fraction_of_engine, make_plan, why_no_engine
 from rlinf.recipes.rewards import Rewards, make_rewards
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, make_generator
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.schedule import count_steps
 from rlinf.recipes.sft import SFTTrainer
@@ -40,8 +40,8 @@ from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
 
-TEST_SHARE = 0.1
-"""Share of the rows that are kept for validation, if nothing else is said."""
+TEST_FRACTION = 0.1
+"""Fraction of the rows that are kept for validation, if nothing else is said."""
 LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
 """``loss_type`` as ``GRPOLossFn`` names it."""
 
@@ -56,7 +56,7 @@ class RecipeData:
         reward_fns: Rewards of GRPO; None: the configuration names them.
         val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
         val_packer: Turns them into tokens; None: ``packer``.
-        places: Where players of the run may be; None: the ranks generate.
+        places: Where rollout workers of the run may be; None: the ranks generate.
     """
 
     dataset: Any
@@ -64,7 +64,7 @@ class RecipeData:
     reward_fns: Any = None
     val_dataset: Any = None
     val_packer: Packer | None = None
-    places: PlayerPlaces | None = None
+    places: RolloutWorkerPlaces | None = None
 
 
 def load_processor(name: str) -> Any:
@@ -154,7 +154,7 @@ def describe_data(config: RecipeConfig, trainer: TokenTrainer) -> dict[str, Any]
 
 
 def describe_model(policy: HuggingFacePolicy) -> dict[str, Any]:
-    """Return which model a run began with, and what ends its answers (a collective call)."""
+    """Return which model a run started with, and what ends its answers (a collective call)."""
     name, settings = policy.model_name, cast(Any, policy.model).generation_config
     digest = on_rank_zero(lambda: weights_digest(name), f"read {name}")
     return {"policy.model_name_or_path": digest, "end_tokens": settings.eos_token_id}
@@ -351,14 +351,16 @@ class _Maker:
         return TorchGenerator(self.policy) if engine is None else VllmGenerator(self.policy, engine)
 
 
-def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlaces | None) -> dict[str, Any] | None:
+def _engine(
+    config: RecipeConfig, policy: HuggingFacePolicy, places: RolloutWorkerPlaces | None
+) -> dict[str, Any] | None:
     """Return the settings of the vLLM engine; None: torch generates."""
     rollout = config.rollout
     if not rollout.backend.startswith("vllm"):
         return None
     reason = why_no_engine(policy.model.config)
     if reason is not None:
-        who = "The trained model generates" if places is None else "Players generate in torch"
+        who = "The trained model generates" if places is None else "RolloutWorkers generate in torch"
         logger.warning("rollout.backend=%s is not used: %s. %s", rollout.backend, reason, who)
         return None
     plan = make_plan(config, world_size()) if places is None else None
@@ -370,7 +372,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
         "seed": config.train.seed or 0,
         "vllm_cfg": {
             "tensor_parallel_size": rollout.parallelism.tp_size,
-            "gpu_memory_utilization": share_of_engine(config, plan),
+            "gpu_memory_utilization": fraction_of_engine(config, plan),
             "enable_chunked_prefill": rollout.enable_chunked_prefill,
             "enforce_eager": rollout.enforce_eager,
             "max_model_len": policy.config.max_model_len,
@@ -382,7 +384,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
 def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
     """Return the rows of the validation, by ``test_size``, and those to train on."""
     size = config.train.train_policy.dataset.test_size
-    return rows.split_off(TEST_SHARE if size is None else size)
+    return rows.split_off(TEST_FRACTION if size is None else size)
 
 
 def _as_rows(dataset: Any) -> Rows:

@@ -26,7 +26,7 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "policy.trainable_map": ((None,), "all weights are trained, or adapters (policy.lora)"),
     "policy.lora.use_rslora": ((False,), "the scale is lora_alpha / r"),
     "policy.lora.modules_to_save": ((None,), "only adapters are trained"),
-    "policy.lora.init_lora_weights": ((True,), "adapters begin without effect"),
+    "policy.lora.init_lora_weights": ((True,), "adapters start without effect"),
     "rollout.parallelism.cp_size": ((1,), "engines have no context parallelism"),
     "rollout.parallelism.ep_size": ((1,), "engines have no expert parallelism"),
     "rollout.parallelism.pp_size": ((1,), "engines have no pipeline parallelism; raise rollout.parallelism.tp_size instead"),
@@ -78,7 +78,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
     "rollout.sampling_config.repetition_penalty": ((1.0,), _DRAWN),
     "validation.top_k": ((-1, None), _GREEDY),
     "validation.top_p": ((1.0, None), _GREEDY),
-    "logging.report_mfu": ((True,), "the model's share of the peak speed is always logged on GPUs"),
+    "logging.report_mfu": ((True,), "the model's fraction of the peak speed is always logged on GPUs"),
 }
 """Keys that are taken out of a recipe, the values that say nothing, and what happens instead of others."""
 
@@ -107,7 +107,7 @@ def _check_train(config: RecipeConfig) -> None:
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
         raise ConfigError(
-            f"train.optm_warmup_steps is {warmup}; required: a whole number of steps, or a share of at most 1.0. Set "
+            f"train.optm_warmup_steps is {warmup}; required: an integer of steps, or a fraction of at most 1.0. Set "
             f"train.optm_warmup_steps={round(warmup)}"
         )
     if method.dataset.streaming and train.max_num_steps is None:
@@ -195,25 +195,25 @@ def _check_rollout(config: RecipeConfig) -> None:
 
 
 def _check_cluster(config: RecipeConfig) -> None:
-    """Raise ConfigError for keys of players that contradict other keys."""
+    """Raise ConfigError for keys of rollout workers that contradict other keys."""
     cluster, method = config.cluster, config.train.train_policy.type
-    given = {"cluster.placement": (cluster.placement, "split"), "cluster.start": (cluster.start, "ray")}
+    given = {"cluster.placement": (cluster.placement, "disaggregated"), "cluster.start": (cluster.start, "ray")}
     asking = [f"{key}={value}" for key, (value, asks) in given.items() if value == asks]
-    if cluster.num_players is not None:
-        asking.append(f"cluster.num_players={cluster.num_players}")
+    if cluster.num_rollout_workers is not None:
+        asking.append(f"cluster.num_rollout_workers={cluster.num_rollout_workers}")
     if not asking:
         return
-    cure = "cluster.start=auto cluster.placement=null cluster.num_players=null"
+    fix = "cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null"
     if method != "grpo":
         raise ConfigError(
-            f"{asking[0]} with train.train_policy.type={method}; required: grpo, whose answers players generate. Set {cure}"
+            f"{asking[0]} with train.train_policy.type={method}; required: grpo, whose answers rollout workers generate. Set {fix}"
         )
     places = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
     for other, value, split in places:
         if value == "colocated":
             raise ConfigError(
-                f"{asking[0]} with {other}=colocated; required: one of them, because {asking[0]} asks for players. Set "
-                f"{other}={split}, or {cure}"
+                f"{asking[0]} with {other}=colocated; required: one of them, because {asking[0]} asks for rollout workers. Set "
+                f"{other}={split}, or {fix}"
             )
 
 

@@ -38,7 +38,7 @@ class DatasetConfig:
     split: str | list[str] = option("train", "Split, or splits that are joined.")
     test_size: int | float | None = option(
         None,
-        "First rows that are kept for validation: their number, or below 1.0 their share; null: 10 % of all.",
+        "First rows that are kept for validation: their number, or below 1.0 their fraction; null: 10 % of all.",
         minimum=0,
     )
     streaming: bool = option(False, "Read rows while training, instead of all before; needs train.max_num_steps.")
@@ -85,7 +85,7 @@ class TrainPolicyConfig:
         0.1, "Inverse strength of the tie to the reference policy (Rafailov et al. 2023, eq. 7).", minimum=0
     )
     dpo_label_smoothing: float = option(
-        0.0, "Share of pairs assumed to be labelled the wrong way round.", minimum=0, below=0.5
+        0.0, "Fraction of pairs assumed to be labelled the wrong way round.", minimum=0, below=0.5
     )
 
     # grpo
@@ -126,7 +126,7 @@ class CkptConfig:
     """Checkpoints, exports and uploads."""
 
     enable_checkpoint: bool = option(
-        True, "Write checkpoints from which `train.resume` goes on. The final safetensors are written either way."
+        True, "Write checkpoints from which `train.resume` continues. The final safetensors are written either way."
     )
     save_freq: int = option(20, "Steps between checkpoints.", minimum=1)
     save_freq_in_epoch: int = option(
@@ -134,7 +134,7 @@ class CkptConfig:
     )
     max_keep: int = option(5, "Newest checkpoints to keep; the best by validation stays besides. -1: all.", minimum=-1)
     save_mode: str = option(
-        "async", "async: written while training goes on; sync: training waits.", choices=("async", "sync")
+        "async", "async: written while training continues; sync: training waits.", choices=("async", "sync")
     )
     export_safetensors: bool = option(True, "Also export every checkpoint as safetensors; false: only the last one.")
     chunk_bytes: int = option(
@@ -163,7 +163,7 @@ class TrainConfig:
     ckpt: CkptConfig = option(CkptConfig(), "Checkpoints.")
     resume: bool | PathText = option(
         False,
-        "true or auto: go on from the newest whole checkpoint below output_dir, if there is one; or a checkpoint or run folder.",
+        "true or auto: continue from the newest whole checkpoint below output_dir, if there is one; or a checkpoint or run folder.",
     )
     epoch: int = option(1, "Passes over the dataset.", minimum=1)
     max_num_steps: int | None = option(None, "Largest number of steps; null: as many as the epochs have.", minimum=1)
@@ -183,13 +183,16 @@ class TrainConfig:
     epsilon: float = option(1e-6, "Epsilon of the optimiser.", minimum=0)
     optm_grad_norm_clip: float = option(1.0, "Largest norm of the gradient; 0: no limit.", minimum=0)
     optm_warmup_steps: int | float = option(
-        20, "Steps over which the learning rate rises; a float up to 1.0 is a share of all steps.", minimum=0
+        20, "Steps over which the learning rate rises; a float up to 1.0 is a fraction of all steps.", minimum=0
     )
     optm_decay_type: str = option("none", "How the learning rate falls after the warm-up.", choices=DECAYS)
     optm_decay_ratio: float | None = option(
-        None, "Share of all steps, the last ones, in which it falls; null: all after the warm-up.", minimum=0, maximum=1
+        None,
+        "Fraction of all steps, the last ones, in which it falls; null: all after the warm-up.",
+        minimum=0,
+        maximum=1,
     )
-    optm_min_lr_factor: float = option(0.0, "Smallest share of the learning rate.", minimum=0, maximum=1)
+    optm_min_lr_factor: float = option(0.0, "Smallest fraction of the learning rate.", minimum=0, maximum=1)
 
     param_dtype: str = option(
         "bfloat16", "Number format of forward and backward passes, and of the export.", choices=DTYPES
@@ -241,7 +244,7 @@ class RolloutConfig:
     max_response_length: int = option(2048, "Most tokens of an answer.", minimum=1)
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of a GPU's memory that the engine takes; null: 0.8, or on a GPU with the policy what that leaves.",
+        "Fraction of a GPU's memory that the engine takes; null: 0.8, or on a GPU with the policy what that leaves.",
         minimum=0,
         maximum=1,
     )
@@ -355,26 +358,28 @@ class ProfilerConfig:
 
 @dataclass
 class ClusterConfig:
-    """The ranks of the trained model, and the players that generate for them."""
+    """The ranks of the trained model, and the rollout workers that generate for them."""
 
     start: str = option(
         "auto",
-        "auto: the ranks are started here, or torchrun or srun has started them; ray: they are started here, and there are players. Ray "
-        "places players in the cluster that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: they are started here, and there are rollout workers. Ray "
+        "places rollout workers in the cluster that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
         choices=("auto", "ray"),
     )
     placement: str | None = option(
         None,
-        "colocated: each rank generates its answers; split: players do (grpo), in processes and on GPUs of their own; null: split where "
-        "mode=disaggregated, rollout.backend=vllm and the ranks have GPUs, or another key asks for players.",
-        choices=("colocated", "split"),
+        "colocated: each rank generates its answers; disaggregated: rollout workers do (grpo), in processes and on GPUs of their own; null: split where "
+        "mode=disaggregated, rollout.backend=vllm and the ranks have GPUs, or another key asks for rollout workers.",
+        choices=("colocated", "disaggregated"),
     )
-    num_players: int | None = option(
-        None, "Players, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.", minimum=1
+    num_rollout_workers: int | None = option(
+        None,
+        "RolloutWorkers, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.",
+        minimum=1,
     )
     max_restarts: int = option(
         20,
-        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends.",
+        "RolloutWorkers of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends.",
         minimum=0,
     )
     num_threads: int | None = option(
@@ -393,7 +398,7 @@ class RecipeConfig:
     validation: ValidationConfig = option(ValidationConfig(), "Validation.")
     logging: LoggingConfig = option(LoggingConfig(), "Where metrics go.")
     profiler: ProfilerConfig = option(ProfilerConfig(), "Recording of steps.")
-    cluster: ClusterConfig = option(ClusterConfig(), "Players, threads and deadlines of the ranks.")
+    cluster: ClusterConfig = option(ClusterConfig(), "RolloutWorkers, threads and deadlines of the ranks.")
     custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
     mode: str = option(
         "disaggregated",

@@ -81,7 +81,7 @@ class Rows:
     def split_off(self, size: int | float | None) -> tuple[Rows | None, Rows]:
         """Return the first rows, for validation, and the others, for training.
 
-        ``size`` is a number of rows (int) or a share of them (float); None or 0: none.
+        ``size`` is a number of rows (int) or a fraction of them (float); None or 0: none.
         """
         count = math.ceil(size * len(self)) if isinstance(size, float) else int(size or 0)
         if count < 0 or count >= len(self):
@@ -181,7 +181,7 @@ def made_by(name: str) -> str:
 
 
 def check_place(name: str, section: str) -> None:
-    """Refuse a file of a type that is not read, and the path of nothing; what may be on the hub passes."""
+    """Reject a file of a type that is not read, and the path of nothing; what may be on the hub passes."""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix not in READERS:
         known = ", ".join(sorted(READERS))
@@ -307,7 +307,7 @@ class PackedRows(Generic[Packed]):
         return number + 1
 
     def numbers(self, step: int, batch_size: int) -> np.ndarray:
-        """Return the rows of a step by number, int64 ``[batch_size]``; a batch may end one epoch and begin the next."""
+        """Return the rows of a step by number, int64 ``[batch_size]``; a batch may end one epoch and start the next."""
         if self.seed is None:
             return np.arange(step * batch_size, (step + 1) * batch_size) % len(self)
         return shuffled_rows(len(self), step, batch_size, self.seed)
@@ -377,7 +377,7 @@ class StreamedRows(Generic[Packed]):
     """Packed rows of a dataset that is read row by row, by consecutive steps.
 
     Rows are shuffled within blocks, by seed, epoch and block: a larger block mixes better and takes more memory. Every rank reads
-    every row and packs its own. ``state_dict`` remembers where the current block begins, and a resumed run reads that block again.
+    every row and packs its own. ``state_dict`` remembers where the current block starts, and a resumed run reads that block again.
 
     Args:
         pack, seed, skip_bad_rows: See ``PackedRows``.

@@ -73,7 +73,7 @@ class DPOTrainer(TokenTrainer):
         return TokenUpdate(metrics["loss"], named, num_tokens, 2 * self.batch_size, shown)
 
     def validate(self, step: int) -> Validation | None:
-        """Return the loss and the share of right preferences on the validation pairs."""
+        """Return the loss and the fraction of right preferences on the validation pairs."""
         if self.validation_rows is None:
             return None
         rows = self.validation_rows

@@ -97,7 +97,7 @@ class GRPOTrainer(TokenTrainer):
         with waiting("rollout"):
             with self.completer.generator.ready():
                 groups, num_replaced = self._collect(step)
-            barrier()  # here, because a rank whose player is replaced is late by up to this deadline
+            barrier()  # here, because a rank whose rollout worker is replaced is late by up to this deadline
         deadlines.clock.add_rollout(time.monotonic() - start)
         own = [each for group in groups for each in group]
         batch = self._batch(groups, own)

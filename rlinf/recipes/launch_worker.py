@@ -19,8 +19,8 @@ from rlinf.recipes.config import DatasetConfig, RecipeConfig
 from rlinf.recipes.datasets import SECTION, load_rows
 from rlinf.recipes.load import packaged_recipes
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
-from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.rewards import make_rewards
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
 from rlinf.recipes.run import run
 
 SCRIPTS = Path("tools") / "dataset"
@@ -29,10 +29,10 @@ SCRIPTS = Path("tools") / "dataset"
 
 @dataclass
 class _Launch:
-    """The recipe that a script trains, where its players may be, and whether it has called ``launch_worker``."""
+    """The recipe that a script trains, where its rollout workers may be, and whether it has called ``launch_worker``."""
 
     config: RecipeConfig
-    places: PlayerPlaces | None = None
+    places: RolloutWorkerPlaces | None = None
     folder: Path | None = None
 
 
@@ -120,13 +120,13 @@ def find_script(name: str) -> Path:
     )
 
 
-def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:
+def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorkerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
 
     Raise ConfigError if the script does not call ``launch_worker``. Return the folder of the run.
 
     Args:
-        places: Where players may be; None: the ranks generate.
+        places: Where rollout workers may be; None: the ranks generate.
     """
     with _launched(config, places) as launched:
         if script is None:
@@ -142,7 +142,7 @@ def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces
 
 
 @contextmanager
-def _launched(config: RecipeConfig, places: PlayerPlaces | None) -> Iterator[_Launch]:
+def _launched(config: RecipeConfig, places: RolloutWorkerPlaces | None) -> Iterator[_Launch]:
     """Put a recipe in place for ``launch_worker``."""
     global _launch
     _launch = _Launch(config, places)

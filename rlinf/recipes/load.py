@@ -117,7 +117,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig,
     """
     mapping = with_overrides(read_recipe(find_recipe(name)), overrides)
     notices = translate(mapping)
-    refuse_unknown(mapping)
+    reject_unknown(mapping)
     config = from_mapping(RecipeConfig, mapping)
     check_recipe(config)
     return config, notices
@@ -174,7 +174,7 @@ def _without_dead_keys(mapping: dict[str, Any]) -> list[str]:
     return notices
 
 
-def refuse_unknown(mapping: Mapping[str, Any]) -> None:
+def reject_unknown(mapping: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key that has another name today, or that belongs to another section."""
     known = {*dict(keys_of(RecipeConfig)), *NOT_DONE, *WITHOUT_EFFECT}
     for dotted in _leaves(mapping, RecipeConfig):

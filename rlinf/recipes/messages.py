@@ -16,7 +16,7 @@ LEARNED_IF = ("weight", "loss_weight", "loss", "train", "train_on_turn", "traini
 """Fields by which a message of the assistant says whether it is learned."""
 MEANINGFUL = frozenset(
     "audio channel function_call image images loss_mask loss_scale mask masked prefill prefix reasoning reasoning_content recipient "
-    "refusal thinking thoughts train_detail video videos".split()
+    "rejection thinking thoughts train_detail video videos".split()
 )
 """Further fields that change what a message says or teaches: the chat template shows them, or the row is rejected."""
 READ = {"role", "content", "tool_calls", "tool_call_id", "weight"}
@@ -106,7 +106,7 @@ def with_system(messages: Any, row: Mapping[str, Any], system: str = "") -> list
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def refuse_unread(row: Mapping[str, Any]) -> None:
+def reject_unread(row: Mapping[str, Any]) -> None:
     """Raise BadRowError for a column that would change the learned tokens and that nothing reads."""
     unread = {name: row[name] for name in UNREAD_COLUMNS if row.get(name) not in (None, "", [], 1)}
     for name, value in unread.items():
@@ -181,21 +181,21 @@ def _is_medium(entry: Any) -> bool:
     return entry is not None and not (isinstance(entry, (str, bytes)) and not entry.strip())
 
 
-def refuse_media(
+def reject_media(
     row: Mapping[str, Any],
     why: str = "the model, which reads text only, would not see",
-    cure: str = "set policy.model_name_or_path=<vision-language model>",
+    fix: str = "set policy.model_name_or_path=<vision-language model>",
 ) -> None:
     """Raise BadRowError if a row has images or videos that nothing would read."""
     key, images = _media(row, "images", "image")
     if images:
         raise BadRowError(
-            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}; required: none. Remove the column, or {cure}."
+            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}; required: none. Remove the column, or {fix}."
         )
-    refuse_videos(row)
+    reject_videos(row)
 
 
-def refuse_videos(row: Mapping[str, Any]) -> None:
+def reject_videos(row: Mapping[str, Any]) -> None:
     """Raise BadRowError if a row has videos in a column; only those in messages are read."""
     key, videos = _media(row, "videos", "video")
     if videos:

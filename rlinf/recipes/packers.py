@@ -29,9 +29,9 @@ from rlinf.recipes.messages import (
     check_messages,
     images_of,
     meaningful,
-    refuse_media,
-    refuse_unread,
-    refuse_videos,
+    reject_media,
+    reject_unread,
+    reject_videos,
     system_of,
     text_of,
     text_only,
@@ -80,8 +80,8 @@ def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
     ``setting`` is the key that names the column, if one does.
     """
     if name not in row:
-        cure = f" Set {setting}=<column>." if setting else ""
-        raise BadRowError(f"it has no column '{name}'.{did_you_mean(name, row)}{cure}")
+        fix = f" Set {setting}=<column>." if setting else ""
+        raise BadRowError(f"it has no column '{name}'.{did_you_mean(name, row)}{fix}")
     if row[name] is None:
         raise BadRowError(f"its column '{name}' is null; required: a value.")
     return scalar_text(row[name], f"its column '{name}'")
@@ -104,7 +104,7 @@ class RawTextPacker:
 
     def text(self, row: dict[str, Any]) -> str:
         """Return the text of a row."""
-        refuse_media(row, "are no text", "use the dataset script hf_vlm_sft.py")
+        reject_media(row, "are no text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
@@ -126,11 +126,11 @@ class RawTextPacker:
         return Sample(ids, [True] * len(ids), is_cut=len(every) > len(ids))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
-        """Refuse: preferences need a prompt."""
+        """Reject: preferences need a prompt."""
         raise ConfigError("raw text has no prompt and no answers; DPO needs both. Use the dataset script dpo_pairs.py")
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
-        """Refuse: text that is learned whole leaves nothing to generate."""
+        """Reject: text that is learned whole leaves nothing to generate."""
         raise ConfigError("raw text has no prompt; GRPO needs one. Use the dataset script gsm8k_grpo.py")
 
 
@@ -178,7 +178,7 @@ class ChatPacker:
         """
         method = self.config.train.train_policy
         name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
-        refuse_unread(row)
+        reject_unread(row)
         if name not in row and prompt in row and response in row:
             answer = {"role": "assistant", "content": as_text(column(row, response), f"its column '{response}'")}
             return [*as_messages(column(row, prompt)), answer]
@@ -190,7 +190,7 @@ class ChatPacker:
         return column(row, name, "train.train_policy.response_column_name") if name else None
 
     def sample(self, row: dict[str, Any]) -> Sample:
-        """Return a conversation; of a text that is too long, the beginning."""
+        """Return a conversation; of a text that is too long, the start."""
         return self._pack(*self._resolved(self.messages(row), row), tools_of(row))
 
     def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
@@ -198,7 +198,7 @@ class ChatPacker:
 
         ``chosen`` and ``rejected`` are answers to ``prompt`` (a text or messages), or whole conversations.
         """
-        refuse_unread(row)
+        reject_unread(row)
         chosen, rejected = (self._candidate(row, name) for name in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1] or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
             raise BadRowError("its columns 'chosen' and 'rejected' are not two answers to the same prompt; required: equal messages, and "
@@ -254,7 +254,7 @@ class ChatPacker:
             rendered = text(tools)
             shows_tools = not tools or rendered != text(None)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise BadRowError(f"the chat template refuses it: {error}. {RAW_TEXT_HINT}.") from error
+            raise BadRowError(f"the chat template rejects it: {error}. {RAW_TEXT_HINT}.") from error
         if not shows_tools:
             raise BadRowError(
                 "the chat template does not show its column 'tools'; required: a template that does, or no such column."
@@ -267,7 +267,7 @@ class ChatPacker:
         for message in messages:
             self._check_fields(message)
         if not self.takes_images:
-            refuse_media(row)
+            reject_media(row)
             return [text_only(message) for message in messages], []
         given, images = images_of(row), []
         num_taken, has_videos = 0, False
@@ -301,7 +301,7 @@ class ChatPacker:
             if content or not message.get("tool_calls"):  # templates tell calls without content by an empty one
                 message["content"] = parts
         if not has_videos:
-            refuse_videos(row)
+            reject_videos(row)
         if num_taken < len(given):
             raise BadRowError(
                 f"its column 'images' has {len(given)}, and its messages name {num_taken} of them; required: each."
@@ -350,7 +350,7 @@ class ChatPacker:
         return Sample(ids, mask, inputs, is_cut)
 
     def _answers(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered conversation, and where in it each answer begins and ends, in characters."""
+        """Return the rendered conversation, and where in it each answer starts and ends, in characters."""
         speaks = [message["role"] == "assistant" for message in messages]
         if not any(speaks):
             raise BadRowError("it has no message of the assistant; required: at least one, which is learned.")
@@ -383,7 +383,7 @@ class ChatPacker:
         return message | {"content": self._content(f"{BEGIN}{text.strip() if strip else text}{END}")}
 
     def _calls(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Return how the template goes on from the mark ``END`` in the last message to the end of its tool calls."""
+        """Return how the template continues from the mark ``END`` in the last message to the end of its tool calls."""
         if not messages[-1].get("tool_calls"):
             return ""
         plain = self._marked({"role": "assistant", "content": "a"})
@@ -397,7 +397,7 @@ class ChatPacker:
         return rest.removesuffix(closing)
 
     def _begin_of_call(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> int | None:
-        """Return where the last message begins, in a text without marks, if it is marked at the name of a call; else None."""
+        """Return where the last message starts, in a text without marks, if it is marked at the name of a call; else None."""
         if BEGIN in text_of(messages[-1]["content"]):
             return None
         before, whole = (
@@ -407,11 +407,11 @@ class ChatPacker:
         return len(os.path.commonprefix([before, whole]))
 
     def _spans(self, marked: str, calls: Sequence[str], begins: Sequence[int | None]) -> list[tuple[int, int]]:
-        """Return begin and end of each answer in a text without its marks.
+        """Return start and end of each answer in a text without its marks.
 
         Args:
             calls: The tool calls that follow each mark.
-            begins: Where a message without content begins, which counts where the template has no generation prompt.
+            starts: Where a message without content starts, which counts where the template has no generation prompt.
         """
         if marked.count(END) != len(calls):
             raise BadRowError("the chat template drops one of its answers; required: all are shown.")
@@ -420,16 +420,14 @@ class ChatPacker:
             end = marked.find(END, position)
             piece = marked[position:end]
             begin = piece.find(BEGIN)
-            before = (
-                piece if begin < 0 else piece[:begin]
-            )  # a template may drop the beginning of an answer: its thoughts
+            before = piece if begin < 0 else piece[:begin]  # a template may drop the start of an answer: its thoughts
             header = begin if message is None else message - clean
             if self._header and self._header in before:
                 header = before.rfind(self._header) + len(self._header)
             if header < 0:
-                raise BadRowError("the chat template drops the beginning of an answer; required: all of it is shown.")
+                raise BadRowError("the chat template drops the start of an answer; required: all of it is shown.")
             if not marked.startswith(call, end + 1):
-                raise BadRowError("the chat template changes its tool calls when the conversation goes on.")
+                raise BadRowError("the chat template changes its tool calls when the conversation continues.")
             spans.append((clean + header, clean + len(piece.replace(BEGIN, "")) + len(call)))
             clean += len(piece.replace(BEGIN, ""))
             position = end + 1
@@ -447,7 +445,7 @@ class ChatPacker:
             encoded = self.processor(text=[text], images=images or None, return_tensors="pt", **options)
         except (ValueError, TypeError, IndexError, KeyError, RuntimeError, StopIteration) as error:
             raise BadRowError(
-                f"the {type(self.processor).__name__} refuses it: {type(error).__name__}: {error}."
+                f"the {type(self.processor).__name__} rejects it: {type(error).__name__}: {error}."
             ) from error
         inputs = dict(encoded)
         ids, offsets = inputs.pop("input_ids")[0].tolist(), inputs.pop("offset_mapping")[0].tolist()
@@ -512,7 +510,7 @@ class PromptPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> Any:
         """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
-        refuse_unread(row)
+        reject_unread(row)
         images = images_of(row)
         if isinstance(prompt, str) and images and self.takes_images:
             parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
@@ -524,7 +522,7 @@ class PromptPacker(ChatPacker):
         text = self.messages(row)
         if not isinstance(text, str):
             return super().prompt(row)
-        refuse_media(row)  # a text with images would be messages, if the model took them
+        reject_media(row)  # a text with images would be messages, if the model took them
         system = "train.train_policy.system_prompt" if self.config.train.train_policy.system_prompt else ""
         unread = system or ("its column 'tools'" if tools_of(row) else "its system message" if system_of(row) else "")
         if unread:
@@ -539,7 +537,7 @@ class PromptPacker(ChatPacker):
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a prompt that is a text, behind those that the tokenizer puts first, unless it begins with them already."""
+    """Return the tokens of a prompt that is a text, behind those that the tokenizer puts first, unless it starts with them already."""
     plain, whole = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer(text)["input_ids"]
     num_first = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
     return plain if plain[:num_first] == whole[:num_first] else whole[: num_first + len(plain)]

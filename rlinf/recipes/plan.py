@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
-from rlinf.engines.share import ALONE, engine_share
+from rlinf.engines.gpu_fraction import ALONE, engine_fraction
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.llm.vllm_generation import IMAGE_FAMILIES
@@ -25,8 +25,8 @@ from rlinf.preflight.placement import StoreRoom
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
-SPLIT = "cluster.placement=split"
-"""The override of a recipe with players."""
+SPLIT = "cluster.placement=disaggregated"
+"""The override of a recipe with rollout workers."""
 NOT_COUNTED = "activations, one gathered layer of a sharded model, and libraries are not counted"
 
 
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         replicas: Copies of the trained model, each with a batch of its own.
         shards: Ranks of a replica, which divide its weights and its batch.
-        players: Processes that generate, besides the ranks of the policy; 0: these ranks do.
+        rollout workers: Processes that generate, besides the ranks of the policy; 0: these ranks do.
         tp_size: GPUs over which a vLLM engine splits the model; 0: torch generates, on one.
         batch_size: Rows of a step over all replicas; in GRPO its answers.
         group_size: Answers to each prompt in GRPO; else 1.
@@ -47,7 +47,7 @@ class Plan:
 
     replicas: int
     shards: int
-    players: int
+    workers: int
     tp_size: int
     batch_size: int
     group_size: int
@@ -60,14 +60,14 @@ class Plan:
         return self.replicas * self.shards
 
     @property
-    def gpus_per_player(self) -> int:
-        """GPUs of a player."""
+    def gpus_per_rollout_worker(self) -> int:
+        """GPUs of a rollout worker."""
         return max(1, self.tp_size)
 
     @property
     def rollout_gpus(self) -> int:
-        """GPUs of all players."""
-        return self.players * self.gpus_per_player
+        """GPUs of all rollout workers."""
+        return self.workers * self.gpus_per_rollout_worker
 
     @property
     def num_gpus(self) -> int:
@@ -109,16 +109,18 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
         )
     wants_engine = is_grpo and rollout.backend == "vllm"
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
-    players = 0
-    if asks_for_players(config) or (num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"):
+    workers = 0
+    if asks_for_rollout_workers(config) or (
+        num_ranks is None and asks_for_gpus(config) and config.policy.device != "cpu"
+    ):
         in_torch = wants_engine and not has_engine
-        players = count_players(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
+        workers = count_rollout_workers(config, replicas * shards, rollout.parallelism.tp_size if in_torch else 1)
     batch_size = train.train_batch_per_replica * replicas
     answer = min(rollout.max_response_length, config.policy.model_max_length)
     return Plan(
         replicas=replicas,
         shards=shards,
-        players=players,
+        workers=workers,
         tp_size=rollout.parallelism.tp_size if has_engine else 0,
         batch_size=batch_size,
         group_size=group_size,
@@ -127,10 +129,10 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     )
 
 
-def asks_for_players(config: RecipeConfig) -> bool:
-    """Return whether a key of ``cluster`` asks for players, on whatever machine."""
+def asks_for_rollout_workers(config: RecipeConfig) -> bool:
+    """Return whether a key of ``cluster`` asks for rollout workers, on whatever machine."""
     cluster = config.cluster
-    return cluster.placement == "split" or cluster.start == "ray" or cluster.num_players is not None
+    return cluster.placement == "disaggregated" or cluster.start == "ray" or cluster.num_rollout_workers is not None
 
 
 def asks_for_gpus(config: RecipeConfig) -> bool:
@@ -140,38 +142,38 @@ def asks_for_gpus(config: RecipeConfig) -> bool:
     return is_grpo and config.rollout.backend == "vllm" and not is_colocated
 
 
-def without_players(config: RecipeConfig) -> str:
+def without_rollout_workers(config: RecipeConfig) -> str:
     """Return the overrides with which the ranks of the policy generate."""
     words = ["mode=colocated"]
     if config.rollout.parallelism.tp_size > 1:
         words.append("rollout.parallelism.tp_size=1")
-    if asks_for_players(config):
-        words.append("cluster.start=auto cluster.placement=null cluster.num_players=null")
+    if asks_for_rollout_workers(config):
+        words.append("cluster.start=auto cluster.placement=null cluster.num_rollout_workers=null")
     return " ".join(words)
 
 
-def count_players(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
-    """Return the players of a recipe that has some.
+def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int) -> int:
+    """Return the rollout workers of a recipe that has some.
 
     Raise ConfigError if they can be divided neither among the ranks nor the ranks among them.
 
     Args:
         config: Checked.
         num_ranks: Ranks of the policy.
-        per_engine: Players in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
+        per_engine: RolloutWorkers in place of an engine of the recipe: without vLLM, one for each of its GPUs, if the ranks can share them.
     """
-    given = config.cluster.num_players
+    given = config.cluster.num_rollout_workers
     engines = config.rollout.parallelism.n_init_replicas
-    players = given or engines * per_engine
-    if given is None and players % num_ranks and num_ranks % players:
-        players = engines
-    if players % num_ranks and num_ranks % players:
-        key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_players"
+    workers = given or engines * per_engine
+    if given is None and workers % num_ranks and num_ranks % workers:
+        workers = engines
+    if workers % num_ranks and num_ranks % workers:
+        key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_rollout_workers"
         raise ConfigError(
-            f"{key}={players} players with {num_ranks} ranks of the policy; required: a multiple or a divisor of the ranks. Set "
-            f"cluster.num_players={num_ranks}"
+            f"{key}={workers} rollout workers with {num_ranks} ranks of the policy; required: a multiple or a divisor of the ranks. Set "
+            f"cluster.num_rollout_workers={num_ranks}"
         )
-    return players
+    return workers
 
 
 def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
@@ -192,7 +194,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     rollout = "none"
     if method.type == "grpo":
         each = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
-        rollout = f"{plan.rollout_gpus} ({plan.players} x {each})" if plan.players else "shared with the policy"
+        rollout = f"{plan.rollout_gpus} ({plan.workers} x {each})" if plan.workers else "shared with the policy"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
@@ -207,7 +209,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("rollout GPUs", rollout),
         ("total GPUs", str(plan.num_gpus)),
         *engine_lines(config),
-        *([("players", describe_players(plan))] if plan.players else []),
+        *([("workers", describe_rollout_workers(plan))] if plan.workers else []),
         ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
         ("steps", steps),
         ("tokens", f"at most {plan.max_tokens:,} {'generated ' if method.type == 'grpo' else ''}in a step"),
@@ -230,11 +232,11 @@ def engine_lines(config: RecipeConfig) -> list[tuple[str, str]]:
     return [("  or in torch", f"on each of these GPUs, if the model, which is not on this machine, {condition}")]
 
 
-def describe_players(plan: Plan) -> str:
-    """Return in words which players there are, and whose they are."""
-    sharers, share = plan.policy_gpus // plan.players, plan.players // plan.policy_gpus
+def describe_rollout_workers(plan: Plan) -> str:
+    """Return in words which rollout workers there are, and whose they are."""
+    sharers, share = plan.policy_gpus // plan.workers, plan.workers // plan.policy_gpus
     whose = f"{sharers} ranks share each" if sharers > 1 else f"{share} of each rank"
-    return f"{plan.players}, in processes that Ray starts; {whose}"
+    return f"{plan.workers}, in processes that Ray starts; {whose}"
 
 
 class Sizes(NamedTuple):
@@ -256,17 +258,17 @@ def sizes_of(config: RecipeConfig, plan: Plan) -> Sizes:
     return Sizes(parameters, weights, StateBytes.of(model, plan.shards if plan.shards > 1 else None))
 
 
-def share_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
-    """Return the share of its GPU that an engine takes. Raise ConfigError if it does not fit beside the policy there.
+def fraction_of_engine(config: RecipeConfig, plan: Plan | None) -> float:
+    """Return the fraction of its GPU that an engine takes. Raise ConfigError if it does not fit beside the policy there.
 
-    ``plan`` is None in a run with players, whose engines have GPUs of their own.
+    ``plan`` is None in a run with rollout workers, whose engines have GPUs of their own.
     """
     given = config.rollout.gpu_memory_utilization
-    if plan is None or plan.players or config.policy.device == "cpu" or not torch.cuda.is_available():
+    if plan is None or plan.workers or config.policy.device == "cpu" or not torch.cuda.is_available():
         return ALONE if given is None else given
     sizes, offloads = sizes_of(config, plan), config.train.fsdp_offload
     whole = sizes.weights if plan.shards > 1 or offloads else 0  # shards are gathered while the engine generates
-    return engine_share(
+    return engine_fraction(
         given,
         rank_memory_bytes("cuda", 1),
         (0 if offloads else sizes.state.total) + whole,
@@ -299,9 +301,9 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         takes = ""
         if plan.tp_size:
             unseen = not torch.cuda.is_available() and config.rollout.gpu_memory_utilization is None
-            share = f"{share_of_engine(config, plan):.0%} of the GPU"
-            takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.players else share}"
-        has_gpus = plan.players and plan.tp_size
+            share = f"{fraction_of_engine(config, plan):.0%} of the GPU"
+            takes = f"; the engine takes {'what the policy leaves' if unseen and not plan.workers else share}"
+        has_gpus = plan.workers and plan.tp_size
         lines.append(
             ("  rollout", f"weights {format_bytes(sizes.weights // (plan.tp_size if has_gpus else 1))}{takes}")
         )
@@ -309,7 +311,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
 
 
 def store_room(config: RecipeConfig) -> StoreRoom | None:
-    """Return what players need in Ray's store of objects; None: the shapes of the model are not known on this machine.
+    """Return what rollout workers need in Ray's store of objects; None: the shapes of the model are not known on this machine.
 
     Frozen weights are stored once. Of the trained ones there are the last version and the one that is being stored.
     """
@@ -324,8 +326,8 @@ def store_room(config: RecipeConfig) -> StoreRoom | None:
         apply_lora(model, LoraConfig(**lora.settings()))
     sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
     num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
-    cure = without_players(config)
-    return StoreRoom(num_bytes, cure if lora is not None else f"policy.lora.r=8, or {cure}")
+    fix = without_rollout_workers(config)
+    return StoreRoom(num_bytes, fix if lora is not None else f"policy.lora.r=8, or {fix}")
 
 
 def why_no_engine(model_config: Any) -> str | None:
@@ -365,24 +367,24 @@ def choose_device(config: RecipeConfig, plan: Plan, is_plan: bool = False) -> st
         is_plan: Nothing will run: where torch sees no GPU, the recipe is planned for another machine that has as many as it needs.
     """
     wanted = config.policy.device
-    # Those of players may be on other machines; Ray looks for them.
-    needed = plan.policy_gpus if plan.players and os.environ.get("RAY_ADDRESS") else plan.num_gpus
+    # Those of rollout workers may be on other machines; Ray looks for them.
+    needed = plan.policy_gpus if plan.workers and os.environ.get("RAY_ADDRESS") else plan.num_gpus
     found = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and found == 0 and needed == 1):
         return "cpu"
     if found >= needed or (is_plan and found == 0):
         return "cuda"
     roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
-    cures = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
+    fixes = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
     if plan.rollout_gpus and found >= plan.policy_gpus:
-        cures.insert(0, f"{without_players(config)} to generate on the policy's {plan.policy_gpus}")
+        fixes.insert(0, f"{without_rollout_workers(config)} to generate on the policy's {plan.policy_gpus}")
     elif plan.replicas <= found:
         # The largest number of shards over which the batch divides.
         rows = config.train.train_batch_per_replica // plan.group_size
         shards = max(size for size in range(1, found // plan.replicas + 1) if rows % size == 0)
-        colocated = f"{without_players(config)} " if plan.rollout_gpus else ""
-        cures.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
-    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(cures)}")
+        colocated = f"{without_rollout_workers(config)} " if plan.rollout_gpus else ""
+        fixes.insert(0, f"{colocated}policy.parallelism.dp_shard_size={shards}")
+    raise ConfigError(f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(fixes)}")
 
 
 def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
@@ -390,7 +392,7 @@ def check_engines(config: RecipeConfig, plan: Plan, device: str) -> None:
     tp_size, model_config = plan.tp_size, _config_of(config)
     if tp_size > 1 and model_config is not None:
         check_tensor_parallel(model_config, tp_size, "rollout.parallelism.tp_size")
-    if tp_size > 1 and device == "cuda" and not plan.players:
+    if tp_size > 1 and device == "cuda" and not plan.workers:
         apart = (
             "mode=disaggregated cluster.placement=null and start the command once, for engines with GPUs of their own"
         )

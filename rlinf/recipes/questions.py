@@ -289,7 +289,7 @@ class QuestionPacker(ChatPacker):
     """Turns questions into the tokens that a model reads.
 
     Args:
-        folder: Where paths of images and videos begin.
+        folder: Where paths of images and videos start.
         max_length: Most tokens of a prompt; required: fewer.
     """
 

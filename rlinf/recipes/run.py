@@ -24,7 +24,7 @@ from rlinf.errors import ConfigError
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.models.precision import torch_dtype_of
-from rlinf.options import cured_by_settings, to_mapping
+from rlinf.options import fixed_by_settings, to_mapping
 from rlinf.recipes.build import (
     RecipeData,
     batch_size,
@@ -39,7 +39,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.packers import Packer
-from rlinf.recipes.players import PlayerPlaces
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
 from rlinf.recipes.token_trainer import TokenTrainer, lora_of
 from rlinf.report.run_page import write_report
@@ -68,7 +68,7 @@ def run(
     reward_fns: Any = None,
     val_dataset: Any = None,
     val_data_packer: Packer | None = None,
-    places: PlayerPlaces | None = None,
+    places: RolloutWorkerPlaces | None = None,
 ) -> Path:
     """Train a model, and return the folder of the run. Every rank calls it.
 
@@ -76,7 +76,7 @@ def run(
 
     Args:
         dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
-        places: Where players may be; None: the ranks generate.
+        places: Where rollout workers may be; None: the ranks generate.
     """
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
@@ -111,14 +111,14 @@ def _run_in(
 ) -> None:
     """Build the parts of a run, and run it."""
     train = config.train
-    cured = partial(cured_by_settings, "policy", path="model_name_or_path", trust_remote_code=None)
-    with cured():
+    fixed = partial(fixed_by_settings, "policy", path="model_name_or_path", trust_remote_code=None)
+    with fixed():
         processor = load_processor(config.policy.model_name_or_path)
     mapping = to_mapping(config)
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
         seed_everything(train.seed or 0)  # dropout of adapters draws
-        with cured():
+        with fixed():
             policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
@@ -230,7 +230,7 @@ def closing_table(reached: dict[str, Any], lines: list[dict[str, Any]]) -> str:
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
-    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks."""
+    """Return the folder of the run, and the checkpoint from which it continues (None: from the start), equal on all ranks."""
     output, resume, name = Path(config.train.output_dir), config.train.resume, config.train.timestamp
     checkpoint = None
     if isinstance(resume, str) and resume not in ("", "auto", "true"):
@@ -239,23 +239,23 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
         checkpoint = newest_checkpoint(output, name)
         if checkpoint is None:
             logger.info(
-                "train.resume=%s, but %s holds no checkpoint, so the run starts from the beginning",
+                "train.resume=%s, but %s holds no checkpoint, so the run starts from the start",
                 resume,
                 output / name,
             )
     if checkpoint is not None:
-        logger.info("The run goes on from %s", checkpoint)
+        logger.info("The run continues from %s", checkpoint)
         return checkpoint.parent.parent, checkpoint
     folder = output / (name or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0])
     if on_rank_zero(lambda: any(folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")), f"read {folder}"):
         raise ConfigError(
-            f"A run with checkpoints is in {folder} already. Set train.resume=true to go on with it, or another train.timestamp"
+            f"A run with checkpoints is in {folder} already. Set train.resume=true to continue with it, or another train.timestamp"
         )
     return folder, None
 
 
 def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
-    """Load a checkpoint into policy, dataset and loop; refuse it if its next rows would be others."""
+    """Load a checkpoint into policy, dataset and loop; reject it if its next rows would be others."""
     present = trainer.manifest()
     loaded = loop.checkpoints.load(checkpoint, model=trainer.model, optimizer=trainer.optimizer, present=present)
     state = LoopState(**loaded | {"phase": "step"})
@@ -285,7 +285,7 @@ def _tracker(config: RecipeConfig, mapping: dict[str, Any], loop: Loop, trainer:
 
 
 class _LogLines(logging.Handler):
-    """Writes records between the updates of a live line; each of their lines begins with the rank."""
+    """Writes records between the updates of a live line; each of their lines starts with the rank."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

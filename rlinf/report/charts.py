@@ -95,7 +95,7 @@ def line_chart(
         x_label, y_label: Axis labels with units.
         percent: Show fractions as 0 to 100 % on the y axis.
         log: Use a logarithmic y axis, unless all values are 0.
-        size: Width and height in units of the picture, in which text has a fixed size.
+        size: Width and height in units of the image, in which text has a fixed size.
     """
     log = log and any(y for one in series for _, y in one.points)
 
@@ -242,7 +242,7 @@ def difference_bar(difference: float, low: float, high: float) -> str:
 
 
 def _bar(label: str, value: float, low: float, high: float, colour: int, marks: str = "") -> str:
-    """Return a dot and its interval on a track; all three are shares of its 160 units."""
+    """Return a dot and its interval on a track; all three are fractions of its 160 units."""
     return (
         f'<svg class="interval" viewBox="0 0 160 16" role="img" aria-label="{label}">'
         f'<rect class="track" x="0" y="6.5" width="160" height="3" rx="1.5"/>{marks}<rect class="range s{colour}" '

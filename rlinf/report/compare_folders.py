@@ -13,7 +13,7 @@ from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
-from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
+from rlinf.manifest import POLICY_FIELDS, Manifest, check_allowed, reject_mismatches
 from rlinf.manifest import compare as compare_manifests
 from rlinf.report.episode_player import copy_baseline
 from rlinf.report.run_data import closing_tags
@@ -93,10 +93,10 @@ def check_conditions(folder_a: Path | Manifest, folder_b: Path | Manifest, allow
     if missing:
         if CONDITIONS in allow_mismatch:
             return [f"{folder} has no {MANIFEST_FILE}; its conditions are unknown" for folder in missing]
-        cure = f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
-        raise CheckpointError(f"{' and '.join(missing)} has no {MANIFEST_FILE}, so conditions are unknown. {cure}")
+        fix = f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
+        raise CheckpointError(f"{' and '.join(missing)} has no {MANIFEST_FILE}, so conditions are unknown. {fix}")
     first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
     worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
     sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
-    return [str(one) for one in refuse_mismatches(worlds, allow_mismatch, sentence) if one.must_match]
+    return [str(one) for one in reject_mismatches(worlds, allow_mismatch, sentence) if one.must_match]

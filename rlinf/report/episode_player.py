@@ -18,8 +18,8 @@ from rlinf.report.run_data import RunData
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
-PARTING_SHARE = 0.1
-"""Two actions differ if one of their numbers does by more than this share of its range."""
+PARTING_FRACTION = 0.1
+"""Two actions differ if one of their numbers does by more than this fraction of its range."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def player(data: RunData) -> dict[str, Any]:
     episodes = [
         _episode([(side, recordings[spec]) for side, recordings in both if spec in recordings]) for spec in specs
     ]
-    return {"episodes": episodes, "left_out": left_out, "num_sides": len(sides), "parting_share": PARTING_SHARE}
+    return {"episodes": episodes, "left_out": left_out, "num_sides": len(sides), "parting_fraction": PARTING_FRACTION}
 
 
 def read_recordings(folder: Path, left_out: list[str]) -> dict[EpisodeSpec, tuple[str, dict[str, Any]]]:
@@ -87,14 +87,14 @@ def executed_actions(recording: dict[str, Any]) -> np.ndarray:
 def parting_step(first: dict[str, Any], second: dict[str, Any]) -> int | None:
     """Return the first env step (from 0) at which two recordings of an episode take different actions; None: at none.
 
-    Actions differ by more than ``PARTING_SHARE``. One that goes on where the other has ended parts there.
+    Actions differ by more than ``PARTING_FRACTION``. One that continues where the other has ended parts there.
     """
     one, other = executed_actions(first), executed_actions(second)
     if one.shape[1] != other.shape[1]:
         return 0
     common = min(len(one), len(other))
     width = np.subtract(first["high"], first["low"])
-    tolerance = PARTING_SHARE * np.where(np.isfinite(width), width, 1.0)
+    tolerance = PARTING_FRACTION * np.where(np.isfinite(width), width, 1.0)
     differs = (np.abs(one[:common] - other[:common]) > tolerance).any(1)
     if differs.any():
         return int(differs.argmax())
@@ -134,8 +134,8 @@ def _episode(sides: Sequence[tuple[Side, tuple[str, dict[str, Any]]]]) -> dict[s
         for side, (name, content) in sides
     ]  # fmt: skip
     is_pair = len(contents) == 2
-    pictures, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
-    same_start = len(pictures) == 1 if len(sizes) == 1 else None  # None: pictures of other sizes always differ
+    images, sizes = ({content["frames"][0] for content in contents}, {content["size"] for content in contents})
+    same_start = len(images) == 1 if len(sizes) == 1 else None  # None: images of other sizes always differ
     return {
         "task": first["task"], "instruction": first["instruction"], "number": first["number"],
         "sides": shown, "parting": parting_step(*contents) if is_pair else None, "same_start": same_start,

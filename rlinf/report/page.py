@@ -29,7 +29,7 @@ STYLE = FOLDER / "report.css"
 
 @functools.cache
 def pages() -> Environment:
-    """Return the templates, which escape all but ``Markup``, and refuse a name that they are not given."""
+    """Return the templates, which escape all but ``Markup``, and reject a name that they are not given."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -83,7 +83,7 @@ def series_of(lines: Sequence[dict[str, Any]], x: str, names: Sequence[str], lab
 
 
 def clipped_text(result: EvaluationResult | Audit) -> str | None:
-    """Return the share of cut numbers of actions and the largest magnitude as text; None: not recorded."""
+    """Return the fraction of cut numbers of actions and the largest magnitude as text; None: not recorded."""
     if result.actions_clipped_fraction is None:
         return None
     return f"{result.actions_clipped_fraction:.1%} (largest: {result.actions_max_abs:.4g})"

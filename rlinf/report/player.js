@@ -47,7 +47,7 @@ function rlinfPlayer(episodes) {
     return number === null ? "not known" : Number(number).toPrecision(3);
   }
 
-  /* The call that decided, or will decide, what follows the picture after `step` env steps. */
+  /* The call that decided, or will decide, what follows the image after `step` env steps. */
   function callAt(recording, step) {
     const calls = recording.calls.filter(call => call.step <= step);
     return calls[calls.length - 1];
@@ -58,15 +58,15 @@ function rlinfPlayer(episodes) {
   }
 
   function makeSide(about, recording) {
-    const picture = make("img", {alt: "", width: recording.size, height: recording.size});
+    const image = make("img", {alt: "", width: recording.size, height: recording.size});
     const overlay = make("svg", {class: "overlay", viewBox: `0 0 ${recording.size} ${recording.size}`});
     const numbers = make("p", {class: "numbers"});
     const bars = make("svg", {class: "bars", preserveAspectRatio: "none"});
     const ended = about.as_counted ? [] : [make("p", {class: "note"}, "Ended differently than in the evaluation.")];
     const caption = make("figcaption", {}, make("i", {class: `c${about.colour}`}), make("b", {}, about.name), badge(about.success));
-    const figure = make("figure", {class: `side k${about.colour}`}, caption, make("div", {class: "picture"}, picture, overlay),
+    const figure = make("figure", {class: `side k${about.colour}`}, caption, make("div", {class: "image"}, image, overlay),
       numbers, bars, ...ended);
-    return {about, recording, picture, overlay, numbers, bars, figure};
+    return {about, recording, image, overlay, numbers, bars, figure};
   }
 
   function drawOverlay(side, call, done) {
@@ -100,7 +100,7 @@ function rlinfPlayer(episodes) {
   function drawSide(side, step) {
     const {recording} = side, last = recording.rewards.length, at = Math.min(step, last), call = callAt(recording, at);
     const done = Math.min(at - call.step, call.chunk.length);
-    side.picture.src = recording.frames[at];
+    side.image.src = recording.frames[at];
     drawOverlay(side, call, done);
     drawBars(side, call, done);
     const reward = at > 0 ? `reward ${format(recording.rewards[at - 1])}` : "start";
@@ -189,9 +189,9 @@ function rlinfPlayer(episodes) {
       notes.push(make("p", {class: "note"}, "No number of an action differs by more than 10 % of its range."));
     }
     if (episode.same_start === null) {
-      notes.push(make("p", {class: "note"}, "The first pictures were not compared: they differ in size."));
+      notes.push(make("p", {class: "note"}, "The first images were not compared: they differ in size."));
     }
-    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two do not begin with the same picture."));
+    if (episode.same_start === false) notes.push(make("p", {class: "note"}, "The two do not begin with the same image."));
     shown.replaceChildren(make("h3", {}, episode.instruction), make("div", {class: "sides"}, ...sides.map(side => side.figure)),
       controls, ...notes, make("div", {class: "judged"}, ...charts.map(chart => chart.element)));
     go(0);

@@ -40,7 +40,7 @@ CURVES: Curves = (
     ),
     ("Spread of rewards", {"rollout/reward_std": "standard deviation"}, "reward", {"zero": True}),
     (
-        "Groups with equal rewards", {"rollout/zero_variance_group_fraction": "equal rewards"}, "share of groups",
+        "Groups with equal rewards", {"rollout/zero_variance_group_fraction": "equal rewards"}, "fraction of groups",
         {"zero": True},
     ),
     (
@@ -48,11 +48,11 @@ CURVES: Curves = (
         {"zero": True},
     ),
     ("Entropy", {"sft/entropy": "entropy", "train/entropy": "entropy"}, "entropy (nat)", {}),
-    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "share of ratios", {"zero": True}),
+    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "fraction of ratios", {"zero": True}),
     ("Gap of generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
     (
         "Preference accuracy", {"train/preference_accuracy": "training", "eval/preference_accuracy": "validation"},
-        "share of pairs", {"percent": True},
+        "fraction of pairs", {"percent": True},
     ),
     (
         "Cut rows and equal pairs",
@@ -61,7 +61,7 @@ CURVES: Curves = (
     ),
     ("Implicit rewards", {"train/preference_chosen": "chosen", "train/preference_rejected": "rejected"}, "nat", {}),
     ("Throughput", {"throughput/tokens_per_s": "tokens"}, "tokens/s", {"zero": True}),
-    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "share of the peak", {"percent": True}),
+    ("Model FLOPs utilisation", {"throughput/mfu": "MFU"}, "fraction of the peak", {"percent": True}),
     ("Time of a step", {"time/update_s": "step"}, "s", {"zero": True}),
 )  # fmt: skip
 """The curves over optimiser steps."""

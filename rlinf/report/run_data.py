@@ -134,7 +134,7 @@ def setting_of(settings: dict[str, Any], key: str, default: Any = None) -> Any:
 
 
 def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """Return the ``CLOSING_TAGS`` that can end a run with these metrics: once RL has begun, only ``after_rl``."""
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics: once RL has started, only ``after_rl``."""
     return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
 

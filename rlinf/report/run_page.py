@@ -1,6 +1,6 @@
 """Write the report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
 
-The page uses no script, font or picture from elsewhere and links videos and recorded episodes by relative paths, so the run
+The page uses no script, font or image from elsewhere and links videos and recorded episodes by relative paths, so the run
 folder can be moved or served as a whole.
 """
 
@@ -17,7 +17,7 @@ from rlinf.evaluation.result import Success
 from rlinf.number_formats import format_duration
 from rlinf.report.charts import SMALL, Interval, Series
 from rlinf.report.episode_player import player
-from rlinf.report.offpolicy import head_section, head_warnings
+from rlinf.report.offpolicy import actor_section, actor_warnings
 from rlinf.report.page import Curves, card, clipped_text, curve_cards, series_of, write_page
 from rlinf.report.recipe import write_token_report
 from rlinf.report.recipe_data import is_token_folder
@@ -39,13 +39,13 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     newest = data.after or next(reversed(data.evaluations), None)
-    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_told]
+    told = [(one, colour) for one, colour in data.in_the_table if one.result.total.is_reported]
     series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in told]
-    solved = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
+    solved = card("Solved within t env steps", series, "t (env steps)", "fraction of episodes", percent=True)
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, head=head_section(data),
+        tasks=_tasks(data), success_by_step=solved, head=actor_section(data),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def _warnings(data: RunData) -> list[str]:
             f"At {len(beyond)} of {len(checked)} iterations (the first: {beyond[0]}) rollout and trainer differed by more than the "
             "parity gate accepts; see the curve of the parity gap"
         )
-    return [*lines, *head_warnings(data)]
+    return [*lines, *actor_warnings(data)]
 
 
 def _tasks(data: RunData) -> list[tuple[str, list[Success | None]]]:
@@ -115,10 +115,10 @@ def _success_curves(data: RunData) -> list[Markup]:
     lines = with_axes(data.lines)
     rl = [line for line in lines if line["phase"] == "rl"]
     cards = []
-    is_told = not data.evaluations or data.evaluations[-1].result.total.is_told
+    is_reported = not data.evaluations or data.evaluations[-1].result.total.is_reported
     for shown, x, x_label in ((rl, "env_steps", "env steps"), (lines, "minutes", "training time (minutes)")):
         # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
-        for y, *names in EVALUATED if is_told else EVALUATED[1:]:
+        for y, *names in EVALUATED if is_reported else EVALUATED[1:]:
             rollouts = series_of(shown, x, [f"rollout/{names[0]}"], "rollouts (sampled, training episodes)", 3)
             series = [rollouts, _evaluated(shown, x, data.episodes, names)]
             title = f"{y} against {x_label.partition(' (')[0]}"
@@ -136,7 +136,7 @@ RL_CURVES: Curves = (
         {"zero": True},
     ),
     ("Entropy", {"train/entropy": "entropy"}, "entropy (nat)", {}),
-    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "share of ratios", {"zero": True}),
+    ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "fraction of ratios", {"zero": True}),
     (
         "Parity gap: rollout and trainer log-probs",
         {"rollout/logprob_gap_max": "largest", "rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True},

@@ -32,7 +32,7 @@ SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "exp
 """Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
 (``init_from``) differ in more than their seed."""
 PRESETS = {"algorithm.name": "algorithm.", "model.model_type": "model.", "env.name": "env."}
-"""Keys that choose a preset, and the beginning of the keys that follow from it."""
+"""Keys that choose a preset, and the start of the keys that follow from it."""
 MAX_KEYS = 3
 """Number of keys in a label."""
 NO_NAME = r"[\d\W_T]*"
@@ -67,7 +67,7 @@ class RunGroup:
     @property
     def success_rates(self) -> list[float]:
         """Success rates of the closing evaluations of the counted runs that tell success."""
-        return [one.result.success_rate for one in self.closing if one.result.total.is_told]
+        return [one.result.success_rate for one in self.closing if one.result.total.is_reported]
 
     @property
     def returns(self) -> list[float]:
@@ -86,7 +86,7 @@ class RunGroup:
         if not rates:
             return None
         if len(rates) == 1:
-            return rates[0], *next(one.result.total for one in self.closing if one.result.total.is_told).interval
+            return rates[0], *next(one.result.total for one in self.closing if one.result.total.is_reported).interval
         mean, low, high = mean_interval(rates)
         return mean, max(low, 0.0), min(high, 1.0)
 
@@ -202,8 +202,8 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
         for run in group.runs:
             closing = closing_evaluation(run)
             total = None if closing is None else closing.result.total
-            is_told = total is not None and total.is_told
-            numbers = (f"{total.success_rate:.1%}", total.count) if is_told else ("-", "-")
+            is_reported = total is not None and total.is_reported
+            numbers = (f"{total.success_rate:.1%}", total.count) if is_reported else ("-", "-")
             earned = "-" if total is None else total.return_text
             rows.append((group.label, seed_in_words(group, run), *numbers, earned, os.path.relpath(run.folder)))
     together = [
@@ -254,11 +254,11 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
     title = f"{len(runs)} runs"
     if len(groups) < len(runs):
         title += f" of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
-    is_told = any(group.success_rates or not group.closing for group in groups)
+    is_reported = any(group.success_rates or not group.closing for group in groups)
     cards = [
         card(name, _series(drawn, metric, x), x_label, "success rate", percent=True, has_legend=False)
         for name, metric, x, x_label in SUCCESS_CURVES
-        if is_told
+        if is_reported
     ]
     earned = _series(drawn, "eval/return_mean", "env_steps")
     cards.append(card("Return of evaluations against env steps", earned, "env steps", "return", has_legend=False))
@@ -337,8 +337,8 @@ def _run_row(group: RunGroup, run: RunData, output: Path) -> tuple[str, ...]:
     """Return label, seed, success, interval, return and folder of a run, and its page if there is one."""
     closing = closing_evaluation(run)
     total = None if closing is None else closing.result.total
-    is_told = total is not None and total.is_told
-    numbers = (str(total), format_interval(*total.interval)) if is_told else ("-", "-")
+    is_reported = total is not None and total.is_reported
+    numbers = (str(total), format_interval(*total.interval)) if is_reported else ("-", "-")
     earned = "-" if total is None else total.return_text
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
     page = f"{relative}/{REPORT_FILE}" if (run.folder / REPORT_FILE).is_file() else ""

@@ -27,14 +27,14 @@ class Arm:
     Args:
         robot: Connected.
         env: A single env, which names tasks and instructions; nothing moves in it.
-        repeat_s: Time after which a camera must have another picture.
+        repeat_s: Time after which a camera must have another image.
     """
 
     num_restarts = 0
 
     def __init__(self, robot: Robot, env: VectorEnv, repeat_s: float = 0.025) -> None:
         self.robot, self.env, self.repeat_s = robot, env, repeat_s
-        self._pictures: dict[str, tuple[Any, float]] = {}
+        self._images: dict[str, tuple[Any, float]] = {}
         self.result: EpisodeResult | None = None
 
     @property
@@ -59,14 +59,14 @@ class Arm:
         return {name: seen[name] for name in self.action_features if name in seen}
 
     def get_observation(self) -> dict[str, Any]:
-        """Return the robot's; raise TimeoutError for a picture that is not new: lerobot's cameras return the last one for 0.5 s."""
+        """Return the robot's; raise TimeoutError for an image that is not new: lerobot's cameras return the last one for 0.5 s."""
         seen, now = self._observe(), time.monotonic()
         for name in cameras_of(self.robot):
-            picture, since = self._pictures.get(name, (None, now))
-            if seen.get(name) is not picture:
-                self._pictures[name] = (seen.get(name), now)
+            image, since = self._images.get(name, (None, now))
+            if seen.get(name) is not image:
+                self._images[name] = (seen.get(name), now)
             elif now - since > self.repeat_s:
-                raise TimeoutError(f"the camera {name} has no new picture")
+                raise TimeoutError(f"the camera {name} has no new image")
         return seen
 
     def _observe(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _connected(key: str, path: str, kind: tuple[str, str, str], try_out: str) ->
         device = getattr(lerobot, make)(decoded)
     except Exception as error:  # draccus and lerobot raise what they like
         raise ConfigError(
-            f"{key}={path}: lerobot refuses it ({type(error).__name__}: {error}). Set other fields in it"
+            f"{key}={path}: lerobot rejects it ({type(error).__name__}: {error}). Set other fields in it"
         ) from error
     try:
         can_calibrate = "calibrate" in inspect.signature(device.connect).parameters

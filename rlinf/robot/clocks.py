@@ -40,7 +40,7 @@ class Timekeeper(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Begin an episode: it is 0 o'clock, and no question is open."""
+        """Start an episode: it is 0 o'clock, and no question is open."""
         if self._open is not None:
             wait([self._open[0]])
         self._open = None

@@ -21,7 +21,7 @@ class RobotConfig:
     )
     execution: str = option(
         "overlap",
-        "overlap: the next chunk is computed while this one is executed, and begins with the action whose time has come; wait: the robot "
+        "overlap: the next chunk is computed while this one is executed, and starts with the action whose time has come; wait: the robot "
         "holds until it is there.",
         choices=("overlap", "wait"),
     )
@@ -29,12 +29,12 @@ class RobotConfig:
         None,
         "Numbers of an action, from 0, that are displacements: a hold sends 0 and repeats the others, which are positions; null: all.",
     )
-    max_change: float | None = option(
+    max_relative_target: float | None = option(
         None,
         "Largest change of each number of an action from one to the next, in the env's units; null: any.",
         minimum=1e-6,
     )
-    frame_age_s: float = option(
+    max_observation_age_s: float = option(
         0.15,
         "Age of the newest observation from which the robot holds; younger ones stand in for lost ones.",
         minimum=0.001,
@@ -45,7 +45,7 @@ class RobotConfig:
         "Who may take over: none; scripted: the env's expert, as a person who watches; else a YAML file with lerobot's configuration of a "
         "teleoperator (type, port).",
     )
-    align_change: float | None = option(
+    handover_max_step: float | None = option(
         None,
         "Largest change of each position from one action to the next after a person has taken over, until robot and teleoperator have "
         "met, in the env's units.",
@@ -55,14 +55,14 @@ class RobotConfig:
         None, "Folder to which the episodes are added, a LeRobotDataset with the column `intervention`; null: none."
     )
     first_episode: int = option(0, "Episodes of the split that are left out before the first.", minimum=0)
-    person_error: float = option(
+    expert_threshold: float = option(
         0.5,
         "Distance from the expert's action, as the mean over the numbers in halves of their range, beyond which the scripted person "
         "sees an error.",
         minimum=0,
     )
-    person_patience: int = option(3, "Errors in a row after which the scripted person takes over.", minimum=1)
-    person_steps: int = option(8, "Actions after which the scripted person hands back.", minimum=1)
+    expert_patience: int = option(3, "Errors in a row after which the scripted person takes over.", minimum=1)
+    expert_steps: int = option(8, "Actions after which the scripted person hands back.", minimum=1)
     success: str = option(
         "env",
         "Who tells success: env; person: asked on the terminal before and after each episode; page: asked on a web page.",
@@ -82,7 +82,7 @@ class RobotConfig:
     )
     latency_s: float = option(0.0, "Seconds that are added to each call of the policy.", minimum=0)
     delay_steps: int = option(0, "Actions by which the observations of the simulated robot are behind.", minimum=0)
-    drop_frames: float = option(0.0, "Share of observations that the simulated robot loses.", minimum=0, maximum=1)
+    drop_frames: float = option(0.0, "Fraction of observations that the simulated robot loses.", minimum=0, maximum=1)
     noise: float = option(
         0.0,
         "Deviation of the Gaussian noise on each number that the simulated robot executes, in halves of its range.",
@@ -95,5 +95,5 @@ class RobotConfig:
         return 20.0 if self.fps is None else self.fps
 
     def conditions(self) -> dict[str, Any]:
-        """Return the settings that an evaluation keeps when it goes on: all but the page's address."""
+        """Return the settings that an evaluation keeps when it continues: all but the page's address."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("page_")}

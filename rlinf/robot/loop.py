@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlinf.errors import ConfigError, NonFiniteError, RLinfError
-from rlinf.evaluation.evaluator import RowPolicy, Video
+from rlinf.evaluation.evaluator import BatchedPolicy, Video
 from rlinf.robot.clocks import Answer, RealTime, SimulatedTime
 from rlinf.robot.config import RobotConfig
 from rlinf.robot.recorder import EpisodeRecorder
@@ -28,7 +28,7 @@ from rlinf.types import EnvSpec, EpisodeResult, EpisodeSpec, Observation
 logger = logging.getLogger("rlinf")
 
 GRACE = 0.5
-"""Share of its time for which a step without an action waits for an answer."""
+"""Fraction of its time for which a step without an action waits for an answer."""
 NUM_LATENCIES = 20
 """Newest answers by whose slowest one the next question is timed."""
 COUNTS = ("missed", "held", "stale", "lost", "limited", "failures", "corrected", "helped", "gone")
@@ -39,13 +39,13 @@ class Timing:
     """Numbers of the clock, over all episodes.
 
     Attributes:
-        lateness_s: Of each step, how much after its time it began.
+        lateness_s: Of each step, how much after its time it started.
         latencies_s: Of each answer of the policy.
-        missed: Steps that were left out, because their time was over when they could begin.
+        missed: Steps that were left out, because their time was over when they could start.
         held: Steps without an action for their time.
         stale: Actions that were dropped, because others had been executed in their places when their chunk came.
         lost: Observations that did not come, and actions that did not reach the robot or were answered without numbers.
-        limited: Actions that ``max_change`` has changed.
+        limited: Actions that ``max_relative_target`` has changed.
         failures: Calls of the policy that failed.
         corrected: Actions of a person who has taken over.
         helped: Episodes with such actions.
@@ -89,7 +89,7 @@ class RobotEpisodes:
     """Plays the episodes of an evaluation on a robot (an ``Episodes``), one after the other.
 
     Args:
-        policy: Acts on one row.
+        policy: SupportsAct on one row.
         robot: Executes the actions.
         spec: The env that the policy was made for.
         settings: Rate, overlap, limits.
@@ -105,7 +105,7 @@ class RobotEpisodes:
 
     def __init__(
         self,
-        policy: RowPolicy,
+        policy: BatchedPolicy,
         robot: EpisodicRobot,
         spec: EnvSpec,
         settings: RobotConfig,
@@ -129,14 +129,14 @@ class RobotEpisodes:
         self.policy, self.robot, self.cameras, self.settings = policy, robot, list(spec.cameras), settings
         self.computes = computes
         self.displaces = np.isin(np.arange(num_joints), np.arange(num_joints) if given is None else given)
-        self.take_over = TakeOver(teleoperator, robot, self.displaces, settings.align_change)
+        self.take_over = TakeOver(teleoperator, robot, self.displaces, settings.handover_max_step)
         self.recorder = recorder
         self.timing = Timing()
         kind = RealTime if settings.real_time else SimulatedTime
         self.time = kind(self._act, settings.latency_s)
         self._latencies: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._failures = 0
-        self._warn = cache(partial(logger.warning, "The robot does not answer (%s); it holds if this goes on"))
+        self._warn = cache(partial(logger.warning, "The robot does not answer (%s); it holds if this continues"))
         self._is_warm = False
         self.thinking: Sequence[RobotEpisodes] = [self]
 
@@ -151,7 +151,7 @@ class RobotEpisodes:
                 try:
                     results.append(self._episode(specs[len(results)]))
                 except EpisodeVoidError:
-                    continue  # it begins again
+                    continue  # it starts again
                 if self.recorder is not None:
                     self.recorder.end(results[-1])
                 on_result(results[-1])
@@ -196,7 +196,10 @@ class RobotEpisodes:
                 if (seen := self._see(instruction)) is not None:
                     row, seen_at, seen_step = seen, due, step
                 timing.lost += seen is None
-                action, is_fresh = None, row is not None and (step - seen_step) * period < settings.frame_age_s
+                action, is_fresh = (
+                    None,
+                    row is not None and (step - seen_step) * period < settings.max_observation_age_s,
+                )
                 self.take_over.look(last)
                 if not self.take_over.policy_acts:
                     schedule.clear()
@@ -257,9 +260,9 @@ class RobotEpisodes:
         who.tell(sent)
 
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
-        """Let the policy think before the clock begins: a robot that stands still waits for its first chunk.
+        """Let the policy think before the clock starts: a robot that stands still waits for its first chunk.
 
-        Without an observation, the clock begins without a chunk.
+        Without an observation, the clock starts without a chunk.
         """
         for each in self.thinking:
             each._stream = each.policy.stream(spec)
@@ -271,7 +274,7 @@ class RobotEpisodes:
                 self._take(answer, schedule, 0)
 
     def _think(self, row: Observation, spec: EpisodeSpec) -> Answer:
-        """Begin the random stream of an episode; return the first chunk."""
+        """Start the random stream of an episode; return the first chunk."""
         # The very first call also makes things that stay, so its time says nothing.
         for _ in range(1 if self._is_warm else 2):
             self._stream = self.policy.stream(spec)
@@ -316,7 +319,7 @@ class RobotEpisodes:
 
         Return the executed action ``[D]``, whether it arrived (else the robot held), and whether the robot has said so.
         """
-        hold, limit, answer = np.where(self.displaces, np.float32(0), last), self.settings.max_change, None
+        hold, limit, answer = np.where(self.displaces, np.float32(0), last), self.settings.max_relative_target, None
         if action is not None and limit is not None:
             bounded = np.clip(action, last - limit, last + limit)
             self.timing.limited += int(not np.array_equal(bounded, action))
@@ -333,7 +336,7 @@ class RobotEpisodes:
             self._warn(repr(error))
         if answer is None:
             return hold, False, True
-        # To make a displacement twice would be worse than not at all; positions go on from where they were last known.
+        # To make a displacement twice would be worse than not at all; positions continue from where they were last known.
         return np.where(self.displaces, action, last), True, False
 
 

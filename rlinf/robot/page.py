@@ -1,4 +1,4 @@
-"""A web page on which a person says that an episode may begin, and tells its success."""
+"""A web page on which a person says that an episode may start, and tells its success."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlinf.robot.person import PersonTells
 
 HTML = Path(__file__).with_name("page.html")
 LOOK_EVERY_S = 0.2
-"""Time between two pictures while the page waits for an answer."""
+"""Time between two images while the page waits for an answer."""
 GONE_S = 1.0
 """Time without a request after which nobody looks at the page."""
 MAX_ANSWER = 1000
@@ -33,7 +33,7 @@ class Page:
     """Serves the page from threads of this process, at an address that cannot be guessed.
 
     Args:
-        person: Asks on the page from now on, and has the pictures.
+        person: Asks on the page from now on, and has the images.
         host, port: Where it listens; port 0 takes any that is free.
 
     Attributes:

@@ -20,7 +20,7 @@ from rlinf.robot.robot import LOST, EpisodeVoidError, EpisodicRobot, cameras_of,
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 OVERLAY = "overlay.png"
-"""The wanted start and the present picture, half and half."""
+"""The wanted start and the present image, half and half."""
 READY, AGAIN = {"": "ready"}, {"o": "look again"}
 SUCCESS = {"y": "success", "n": "failure", "r": "repeat the episode"}
 
@@ -29,7 +29,7 @@ Ask = Callable[[str, Mapping[str, str]], str]
 
 
 def ask_on_terminal(text: str, answers: Mapping[str, str], read: Callable[[str], str] = input) -> str:
-    """Ask until the person types an answer, or a word that begins with it.
+    """Ask until the person types an answer, or a word that starts with it.
 
     Lines from before the question do not count: they would start an arm while hands are at the scene.
     """
@@ -42,25 +42,25 @@ def ask_on_terminal(text: str, answers: Mapping[str, str], read: Callable[[str],
 
 
 class PersonTells:
-    """A robot (an ``EpisodicRobot``) whose episodes begin when a person says so, and end with the success that the person tells.
+    """A robot (an ``EpisodicRobot``) whose episodes start when a person says so, and end with the success that the person tells.
 
-    The first picture of each episode is kept. With ``wanted``, the person sees it over the present one, and moves things until they
+    The first image of each episode is kept. With ``wanted``, the person sees it over the present one, and moves things until they
     match.
 
     Args:
         robot: Executes the actions, and says when an episode has ended.
-        folder: Of the kept pictures.
+        folder: Of the kept images.
         wanted: Such a folder, perhaps the same one, of an earlier play of the episodes; None: nothing is laid over.
         ask: Asks the person.
 
     Attributes:
         number, num_episodes: Of the episode, from 1, and in the whole list; None: not known.
         heading: These, and the instruction.
-        seen: Newest picture of the first camera, uint8 ``[H, W, 3]``; None: none came.
-        start: File of the picture with which the episode should begin; None: not known.
+        seen: Newest image of the first camera, uint8 ``[H, W, 3]``; None: none came.
+        start: File of the image with which the episode should start; None: not known.
         ask: Asks the person.
         takes_over: The person acts, at a teleoperator; None: without a teleoperator.
-        overlays: Draw the wanted start over the present picture into a file; False: a page does so.
+        overlays: Draw the wanted start over the present image into a file; False: a page does so.
     """
 
     def __init__(self, robot: EpisodicRobot, folder: Path, wanted: Path | None, ask: Ask = ask_on_terminal) -> None:
@@ -82,7 +82,7 @@ class PersonTells:
         return values
 
     def look(self) -> None:
-        """Let ``seen`` be the present picture; None if none comes."""
+        """Let ``seen`` be the present image; None if none comes."""
         try:
             self.get_observation()
         except LOST:
@@ -116,7 +116,7 @@ class PersonTells:
         if self._told is None:
             self._told = False  # if the question is interrupted, nobody asks again
             self._told = self._success()
-        return replace(found, success=self._told, success_told=True, true_success=None)
+        return replace(found, success=self._told, success_reported=True, true_success=None)
 
     def _success(self) -> bool:
         answer = self._ask(f"{self.heading}\ndid it succeed?", SUCCESS)
@@ -134,16 +134,16 @@ class PersonTells:
             ) from error
 
     def _overlay(self) -> str:
-        """Lay the wanted start over the present picture; return a line that names both."""
+        """Lay the wanted start over the present image; return a line that names both."""
         self.look()
         if self.seen is None:
-            return "no picture came; "
+            return "no image came; "
         before = np.asarray(open_image(self.start).resize(self.seen.shape[1::-1]), np.float32)
         _write((before / 2 + self.seen / 2).astype(np.uint8), self.folder / OVERLAY)
         return f"wanted: {self.start}, wanted and present: {self.folder / OVERLAY}\n"
 
 
-def _write(picture: np.ndarray, path: Path) -> None:
+def _write(image: np.ndarray, path: Path) -> None:
     content = io.BytesIO()
-    Image.fromarray(picture).save(content, "PNG")
+    Image.fromarray(image).save(content, "PNG")
     write_bytes(path, content.getvalue())

@@ -22,7 +22,7 @@ from rlinf.files import lock, replace_folder, write_bytes, write_text
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 CAMERA = "camera."
-"""Prefix of the pictures of a camera in the file of an episode."""
+"""Prefix of the images of a camera in the file of an episode."""
 SOURCE = "source"
 """File beside the kept episodes with a name that no others have."""
 
@@ -32,7 +32,7 @@ class EpisodeRecorder:
 
     Args:
         folder: The dataset; new, or one that a recorder wrote at the same rate.
-        kept: Where the episodes lie until then, a file each; a process that goes on finds them there.
+        kept: Where the episodes lie until then, a file each; a process that continues finds them there.
         fps: Rows a second.
         env: The env section of the configuration, which the dataset records.
     """
@@ -45,7 +45,7 @@ class EpisodeRecorder:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an episode; one that has not ended is forgotten."""
+        """Start an episode; one that has not ended is forgotten."""
         self._rows: list[tuple[Observation, np.ndarray, bool]] = []
 
     def add(self, seen: Observation | None, action: np.ndarray, is_correction: bool) -> None:

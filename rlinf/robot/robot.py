@@ -19,13 +19,13 @@ LOST = OSError
 
 
 class EpisodeVoidError(Exception):
-    """The robot was lost in an episode, and has come back; the episode must begin again."""
+    """The robot was lost in an episode, and has come back; the episode must start again."""
 
 
 class Robot(Protocol):
     """The members of lerobot's ``Robot`` that are used here.
 
-    Features are names of numbers, with the type ``float``, and names of cameras, with the shape ``(H, W, 3)`` of uint8 pictures.
+    Features are names of numbers, with the type ``float``, and names of cameras, with the shape ``(H, W, 3)`` of uint8 images.
     """
 
     @property
@@ -70,7 +70,7 @@ class EpisodicRobot(Robot, Protocol):
 
     @property
     def result(self) -> EpisodeResult | None:
-        """How the episode ended; None: it goes on."""
+        """How the episode ended; None: it continues."""
         ...
 
 

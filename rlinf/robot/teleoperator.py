@@ -44,7 +44,7 @@ class TakeOver:
     """Who acts: the policy, the person at a teleoperator (None: without one), or nobody, because the teleoperator is gone.
 
     The positions of a person who takes over may be far from the robot's. From where the robot is they change by at most
-    ``align_change`` for each action, until robot and teleoperator have met.
+    ``handover_max_step`` for each action, until robot and teleoperator have met.
 
     Args:
         displaces: bool ``[D]``: which numbers of an action are displacements, and need no alignment.
@@ -58,22 +58,22 @@ class TakeOver:
     """
 
     def __init__(
-        self, teleoperator: Teleoperator | None, robot: Robot, displaces: np.ndarray, align_change: float | None
+        self, teleoperator: Teleoperator | None, robot: Robot, displaces: np.ndarray, handover_max_step: float | None
     ) -> None:
         if teleoperator is not None:
             _check_teleoperator(teleoperator, robot)
-            if align_change is None and not displaces.all():
+            if handover_max_step is None and not displaces.all():
                 raise ConfigError(
-                    f"align_change=null with a teleoperator, and the numbers {np.flatnonzero(~displaces).tolist()} of an action are "
+                    f"handover_max_step=null with a teleoperator, and the numbers {np.flatnonzero(~displaces).tolist()} of an action are "
                     "positions; required: how much of them may change for each action until robot and teleoperator have met, or the robot "
-                    "would jump. Set align_change=<number>, in the env's units"
+                    "would jump. Set handover_max_step=<number>, in the env's units"
                 )
-        self.teleoperator, self.displaces, self.align_change = teleoperator, displaces, align_change
+        self.teleoperator, self.displaces, self.handover_max_step = teleoperator, displaces, handover_max_step
         self._names, self._is_gone = list(robot.action_features), False
         self.begin()
 
     def begin(self) -> None:
-        """Begin an episode: the policy acts."""
+        """Start an episode: the policy acts."""
         self.policy_acts, self.is_correction = True, False
         self.action: np.ndarray | None = None
 
@@ -113,9 +113,9 @@ class TakeOver:
             self._lose(error)
 
     def _near(self, wanted: np.ndarray, last: np.ndarray) -> np.ndarray:
-        if self.align_change is None:
+        if self.handover_max_step is None:
             return wanted
-        near = np.clip(wanted, last - self.align_change, last + self.align_change)
+        near = np.clip(wanted, last - self.handover_max_step, last + self.handover_max_step)
         return np.where(self.displaces, wanted, near).astype(np.float32)
 
     def _lose(self, error: BaseException) -> None:
@@ -147,9 +147,9 @@ def _check_teleoperator(teleoperator: Teleoperator, robot: Robot) -> None:
 class ScriptedPerson:
     """The env's scripted expert, without its planted faults, as a person who watches and corrects (a ``Teleoperator``).
 
-    An action is an error if it is more than ``person_error`` from the expert's action for the same state. This discrepancy
-    is the rule of SafeDAgger (Zhang and Cho 2016, arXiv:1605.06450), here over ``person_patience`` actions in a row. The
-    person then makes ``person_steps`` actions and hands back.
+    An action is an error if it is more than ``expert_threshold`` from the expert's action for the same state. This discrepancy
+    is the rule of SafeDAgger (Zhang and Cho 2016, arXiv:1605.06450), here over ``expert_patience`` actions in a row. The
+    person then makes ``expert_steps`` actions and hands back.
     """
 
     is_calibrated = True
@@ -172,7 +172,7 @@ class ScriptedPerson:
 
     def send_feedback(self, feedback: dict[str, Any]) -> None:
         sent = np.array([feedback[name] for name in self.action_features])
-        is_error = np.mean(np.abs(sent - self._wanted) / self._half_range) > self.settings.person_error
+        is_error = np.mean(np.abs(sent - self._wanted) / self._half_range) > self.settings.expert_threshold
         self._errors = self._errors + 1 if is_error else 0
-        if self._errors == self.settings.person_patience:
-            self._errors, self._left = 0, self.settings.person_steps
+        if self._errors == self.settings.expert_patience:
+            self._errors, self._left = 0, self.settings.expert_steps

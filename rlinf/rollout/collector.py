@@ -28,7 +28,7 @@ from torch.profiler import record_function
 from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.rollout.lane import Lane
+from rlinf.rollout.cuda_stream import CudaStream
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
@@ -52,7 +52,7 @@ class Collector(Protocol):
         """Return a rollout that was asked for; wait for it if need be."""
 
     def wait_until_ready(self) -> None:
-        """Wait until the threads, processes or players have started."""
+        """Wait until the threads, processes or rollout workers have started."""
 
     def close(self) -> None:
         """End them."""
@@ -64,9 +64,9 @@ class _WorkerThread:
 
     env: VectorEnv
     executor: ThreadPoolExecutor
-    lane: Lane
+    stream: CudaStream
     rollout: _Rollout | None = None  # the present one
-    observation: Observation | None = None  # of episodes that go on
+    observation: Observation | None = None  # of episodes that continue
 
     def next_episode(self, row: int) -> EpisodeSpec:  # under auto-reset
         return self.rollout.next_episode(row)
@@ -119,7 +119,7 @@ class RolloutCollector:
         num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
-        continue_episodes: Episodes that run at the end of a rollout go on in the next one.
+        continue_episodes: Episodes that run at the end of a rollout continue in the next one.
         device: Of the policy, ``cpu`` or ``cuda``.
     """
 
@@ -143,7 +143,9 @@ class RolloutCollector:
         several = self.num_worker_threads > 1
         self.worker_threads = [
             _WorkerThread(
-                env, ThreadPoolExecutor(1, thread_name_prefix="rollout"), Lane(self.device, several and not env.on_gpu)
+                env,
+                ThreadPoolExecutor(1, thread_name_prefix="rollout"),
+                CudaStream(self.device, several and not env.on_gpu),
             )
             for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
             for env in [self.make_env(len(rows))]
@@ -207,7 +209,7 @@ class RolloutCollector:
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
-            rollout.observation, thread.observation = thread.observation, None  # after an error, episodes begin again
+            rollout.observation, thread.observation = thread.observation, None  # after an error, episodes start again
         try:
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
             recorder.allocate(model.resize_images(first_rows.select([0])))
@@ -219,7 +221,7 @@ class RolloutCollector:
             torch.set_num_threads(num_threads)
         for _, rollout in rollouts:
             rollout.thread.observation = rollout.observation if self.continue_episodes else None
-            rollout.thread.rollout = None  # which holds the pictures
+            rollout.thread.rollout = None  # which holds the images
         return RolloutBatch.concatenate(parts, recorder.observation())
 
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
@@ -264,7 +266,7 @@ class _Rollout:
     num_torch_threads: int
 
     def __post_init__(self) -> None:
-        self.env, self.lane = self.thread.env, self.thread.lane
+        self.env, self.stream = self.thread.env, self.thread.stream
         self.observation: Observation | None = None  # the present one of the rows
         count = len(self.env_ids)
         self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each row
@@ -274,7 +276,7 @@ class _Rollout:
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
-        """Reset each env to its first episode of this iteration, unless episodes go on."""
+        """Reset each env to its first episode of this iteration, unless episodes continue."""
         self.thread.rollout = self  # in this thread: a rollout that failed may still play its last call
         if self.observation is not None:
             return self.observation
@@ -304,7 +306,7 @@ class _Rollout:
         logprobs: list[Tensor] = []
         values: list[Tensor] = []
         alives, episode_ids, episodes = [], [], []
-        with self.collector.autocast(), self.lane.running():
+        with self.collector.autocast(), self.stream.running():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():
                     raise CancelledError
@@ -314,13 +316,13 @@ class _Rollout:
                     seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
                     self.recorder.write(t, self.columns.start + live, seen)
                     drawn = self.uniforms[t] if len(live) == count else self.uniforms[t, live]
-                    inputs = {"uniforms": self.lane.send(drawn), **model.preprocess(seen)}
+                    inputs = {"uniforms": self.stream.send(drawn), **model.preprocess(seen)}
                     with record_function("policy call"):
                         prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
                         sampled = prediction.sequences[:, -model.num_sampled :]
                         scored = model.rollout_logprobs(prediction, temperature)
                         results = (sampled, scored, prediction.values, prediction.actions)
-                        *kept, acted = self.lane.fetch(results)
+                        *kept, acted = self.stream.fetch(results)
                     for parts, part in zip((tokens, logprobs, values), kept, strict=True):
                         parts.append(_spread(part, live, count))
                     actions = _spread(acted, live, self.env.num_envs).numpy()
@@ -408,7 +410,7 @@ class _Rollout:
         for start in range(0, len(where), block):
             places = where[start : start + block]
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
-            (values,) = self.lane.fetch((self.model.predict_values(**inputs),))
+            (values,) = self.stream.fetch((self.model.predict_values(**inputs),))
             batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values
 
 

@@ -28,8 +28,8 @@ class RolloutConfig:
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
     continue_episodes: bool = option(
         False,
-        "An episode that runs at the end of an iteration goes on in the next one; false: every iteration begins new ones. A resumed run "
-        "begins new ones either way. Required: rollout.auto_reset, and simulators that stay.",
+        "An episode that runs at the end of an iteration continues in the next one; false: every iteration starts new ones. A resumed run "
+        "starts new ones either way. Required: rollout.auto_reset, and simulators that stay.",
     )
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
     offload_envs: bool = option(
@@ -37,13 +37,13 @@ class RolloutConfig:
     )
     worker_processes: int = option(
         0,
-        "Processes of a rank that play, each with a share of the envs and the policy in memory that all share; required: a policy on the "
+        "Processes of a rank that play, each with a fraction of the envs and the policy in memory that all share; required: a policy on the "
         "CPU, and simulators without processes of their own. 0: threads of this process play.",
         minimum=0,
     )
-    num_lanes: int | None = option(
+    pipeline_stages: int | None = option(
         None,
-        "Threads, each with a share of the envs; while one steps its simulators, another acts (without rollout.worker_processes). "
+        "Threads, each with a fraction of the envs; while one steps its simulators, another acts (without rollout.worker_processes). "
         "null: two, or one for cheap simulators (in this process, without images), for a simulation on the GPU, and where "
         "two would have fewer than 32 envs each on a GPU.",
         minimum=1,

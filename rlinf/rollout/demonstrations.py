@@ -49,7 +49,7 @@ class Demonstrations:
 
     @property
     def success_rate(self) -> float:
-        """The demonstrator's share of successful episodes."""
+        """The demonstrator's fraction of successful episodes."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
@@ -136,7 +136,7 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
 
 
 def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[EpisodeSpec]:
-    """Draw the training episodes of demonstrations, with tasks in equal shares."""
+    """Draw the training episodes of demonstrations, with tasks in equal fractions."""
     all_specs = env.episode_specs("train")
     num_tasks = len(env.task_names)
     rounds = len(all_specs) // num_tasks
@@ -147,7 +147,7 @@ def demonstration_specs(env: VectorEnv, num_episodes: int, seed: int) -> list[Ep
 def collect_demonstrations(
     env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
 ) -> Demonstrations:
-    """Let the scripted expert of an env without auto-reset play training episodes, with tasks in equal shares.
+    """Let the scripted expert of an env without auto-reset play training episodes, with tasks in equal fractions.
 
     ``seed`` fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
     """

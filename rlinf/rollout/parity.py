@@ -157,7 +157,7 @@ def _judge(
     what: str, batch: RolloutBatch, step: int, gap: Tensor, exp_mean: float, limit: float | None,
     pair: tuple[Tensor, Tensor],
 ) -> tuple[float, str | None]:  # fmt: skip
-    """Return the largest of the gaps ``[T, B]`` of all ranks, and a sentence if it is too large; refuse one that is not finite.
+    """Return the largest of the gaps ``[T, B]`` of all ranks, and a sentence if it is too large; reject one that is not finite.
 
     Without ``limit``, ``exp_mean`` is judged instead. ``pair`` holds the rollout's and the trainer's numbers.
     """

@@ -1,4 +1,4 @@
-"""Play a policy in several processes, each with a share of the envs and a replica of the policy in shared memory."""
+"""Play a policy in several processes, each with a fraction of the envs and a replica of the policy in shared memory."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class ProcessCollector:
         own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
-        self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the players
-        self._untaken: dict[int, tuple[int, int]] = {}  # player to the (step, attempt) of its rollout
+        self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the replicas
+        self._untaken: dict[int, tuple[int, int]] = {}  # rollout worker to the (step, attempt) of its rollout
         self.workers: list[_RolloutWorker] = []
         level, num_threads = logging.getLogger("rlinf").getEffectiveLevel(), settings.num_threads
         try:
-            self.players = [_copy_of_trained(model) for _ in range(max_ahead)] or [model]
-            models = nn.ModuleList(self.players)
+            self.replicas = [_copy_of_trained(model) for _ in range(max_ahead)] or [model]
+            models = nn.ModuleList(self.replicas)
             self._task = task = SharedTask(RolloutTask(make_collector, models, settings.precision), models)
             for number in range(num_processes):
                 self.workers.append(_RolloutWorker(number, num_threads, task, len(models)))
@@ -154,16 +154,16 @@ class ProcessCollector:
                 "Set rollout.worker_processes=0"
             )
         self._check_running()
-        slot = step % len(self.players)
+        slot = step % len(self.replicas)
         if slot in self._untaken:
             raise RLinfError(
                 f"The rollout {self._untaken[slot]} (step, attempt) must be taken before {(step, attempt)} is asked for: both are played "
-                f"with the same one of {len(self.players)} copies of the weights"
+                f"with the same one of {len(self.replicas)} copies of the weights"
             )
         self._untaken[slot] = (step, attempt)
         if self._versions[slot] != policy_version:
             self._versions[slot] = policy_version
-            _copy_tensors(self.model, self.players[slot])
+            _copy_tensors(self.model, self.replicas[slot])
         wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
         shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
         for worker, share in zip(self.workers, shares, strict=True):
@@ -175,7 +175,7 @@ class ProcessCollector:
     def take(self, issued: tuple[int, int]) -> RolloutBatch:
         """Wait for a rollout that was asked for, and return it; raise as ``wait_until_ready`` does."""
         self._check_running()
-        answers, slot = self._answers(issued), issued[0] % len(self.players)
+        answers, slot = self._answers(issued), issued[0] % len(self.replicas)
         memories = [worker.answers[slot].file for worker in answers]
         parts = [read_answer(answer, file.fileno()) for answer, file in zip(answers.values(), memories, strict=True)]
         batch = RolloutBatch.concatenate(parts)  # copies the arrays

@@ -11,7 +11,7 @@ from rlinf.types import EpisodeSpec
 
 @dataclass
 class EpisodeSampler:
-    """Choose training episodes, with tasks in equal shares.
+    """Choose training episodes, with tasks in equal fractions.
 
     ``specs`` are the training split, ``num_tasks`` tasks in round-robin order. Each iteration has ``num_groups`` groups
     over all ranks, of ``group_size`` envs that share each episode. ``spec`` explains ``init_states``.

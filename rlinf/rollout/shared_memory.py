@@ -17,7 +17,7 @@ from rlinf.distributed.child_process import SharedMemory
 from rlinf.errors import ConfigError
 
 ALIGNMENT = 64
-"""Each array begins at a multiple of so many bytes."""
+"""Each array starts at a multiple of so many bytes."""
 
 
 class TensorForm(NamedTuple):
@@ -75,7 +75,7 @@ class SharedTask:
     def __init__(self, task: Any, model: nn.Module) -> None:
         self.model = model
         tensors = {id(each): each for each in self._tensors().values() if each.numel()}
-        _refuse_overlaps(list(tensors.values()), [])
+        _reject_overlaps(list(tensors.values()), [])
         places, end = {}, 0
         for key, tensor in tensors.items():
             places[key] = Place(end, TensorForm.of(tensor))
@@ -87,7 +87,7 @@ class SharedTask:
         except Exception as error:  # classes of users raise what they like
             message = f"The policy or the env cannot be sent to another process: {type(error).__name__}: {error}."
             raise ConfigError(message) from error
-        _refuse_overlaps(list(tensors.values()), pickler.other_tensors)
+        _reject_overlaps(list(tensors.values()), pickler.other_tensors)
         self.start, self.size = end, data.tell()
         self.memory = SharedMemory(end + self.size)
         self.memory.map[end : end + self.size] = data.getvalue()
@@ -104,7 +104,7 @@ class SharedTask:
         return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
 
-def _refuse_overlaps(moved: list[Tensor], others: list[Tensor]) -> None:
+def _reject_overlaps(moved: list[Tensor], others: list[Tensor]) -> None:
     """Raise ConfigError if a tensor that moves shares memory with another one, which would then miss its updates."""
     extents = [(*_extent(tensor), True) for tensor in moved] + [(*_extent(tensor), False) for tensor in others]
     moved_end = end = 0
@@ -129,7 +129,7 @@ def read_task(memory: mmap.mmap, start: int, size: int) -> Any:
     return _TaskUnpickler(memory, start, size).load()
 
 
-def refuse_main_script(value: Any) -> None:
+def reject_main_script(value: Any) -> None:
     """Raise PicklingError for a class or function of the main script, which other processes cannot import."""
     if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
         raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
@@ -144,7 +144,7 @@ class _TaskPickler(pickle.Pickler):
         self.other_tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Place | None:
-        refuse_main_script(value)
+        reject_main_script(value)
         if not isinstance(value, Tensor):
             return None
         place = self.places.get(id(value))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.share import ALONE
+from rlinf.engines.gpu_fraction import ALONE
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError

@@ -29,7 +29,7 @@ class WeightPush:
         trainer_model: The trained model, sharded or not.
         rollout_model: ``trainer_model`` itself, or a full model of the same architecture. On the meta device it only describes
             the policy, and ``generator`` takes the weights from the trained model.
-        generator: An engine or players with ``update_weights(version)``, or None.
+        generator: An engine or rollout workers with ``update_weights(version)``, or None.
     """
 
     def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
@@ -56,7 +56,7 @@ class WeightPush:
         A replica that holds this version already is not copied again. Frozen tensors are looked at in the first push, and where
         torch counts a write into them (it counts none through ``.data``). Costs one all-gather for each FSDP unit with trained
         weights, and two sums of flags. Raise NonFiniteError, before any copy, if a weight is not finite, and RLinfError if names
-        or shapes differ, the copy does not equal the original, or another rank refused.
+        or shapes differ, the copy does not equal the original, or another rank rejected.
         """
         base, self.version = self.version, None
         seen, self._seen = self._seen, {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_WAITING = 16
-"""Batches of rows that may be under way. More are refused: they would be answered later and later."""
+"""Batches of rows that may be under way. More are rejected: they would be answered later and later."""
 
 
 class BusyError(RuntimeError):
@@ -26,7 +26,7 @@ class _Ask:
 class Batcher:
     """Collects rows and lets one thread answer them.
 
-    A batch begins as soon as it is full, or every client has asked, or ``wait_s`` have passed since its first row. A client
+    A batch starts as soon as it is full, or every client has asked, or ``wait_s`` have passed since its first row. A client
     waits for its answer before it asks again, so one that is alone never waits for others.
 
     Args:
@@ -64,7 +64,7 @@ class Batcher:
 
     @property
     def most_rows(self) -> int:
-        """Rows that one request may have, and after which further requests are refused."""
+        """Rows that one request may have, and after which further requests are rejected."""
         return MAX_WAITING * self.max_rows
 
     def wake(self) -> None:
@@ -112,7 +112,7 @@ class Batcher:
                 break
             taken.append(self._waiting.popleft())
         if self._waiting:
-            self._came.set()  # the rest begins the next batch at once
+            self._came.set()  # the rest starts the next batch at once
         return taken
 
     async def _answer(self, asks: Sequence[_Ask]) -> None:
@@ -134,6 +134,6 @@ class Batcher:
         for ask in asks:
             own = list(answers[first : first + len(ask.rows)])
             first += len(ask.rows)
-            refused = [answer for answer in own if isinstance(answer, Exception)]
+            rejected = [answer for answer in own if isinstance(answer, Exception)]
             if not ask.answer.done():
-                ask.answer.set_exception(refused[0]) if refused else ask.answer.set_result(own)
+                ask.answer.set_exception(rejected[0]) if rejected else ask.answer.set_result(own)

@@ -15,7 +15,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from rlinf.errors import ConfigError, PolicyServerError, RefusedRequestError
+from rlinf.errors import ConfigError, PolicyServerError, RejectedRequestError
 from rlinf.serving import MANIFESTS, MessageError
 from rlinf.serving.codec import decode, encode
 
@@ -38,7 +38,7 @@ class _BusyError(Exception):
 class PolicyClient:
     """One connection to a policy. A request holds everything that its reply depends on, so it may be asked again.
 
-    Raises ConfigError for an invalid URL or a refused key, PolicyServerError without a server of this protocol.
+    Raises ConfigError for an invalid URL or a rejected key, PolicyServerError without a server of this protocol.
 
     Args:
         url: ``ws://host:port``, perhaps with a path.
@@ -62,7 +62,7 @@ class PolicyClient:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, from another connection if the first one is lost.
 
-        Raise RefusedRequestError if the server refuses it, and PolicyServerError if the server is too busy, answers too
+        Raise RejectedRequestError if the server rejects it, and PolicyServerError if the server is too busy, answers too
         late or not at all, or is another one by now.
         """
         data, deadline, busy_until, wait = encode(dict(request)), None, time.monotonic() + self.timeout_s, FIRST_WAIT_S
@@ -89,14 +89,14 @@ class PolicyClient:
                     within = f"within {self.timeout_s:g} s (model.timeout_s)"
                     raise self._late(f"has read nothing of a request of {size} {within}") from error
                 if goodbye is not None and goodbye.code == MESSAGE_TOO_BIG:
-                    cure = "Serve with a larger max_message_mib, or set evaluation.num_envs=1"
-                    raise PolicyServerError(f"{self.url} takes no message of {size}. {cure}") from error
+                    fix = "Serve with a larger max_message_mib, or set evaluation.num_envs=1"
+                    raise PolicyServerError(f"{self.url} takes no message of {size}. {fix}") from error
                 logger.warning("The connection to %s is lost (%s); waiting for it to come back", self.url, error)
                 deadline = deadline or time.monotonic() + self.connect_timeout_s
                 self._wait(deadline, FIRST_WAIT_S, error)
 
-    def _late(self, found: str, other_cure: str = "look at the server's log") -> PolicyServerError:
-        return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_cure}")
+    def _late(self, found: str, other_fix: str = "look at the server's log") -> PolicyServerError:
+        return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -111,7 +111,7 @@ class PolicyClient:
             self.close()
             if code == TRY_AGAIN_LATER:
                 raise _BusyError(message.strip())
-            kind = PolicyServerError if message.startswith(TimeoutError.__name__) else RefusedRequestError
+            kind = PolicyServerError if message.startswith(TimeoutError.__name__) else RejectedRequestError
             raise kind(f"{self.url} answers: {message.strip()}")
         try:
             reply = decode(message)
@@ -123,7 +123,7 @@ class PolicyClient:
         return reply
 
     def _end_code(self) -> int | None:
-        """Wait for the end of the connection, and return its code; None: it goes on."""
+        """Wait for the end of the connection, and return its code; None: it continues."""
         try:
             self._connection.recv(timeout=GOODBYE_S)
         except ConnectionClosed as closed:
@@ -140,16 +140,16 @@ class PolicyClient:
                 metadata = self._open()
                 break
             except InvalidURI as error:
-                cure = "Set e.g. model.url=ws://127.0.0.1:8000"
-                raise ConfigError(f"model.url='{self.url}' is not an address. {cure}") from error
+                fix = "Set e.g. model.url=ws://127.0.0.1:8000"
+                raise ConfigError(f"model.url='{self.url}' is not an address. {fix}") from error
             except InvalidStatus as error:
                 status = error.response.status_code
                 if status in (401, 403):
-                    cure = "Set model.api_key_env=<variable with the server's key>"
-                    raise ConfigError(f"{self.url} refuses the key (status {status}). {cure}") from error
+                    fix = "Set model.api_key_env=<variable with the server's key>"
+                    raise ConfigError(f"{self.url} rejects the key (status {status}). {fix}") from error
                 if status not in COME_BACK:
-                    cure = "required: a policy. Set model.url=<address and path of a server>"
-                    raise ConfigError(f"{self.url} answers with status {status}; {cure}") from error
+                    fix = "required: a policy. Set model.url=<address and path of a server>"
+                    raise ConfigError(f"{self.url} answers with status {status}; {fix}") from error
                 failure: Exception = error
             except (OSError, WebSocketException, _BusyError) as error:
                 failure = error

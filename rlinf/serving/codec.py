@@ -1,7 +1,7 @@
 """Messages as bytes: msgpack with arrays in the layouts of openpi and of vla-eval, both read, each checked before it is built.
 
-openpi writes an array as a map with keys of type bin, vla-eval as one with keys of type str. vla-eval also sends pictures as
-PNG or JPEG. Object arrays, text arrays and anything else whose bytes are not plain little-endian numbers are refused.
+openpi writes an array as a map with keys of type bin, vla-eval as one with keys of type str. vla-eval also sends images as
+PNG or JPEG. Object arrays, text arrays and anything else whose bytes are not plain little-endian numbers are rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ITEMS = 4096
 MAX_MESSAGE_ITEMS = 65_536
 """Entries of all maps and lists of a message: each costs time in which no other thread of Python runs."""
 MAX_PIXELS = 4096 * 4096
-"""Of all compressed pictures of a message, as it declares them: a small file can hold a picture that fills the memory."""
+"""Of all compressed images of a message, as it declares them: a small file can hold an image that fills the memory."""
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}
 
@@ -157,29 +157,29 @@ def _scalar(parts: Mapping[str, Any]) -> np.generic:
 
 
 def _image(parts: Mapping[str, Any], pixels_left: _Budget) -> np.ndarray:
-    """Decode a picture uint8 ``[H, W, C]``; its size is checked before its pixels exist."""
+    """Decode an image uint8 ``[H, W, C]``; its size is checked before its pixels exist."""
     shape, data, kind = _shape(parts.get("shape")), parts.get("data"), parts.get("format")
     if len(shape) != 3 or shape[2] not in (1, 3, 4):
-        raise MessageError(f"A picture has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
+        raise MessageError(f"An image has the shape {list(shape)}; required: [H, W, 1, 3 or 4]")
     if kind == "raw":
         return _array({"dtype": "uint8", **parts})
     if kind not in FORMATS or not isinstance(data, bytes):
-        raise MessageError(f"A picture has the format {kind!r}; required: bytes of png, jpeg or raw")
+        raise MessageError(f"An image has the format {kind!r}; required: bytes of png, jpeg or raw")
     pixels_left.take(shape[0] * shape[1])
     try:
-        with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as picture:
-            if sorted(picture.size) != sorted(shape[:2]):
+        with Image.open(io.BytesIO(data), formats=(FORMATS[kind],)) as image:
+            if sorted(image.size) != sorted(shape[:2]):
                 raise MessageError(
-                    f"A picture of {picture.size[1]} x {picture.size[0]} says that it has the shape {list(shape)}"
+                    f"An image of {image.size[1]} x {image.size[0]} says that it has the shape {list(shape)}"
                 )
-            pixels = np.array(picture if picture.mode in ("L", "RGBA") else to_rgb(picture))
+            pixels = np.array(image if image.mode in ("L", "RGBA") else to_rgb(image))
     except ImageError as error:
         raise MessageError(str(error)) from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MessageError(f"A picture cannot be read as {kind} ({type(error).__name__})") from error
+        raise MessageError(f"An image cannot be read as {kind} ({type(error).__name__})") from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.shape != shape or pixels.dtype != np.uint8:
-        raise MessageError(f"A picture of {pixels.dtype} {list(pixels.shape)} says that it is uint8 {list(shape)}")
+        raise MessageError(f"An image of {pixels.dtype} {list(pixels.shape)} says that it is uint8 {list(shape)}")
     return pixels
 
 

@@ -23,10 +23,10 @@ class MessageLayout:
     """Places of the parts of an observation.
 
     Attributes:
-        images: One for each picture, in the order of the policy's cameras.
+        images: One for each image, in the order of the policy's cameras.
         states: The numbers of the state, one array after the other, with their widths; None: any width.
         prompt: The instruction; None: it is not sent.
-        channels_first: Pictures are ``[3, H, W]``.
+        channels_first: Images are ``[3, H, W]``.
     """
 
     images: tuple[Path, ...]
@@ -51,44 +51,44 @@ class MessageLayout:
         """Return ``images``, ``state`` and ``instruction`` of a request. Raise MessageError if a part is missing or malformed.
 
         Args:
-            cameras: Names that the policy has for ``images``; more pictures than that are ignored.
+            cameras: Names that the policy has for ``images``; more images than that are ignored.
             reads_state: The policy has a state.
-            image_size: Pictures must have so many rows and columns; None: any.
+            image_size: Images must have so many rows and columns; None: any.
             max_prompt: Bytes that the prompt may have; None: any number.
         """
         prompt = _at(request, self.prompt)
         if max_prompt is not None and isinstance(prompt, str | bytes) and len(prompt) > max_prompt:
             raise too_long("The prompt", len(prompt), max_prompt)
         places = zip(cameras, self.images, strict=False)
-        images = {name: self._picture(request, place, image_size) for name, place in places}
+        images = {name: self._image(request, place, image_size) for name, place in places}
         if isinstance(prompt, bytes):
             prompt = prompt.decode("utf-8", "replace")
         parts = [_numbers(request, place, width) for place, width in self.states if reads_state]
         return {"images": images, "state": np.concatenate(parts) if parts else None, "instruction": prompt}
 
-    def _picture(self, request: Mapping[str, Any], place: Path, size: int | None) -> np.ndarray:
-        picture = _at(request, place)
-        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            shape = list(getattr(picture, "shape", ())) or type(picture).__name__
-            raise MessageError(f"{_text(place)} is {shape}; required: a picture with three axes")
-        if self.channels_first and picture.shape[0] == 3:
-            picture = picture.transpose(1, 2, 0)
-        if size is not None and picture.shape != (size, size, 3):  # before anything is computed of it
-            raise MessageError(f"{_text(place)} has the shape {list(picture.shape)}; required: {[size, size, 3]}")
-        if picture.dtype.kind == "f":  # openpi's clients may send 0 to 1
-            if not np.isfinite(picture).all() or picture.min(initial=0) < 0 or picture.max(initial=0) > 1:
+    def _image(self, request: Mapping[str, Any], place: Path, size: int | None) -> np.ndarray:
+        image = _at(request, place)
+        if not isinstance(image, np.ndarray) or image.ndim != 3:
+            shape = list(getattr(image, "shape", ())) or type(image).__name__
+            raise MessageError(f"{_text(place)} is {shape}; required: an image with three axes")
+        if self.channels_first and image.shape[0] == 3:
+            image = image.transpose(1, 2, 0)
+        if size is not None and image.shape != (size, size, 3):  # before anything is computed of it
+            raise MessageError(f"{_text(place)} has the shape {list(image.shape)}; required: {[size, size, 3]}")
+        if image.dtype.kind == "f":  # openpi's clients may send 0 to 1
+            if not np.isfinite(image).all() or image.min(initial=0) < 0 or image.max(initial=0) > 1:
                 raise MessageError(
-                    f"{_text(place)} is {picture.dtype} outside 0 to 1; required: uint8, or floats of 0 to 1"
+                    f"{_text(place)} is {image.dtype} outside 0 to 1; required: uint8, or floats of 0 to 1"
                 )
-            picture = np.round(picture * 255).astype(np.uint8)
-        return np.ascontiguousarray(picture)
+            image = np.round(image * 255).astype(np.uint8)
+        return np.ascontiguousarray(image)
 
     def request(self, observation: Observation, row: int) -> dict[str, Any]:
         """Return the request for one row of an observation, whose cameras fill ``images`` in their order."""
         request: dict[str, Any] = {}
-        for place, pictures in zip(self.images, observation.images.values(), strict=False):
-            picture = pictures[row]
-            _put(request, place, np.ascontiguousarray(picture.transpose(2, 0, 1)) if self.channels_first else picture)
+        for place, images in zip(self.images, observation.images.values(), strict=False):
+            image = images[row]
+            _put(request, place, np.ascontiguousarray(image.transpose(2, 0, 1)) if self.channels_first else image)
         first = 0
         for place, width in self.states if observation.state is not None else ():
             after = observation.state.shape[1] if width is None else first + width
@@ -125,11 +125,11 @@ class Names:
     """What a map of keys says; a part without a key is not sent."""
 
     image: str | list[str | list[str]] | None = option(
-        None, "Key of the picture, or of each; [a, b] in a list is b in a."
+        None, "Key of the image, or of each; [a, b] in a list is b in a."
     )
     state: str | dict[str, Any] | None = option(None, "Key of the state, or the keys of its parts with their widths.")
     prompt: str | None = option(None, "Key of the instruction.")
-    channels_first: bool = option(False, "Pictures are [3, H, W].")
+    channels_first: bool = option(False, "Images are [3, H, W].")
 
     def layout(self, section: str) -> MessageLayout:
         """Return the places; raise ConfigError if two parts have one, or none has any."""
@@ -156,7 +156,7 @@ class Names:
 
 
 def layout_of(keys: str | Mapping[str, Any], cameras: Sequence[str]) -> MessageLayout:
-    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where pictures have the names ``cameras``, or a map."""
+    """Return the layout that ``keys`` names: one of ``ROBOTS``, ``rlinf``, where images have the names ``cameras``, or a map."""
     if isinstance(keys, Mapping):
         return from_mapping(Names, keys, "model.keys").layout("model.keys")
     if keys not in KEYS:
@@ -178,14 +178,14 @@ def check_layout(
     owner: str,
     fix: str,
 ) -> None:
-    """Refuse a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
+    """Reject a layout that has no place for what a policy or an env has, and a map of keys for what it does not have.
 
     Raise ConfigError if there are more cameras than places, the state has another width, or a key of a map names
     nothing.
 
     Args:
         keys: Name of the layout, or the map.
-        cameras, state_dim: Names of the pictures, and the width of the state; 0: without one; None: not known.
+        cameras, state_dim: Names of the images, and the width of the state; 0: without one; None: not known.
         owner: What has them, for the message.
     """
     if isinstance(keys, Mapping):
@@ -198,7 +198,7 @@ def check_layout(
                 "model.keys, or set an env that shows it, e.g. more of env.cameras"
             )
         keys = "model.keys"
-        if not layout.images:  # pictures are not sent
+        if not layout.images:  # images are not sent
             cameras = ()
     if len(cameras) > len(layout.images):
         found = f"{owner} has the cameras {override_text(list(cameras))}"

@@ -55,8 +55,8 @@ class PolicyServer:
 
     Args:
         read: A request as arrays and text -> the row of it, checked; raises ``MessageError`` or ``RLinfError``. Runs in any thread.
-        read_named: The same for ``/vla-eval``, where each picture has a name, and no robot's keys.
-        act: Rows -> float32 ``[C, D]`` for each, or the exception that refuses it. Runs in a thread of its own, so that a long call
+        read_named: The same for ``/vla-eval``, where each image has a name, and no robot's keys.
+        act: Rows -> float32 ``[C, D]`` for each, or the exception that rejects it. Runs in a thread of its own, so that a long call
             delays nothing but actions.
         metadata: What a client is told first: plain values.
         chunks: How ``/vla-eval`` reads requests, and what it is told first.
@@ -110,7 +110,7 @@ class PolicyServer:
         await server.wait_closed()
 
     def _accepted(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Answer all but the WebSocket of a client that may ask; None: go on."""
+        """Answer all but the WebSocket of a client that may ask; None: continue."""
         path = request.path.partition("?")[0]
         if path in HEALTH:
             text = "OK\n" if path == HEALTH[0] else json.dumps({"status": "ok"})

@@ -16,22 +16,22 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "rollout/success_rate": Metric("Share of successes among the first episodes of the envs (sampled actions).", "1"),
+    "rollout/success_rate": Metric("Fraction of successes among the first episodes of the envs (sampled actions).", "1"),
     "rollout/true_success_rate": Metric("The same by the simulator, where a classifier or planted errors decide.", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
     "rollout/actions_clipped_fraction": Metric(
-        "Share of the numbers of the actions of these episodes that lay outside the bounds of the env and were "
+        "Fraction of the numbers of the actions of these episodes that lay outside the bounds of the env and were "
         "cut; a warning above 5 %.", "1"),
     "rollout/actions_max_abs": Metric("Largest magnitude of these numbers before the cut.", "env units"),
     "rollout/states_far_fraction": Metric(
         "Fraction of states beyond five half-widths of the policy's statistics; a warning above 1 %.", "1"),
     "rollout/num_episodes": Metric("First episodes of the envs, which the six above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
-        "Episodes that began again because their simulator was lost; their first part is not trained on, and "
+        "Episodes that started again because their simulator was lost; their first part is not trained on, and "
         "where it was the first episode of an env, the envs of that process have no success, return and length.", "episodes"),
-    "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
-    "rollout/zero_variance_group_fraction": Metric("Share of groups whose returns are equal, but for rounding.", "1"),
+    "rollout/env_steps_total": Metric("Env steps executed since the run started, over all ranks.", "env steps"),
+    "rollout/zero_variance_group_fraction": Metric("Fraction of groups whose returns are equal, but for rounding.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_exp_mean": Metric(
@@ -44,14 +44,14 @@ METRICS: dict[str, Metric] = {
         "Iterations of training between the weights that played the rollout and those before its update; at most "
         "`cluster.max_staleness`.", "iterations"),
     "rollout/staleness_updates": Metric(
-        "The same in optimiser steps. Of a head: the most updates that the weights of an action lacked "
+        "The same in optimiser steps. Of an actor: the most updates that the weights of an action lacked "
         "(`algorithm.overlap`).", "updates"),
     "rollout/value_gap_max": Metric(
-        "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where "
+        "Largest |rollout value - trainer value| before the update, in fractions of the largest value (of 1, where "
         "all are smaller).", "1"),
-    "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run went on (16 bits), else 0.", "1"),
+    "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run continued (16 bits), else 0.", "1"),
     "rollout/scored_fraction": Metric(
-        "Share of the policy calls of a rollout that the trainer scored, under `algorithm.old_logprobs=rollout`: the sample of the "
+        "Fraction of the policy calls of a rollout that the trainer scored, under `algorithm.old_logprobs=rollout`: the sample of the "
         "parity gate; 1 where that exceeded the limit. Gaps and ratios above are over these calls.", "1"),
     "rollout/reward_mean": Metric(
         "Mean reward of the answers of a recipe, weighted sum of its parts; `rollout/reward_mean/<part>`: of a "
@@ -59,17 +59,17 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_std": Metric("Standard deviation of these rewards over all answers.", "reward"),
     "rollout/completion_length_mean": Metric("Mean length of an answer, with the token that ends it.", "tokens"),
     "rollout/completion_length_max": Metric("Length of the longest answer.", "tokens"),
-    "rollout/truncated_fraction": Metric("Share of answers that reached the largest length without an end.", "1"),
+    "rollout/truncated_fraction": Metric("Fraction of answers that reached the largest length without an end.", "1"),
     "rollout/replaced_groups": Metric("Groups of answers with equal rewards that were replaced.", "groups"),
-    "rollout/base_calls_total": Metric(
-        "Observations about which the frozen policy below a head was asked, each once, since the run began.", "observations"),
-    "rollout/correction": Metric(
-        "Mean absolute difference of a number between the head without noise and the greedy action of the frozen "
+    "rollout/base_policy_queries": Metric(
+        "Observations about which the frozen policy below an actor was asked, each once, since the run started.", "observations"),
+    "rollout/residual_norm": Metric(
+        "Mean absolute difference of a number between the actor without noise and the greedy action of the frozen "
         "policy, in halves of the range of the env; not during the warm-up.", "1"),
-    "rollout/base_chosen": Metric("Share of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
+    "rollout/base_action_fraction": Metric("Fraction of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
     "rollout/success_rate_offline": Metric(
-        "Share of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"),
-    "rollout/base_calls_offline": Metric(
+        "Fraction of the demonstrations in `algorithm.offline_dataset` that succeeded.", "1"),
+    "rollout/base_policy_queries_offline": Metric(
         "Observations of demonstrations about which the frozen policy was asked; 0 where its answers were on "
         "disk.", "observations"),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be drawn.", "transitions"),
@@ -80,8 +80,8 @@ METRICS: dict[str, Metric] = {
         "Mean entropy of one action token (or action number); of a trained token of a recipe with "
         "`logging.report_entropy`.", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
-    "train/clip_fraction": Metric("Share of importance ratios at which the clipped loss is the larger one.", "1"),
-    "train/outside_fraction": Metric("Share of importance ratios outside the clip range, on either side.", "1"),
+    "train/clip_fraction": Metric("Fraction of importance ratios at which the clipped loss is the larger one.", "1"),
+    "train/outside_fraction": Metric("Fraction of importance ratios outside the clip range, on either side.", "1"),
     "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
     "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
@@ -93,7 +93,7 @@ METRICS: dict[str, Metric] = {
     "train/return_mean": Metric(
         "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the "
         "episode (GRPO, RLOO).", "reward"),
-    "train/preference_accuracy": Metric("DPO: share of pairs whose chosen answer has the higher implicit reward.", "1"),
+    "train/preference_accuracy": Metric("DPO: fraction of pairs whose chosen answer has the higher implicit reward.", "1"),
     "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen answers (Rafailov et al. 2023).", "nat"),
     "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected answers.", "nat"),
     "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
@@ -105,21 +105,21 @@ METRICS: dict[str, Metric] = {
     "train/q_mean_offline": Metric("The same of the transitions of demonstrations.", "reward"),
     "train/target_mean": Metric("Mean target of the critics.", "reward"),
     "train/alpha": Metric("Weight of the entropy (SAC).", "reward/nat"),
-    "train/at_bound": Metric(
-        "Share of the numbers of a head at their bound: above about 0.5, algorithm.head.scale is too small.", "1"),
-    "train/correction": Metric("Mean size of the numbers of a head, in shares of its scale.", "1"),
-    "train/q_first": Metric(
+    "train/action_saturation": Metric(
+        "Fraction of the numbers of an actor at their bound: above about 0.5, algorithm.actor.scale is too small.", "1"),
+    "train/residual_norm": Metric("Mean size of the numbers of an actor, in fractions of its scale.", "1"),
+    "train/q_initial": Metric(
         "What the critics expect of the first action of the episodes above, at the time.", "reward"),
-    "train/return_first": Metric(
-        "Discounted return that these episodes reached; far below train/q_first, the critics dream. An episode "
+    "train/return_initial": Metric(
+        "Discounted return that these episodes reached; far below train/q_initial, the critics dream. An episode "
         "that a time limit cut counts with what it had reached until then, and the critics also value what would "
         "have followed.", "reward"),
-    "train/updates_total": Metric("Updates since RL began (off-policy).", "updates"),
+    "train/updates_total": Metric("Updates since RL started (off-policy).", "updates"),
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
-        "Share of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
+        "Fraction of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
     "sft/cut_row_fraction": Metric("As train/cut_row_fraction, in SFT.", "1"),
     "sft/actions_beyond_statistics": Metric(
         "Largest fraction of a dimension's labels beyond the statistics; in the first line. A warning above 5 %, an error above half.", "1"),
@@ -142,7 +142,7 @@ METRICS: dict[str, Metric] = {
     "eval/num_answers": Metric("Number of these answers.", "answers"),
     "eval/completion_length_mean": Metric("Mean length of these answers, with the token that ends it.", "tokens"),
     "eval/completion_length_max": Metric("Length of the longest of these answers.", "tokens"),
-    "eval/truncated_fraction": Metric("Share of these answers that reached the largest length without an end.", "1"),
+    "eval/truncated_fraction": Metric("Fraction of these answers that reached the largest length without an end.", "1"),
     "eval/preference_accuracy": Metric("As train/preference_accuracy, on the validation pairs.", "1"),
     "eval/preference_chosen": Metric("As train/preference_chosen, on the validation pairs.", "nat"),
     "eval/preference_rejected": Metric("As train/preference_rejected, on the validation pairs.", "nat"),
@@ -154,7 +154,7 @@ METRICS: dict[str, Metric] = {
     "time/sync_s": Metric("Bringing new weights to the rollout workers.", "s"),
     "time/eval_s": Metric("Evaluation.", "s"),
     "time/cpu_s": Metric("Processor time of an iteration, of all threads of the process of rank 0.", "s"),
-    "time/total_s": Metric("Training time since the run began (demonstrations, cloning, RL), no evaluation.", "s"),
+    "time/total_s": Metric("Training time since the run started (demonstrations, cloning, RL), no evaluation.", "s"),
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
     "throughput/tokens_per_s": Metric(
@@ -162,9 +162,9 @@ METRICS: dict[str, Metric] = {
     "throughput/mfu": Metric(
         "Model FLOPs of these tokens / time / peak of the GPUs in bfloat16; only where the GPU's peak is known.", "1"),
     "throughput/data_wait_fraction": Metric(
-        "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"),
+        "Fraction of behaviour cloning's time that was waiting for rows, since the last line.", "1"),
     "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
-    "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run began.", "GiB"),
+    "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run started.", "GiB"),
 }  # fmt: skip
 
 
@@ -177,5 +177,5 @@ def check_names(metrics: Mapping[str, float]) -> None:
     """Raise ConfigError for an unknown metric name; ``<known name>/<part>`` (``eval/success_rate/reach``) is accepted."""
     for name in metrics:
         if name not in METRICS and "/".join(name.split("/")[:2]) not in METRICS:
-            cure = "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."
-            raise ConfigError(f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} {cure}")
+            fix = "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."
+            raise ConfigError(f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} {fix}")

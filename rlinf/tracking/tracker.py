@@ -24,7 +24,7 @@ logger = logging.getLogger("rlinf")
 
 
 def _require(module: str, package: str) -> Any:
-    """Import the optional package of a sink; raise MissingDependencyError with the cure if that fails."""
+    """Import the optional package of a sink; raise MissingDependencyError with the fix if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

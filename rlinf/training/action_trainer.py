@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.cluster.rollouts import played_by
+from rlinf.cluster.rollouts import rollout_workers
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import barrier, rank
 from rlinf.evaluation.result import actions_clipped, clipping_warning, far_warning
@@ -33,7 +33,7 @@ logger = logging.getLogger("rlinf")
 
 
 @dataclass
-class Parts:
+class TrainerContext:
     """What the trainers of a run are made of, on one rank.
 
     Attributes:
@@ -65,7 +65,7 @@ class ActionTrainer:
     last_tag: str | None = "after_rl"
     ends_run = False
 
-    def __init__(self, parts: Parts, collector: Collector | None = None) -> None:
+    def __init__(self, parts: TrainerContext, collector: Collector | None = None) -> None:
         self.parts, self.loop, self.worker, self.sync = parts, parts.loop, parts.worker, parts.sync
         self.collector = collector
 
@@ -78,9 +78,9 @@ class ActionTrainer:
         if self.collector is not None:
             self.collector.wait_until_ready()
 
-    def played_by(self) -> str | None:
+    def rollout_workers(self) -> str | None:
         """Return in words who plays the rollouts of a rank; None without rollouts."""
-        return None if self.collector is None else played_by(self.collector)
+        return None if self.collector is None else rollout_workers(self.collector)
 
     def close(self) -> None:
         """End the collector."""
@@ -107,7 +107,7 @@ class ActionTrainer:
         return self.loop.state.step >= self.num_steps
 
     def begin(self) -> None:
-        """Begin RL, or go on with it, after an evaluation of the policy before it."""
+        """Start RL, or continue with it, after an evaluation of the policy before it."""
         self.loop.state.phase = "rl"
         self.loop.evaluate_once("before_rl")
 
@@ -126,7 +126,7 @@ class ActionTrainer:
         return Update(metrics, shown)
 
     def decayed(self, step: int) -> float:
-        """Return the share of the learning rates in an iteration, by ``trainer.lr_decay``."""
+        """Return the fraction of the learning rates in an iteration, by ``trainer.lr_decay``."""
         trainer = self.parts.config.trainer
         return learning_rate(step, self.num_steps, decay=trainer.lr_decay, min_factor=trainer.lr_min_factor)
 
@@ -177,8 +177,8 @@ class ActionTrainer:
 
     @cached_property
     def _tells_success(self) -> bool:
-        told = [one.get("tells_success", True) for one in self.loop.state.evaluations.values()]
-        return any(told) or self.parts.evaluator.env.tells_success(self.parts.config.env)
+        told = [one.get("reports_success", True) for one in self.loop.state.evaluations.values()]
+        return any(told) or self.parts.evaluator.env.reports_success(self.parts.config.env)
 
     def _warn_of_clipping(self, fraction: float | None, largest: float | None) -> None:
         """Warn once, on rank 0, that many numbers of actions are cut."""

@@ -28,7 +28,7 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import evaluation_mode
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
-from rlinf.training.action_trainer import ActionTrainer, Parts
+from rlinf.training.action_trainer import ActionTrainer, TrainerContext
 from rlinf.training.loop import Update
 from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import own_rows
@@ -46,12 +46,14 @@ class CloningTrainer(ActionTrainer):
     Args:
         parts: Of the run; the scripted expert plays in its evaluation env.
         dataset: Stored demonstrations; None: the expert plays them.
-        last_tag: Evaluation after the last step; None: RL follows, which begins with one.
+        last_tag: Evaluation after the last step; None: RL follows, which starts with one.
     """
 
     phase = tag = "sft"
 
-    def __init__(self, parts: Parts, dataset: StoredDemonstrations | None = None, last_tag: str | None = None) -> None:
+    def __init__(
+        self, parts: TrainerContext, dataset: StoredDemonstrations | None = None, last_tag: str | None = None
+    ) -> None:
         super().__init__(parts)
         self.dataset, self.last_tag = dataset, last_tag
         self._waits: list[float] = []  # seconds of the steps since the last line, for the batch and in all
@@ -65,7 +67,7 @@ class CloningTrainer(ActionTrainer):
         return max(self.parts.config.sft.max_steps, self.loop.state.sft_step)
 
     def is_done(self) -> bool:
-        """Return whether steps and time are up (a collective call), or RL has begun."""
+        """Return whether steps and time are up (a collective call), or RL has started."""
         config, state = self.parts.config.sft, self.loop.state
         within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
         return state.phase != "sft" or not (state.sft_step < config.max_steps or any_rank(within_time))
@@ -173,9 +175,11 @@ class CloningTrainer(ActionTrainer):
         chunk_len = self.worker.model.sft_chunk_len
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
-            is_good = None if config.advantage_share is None else self._labels()
+            is_good = None if config.advantage_top_fraction is None else self._labels()
             source = chosen(self.dataset, config, is_good)
-            which = "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.rows={config.rows})"
+            which = (
+                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.rows})"
+            )
             progress.note(
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"
             )
@@ -216,6 +220,6 @@ def check_labels_are_read(model: ActionModel, observation: Observation) -> None:
     good, bad = (model.preprocess(replace(observation, suffixes=[label] * len(observation))) for label in (GOOD, BAD))
     if all(torch.equal(good[name], bad[name]) for name in good):
         raise ConfigError(
-            f"{type(model).__name__} does not tell '{GOOD}' from '{BAD}' in a prompt, which sft.advantage_share puts there; required: "
-            "a policy and a tokenizer that read these words. Set model=openvla_tiny, or sft.advantage_share=null sft.rows=successes"
+            f"{type(model).__name__} does not tell '{GOOD}' from '{BAD}' in a prompt, which sft.advantage_top_fraction puts there; required: "
+            "a policy and a tokenizer that read these words. Set model=openvla_tiny, or sft.advantage_top_fraction=null sft.filter=successes"
         )

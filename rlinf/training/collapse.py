@@ -24,7 +24,7 @@ MAX_ROLLBACKS = 3
 
 
 class RolledBack(Exception):
-    """A run goes on from an earlier checkpoint; all ranks raise it.
+    """A run continues from an earlier checkpoint; all ranks raise it.
 
     Attributes:
         checkpoint: Its folder, which says how often the run has gone back.

@@ -22,7 +22,7 @@ logger = logging.getLogger("rlinf")
 
 
 class Evaluator:
-    """Evaluate a policy on all ranks, each on its share of the episodes.
+    """Evaluate a policy on all ranks, each on its fraction of the episodes.
 
     Args:
         env: Made with ``auto_reset=False``; offloaded after each evaluation.

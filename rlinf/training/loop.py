@@ -97,10 +97,10 @@ class Loop:
     """Runs the trainers of a run, one after the other.
 
     Args:
-        state: Where to begin.
+        state: Where to start.
         settings: When a run saves and ends.
         run_config: The configuration as a mapping, for checkpoints.
-        resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
+        resumed_from: Checkpoint that ``state`` was read from; None: the run starts.
 
     Attributes:
         tracker: Writes metrics; None: on another rank.
@@ -151,7 +151,7 @@ class Loop:
     def fit(self, trainer: Trainer) -> None:
         """Run a trainer from the present step to its end, or until an evaluation reaches the target or shows a collapse.
 
-        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run goes on from a checkpoint.
+        Raise StopRequested after a signal, once all training is saved, and RolledBack if the run continues from a checkpoint.
         """
         self.trainer, state = trainer, self.state
         trainer.begin()

@@ -23,7 +23,7 @@ class MinibatchPlan:
     """Deals the valid rows of a rollout to ``M = ceil(rows / minibatch_size)`` minibatches, as cards are dealt.
 
     Each block shuffles its rows. Row ``j`` of the block before which there are ``P`` rows goes to minibatch ``(P + j) mod M``. So
-    minibatches differ by at most one row, each takes its share of every block, and only the numbers of rows need to be known
+    minibatches differ by at most one row, each takes its fraction of every block, and only the numbers of rows need to be known
     of other ranks. The rows of a minibatch do not depend on the number of ranks.
 
     Args:

@@ -24,7 +24,15 @@ from rlinf.training.train_worker import FailedBatch
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
 """Keys of ``summary.json`` and the evaluations that they show."""
 
-SUMMARY_VALUES = "success_rate", "successes", "episodes", "interval", "return_mean", "return_interval", "tells_success"
+SUMMARY_VALUES = (
+    "success_rate",
+    "successes",
+    "episodes",
+    "interval",
+    "return_mean",
+    "return_interval",
+    "reports_success",
+)
 
 
 def evaluation_folder(config: RunConfig, tag: str) -> Path:
@@ -33,16 +41,16 @@ def evaluation_folder(config: RunConfig, tag: str) -> Path:
 
 
 def write_summary(
-    config: RunConfig, state: LoopState, saved_names: Collection[str], played_by: str | None = None
+    config: RunConfig, state: LoopState, saved_names: Collection[str], rollout_workers: str | None = None
 ) -> None:
     """Write ``summary.json`` and the report of a finished run, and print the closing table; last, if so, that the policy got worse.
 
-    ``played_by`` has played the rollouts of a rank; None: there were none.
+    ``rollout_workers`` has played the rollouts of a rank; None: there were none.
     """
     folder = Path(config.output_dir)
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
     summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(folder))
-    summary["played_by"] = played_by
+    summary["rollout_workers"] = rollout_workers
     outcome = explain(folder).outcome
     summary["outcome"] = {"verdict": outcome.verdict, "measure": outcome.measure, "text": outcome.text}
     write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1))
@@ -68,7 +76,7 @@ def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | No
         found = state.evaluations[best]
         summary["best_checkpoint"] = {
             "name": found["checkpoint"], "evaluation": best,
-            **{name: found[name] for name in ("success_rate", "return_mean", "tells_success") if name in found},
+            **{name: found[name] for name in ("success_rate", "return_mean", "reports_success") if name in found},
         }  # fmt: skip
     return summary
 
@@ -83,8 +91,8 @@ def closing_table(summary: dict[str, Any]) -> str:
     lines = [success_table(rows, "", "success")] if rows else []
     if "best_checkpoint" in summary:
         best = summary["best_checkpoint"]
-        is_told = best.get("tells_success", True)
-        reached = f"{best['success_rate']:.1%}" if is_told else f"return {best['return_mean']:.4g}"
+        is_reported = best.get("reports_success", True)
+        reached = f"{best['success_rate']:.1%}" if is_reported else f"return {best['return_mean']:.4g}"
         lines.append(f"best checkpoint: {best['name']} ({reached} in the evaluation {best['evaluation']})")
     if "rollbacks" in summary:
         lines.append(f"times that the run went back to its best checkpoint: {summary['rollbacks']}")

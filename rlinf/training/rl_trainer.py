@@ -16,7 +16,7 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.algorithms.running_moments import CLIP, RunningMoments, discounted_sums
-from rlinf.cluster.players import Players
+from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.cluster.rollouts import make_collector
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
@@ -32,7 +32,7 @@ from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import EXCEEDED, importance_ratios
 from rlinf.run_folder import REFERENCE_FILE
 from rlinf.seeding import derive_seed
-from rlinf.training.action_trainer import ActionTrainer, Clock, Parts
+from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.state import RolloutAhead
 from rlinf.training.train_worker import rl_trainer_config
@@ -56,10 +56,12 @@ class _Issued:
     since: float
 
 
-def make_rl_trainer(algorithm: type[Algorithm], parts: Parts, env: VectorEnv, players: Players | None) -> RLTrainer:
+def make_rl_trainer(
+    algorithm: type[Algorithm], parts: TrainerContext, env: VectorEnv, workers: RolloutWorkers | None
+) -> RLTrainer:
     """Make the trainer of a policy-gradient algorithm; ``env`` has the run's settings."""
     config = parts.config
-    collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, players)
+    collector = make_collector(config, env, parts.sync.rollout_model, parts.worker.autocast, workers)
     return RLTrainer(parts, collector, algorithm(cast(AlgorithmConfig, config.algorithm)))
 
 
@@ -68,7 +70,7 @@ class RLTrainer(ActionTrainer):
 
     With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
     policy is updated: it is issued before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
-    ``s`` iterations after its weights. At the beginning, the first ``s + 1`` of them are played with the first weights.
+    ``s`` iterations after its weights. At the start, the first ``s + 1`` of them are played with the first weights.
 
     Args:
         parts: Of the run.
@@ -78,7 +80,7 @@ class RLTrainer(ActionTrainer):
 
     collector: Collector
 
-    def __init__(self, parts: Parts, collector: Collector, algorithm: Algorithm) -> None:
+    def __init__(self, parts: TrainerContext, collector: Collector, algorithm: Algorithm) -> None:
         super().__init__(parts, collector)
         self.algorithm = algorithm
         self.gate = parity_gate(parts.config)
@@ -88,7 +90,7 @@ class RLTrainer(ActionTrainer):
         self._updated = False  # the policy, since the last rollout was issued
 
     def begin(self) -> None:
-        """Begin RL with an optimiser of its own, or go on with it, after an evaluation of the policy before it."""
+        """Start RL with an optimiser of its own, or continue with it, after an evaluation of the policy before it."""
         loop, state, trainer = self.loop, self.loop.state, self.parts.config.trainer
         if state.phase != "rl":
             state.phase = "rl"
@@ -104,7 +106,7 @@ class RLTrainer(ActionTrainer):
         self.reference = self._make_reference()
 
     def _make_reference(self) -> Reference | None:
-        """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call)."""
+        """Keep the weights with which RL started, for the KL penalty, on disk too for a resumed run (a collective call)."""
         loop = self.loop
         if not self.algorithm.needs_reference:
             return None
@@ -114,7 +116,7 @@ class RLTrainer(ActionTrainer):
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
                 raise CheckpointError(
-                    f"{path} is missing, which a run writes that begins RL with a KL penalty. Copy it from that run's folder, or "
+                    f"{path} is missing, which a run writes that starts RL with a KL penalty. Copy it from that run's folder, or "
                     "set algorithm.kl_coef=0"
                 )
             reference.load(open_tensors([path]))
@@ -131,7 +133,7 @@ class RLTrainer(ActionTrainer):
         config, state, algorithm = self.parts.config, self.loop.state, self.algorithm
         clock, env_steps_before = Clock(), state.env_steps
         self.worker.train_step.decay = self.decayed(step)
-        algorithm.clip_share = learning_rate(step, self.num_steps, decay=algorithm.config.clip_decay)
+        algorithm.clip_fraction = learning_rate(step, self.num_steps, decay=algorithm.config.clip_decay)
         self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
@@ -216,7 +218,7 @@ class RLTrainer(ActionTrainer):
         """Divide the rewards of a rollout by one number, under ``algorithm.scale_rewards`` (a collective call).
 
         It is the deviation of the running discounted return over all rollouts, this one included (Engstrom et al. 2020, section 3).
-        One number for all keeps equal returns equal. Returns begin at 0 in each rollout, also where episodes go on
+        One number for all keeps equal returns equal. Returns start at 0 in each rollout, also where episodes continue
         (``rollout.continue_episodes``): their rewards so far are not kept.
         """
         if self.return_moments is None:
@@ -313,7 +315,7 @@ class RLTrainer(ActionTrainer):
         return sampled
 
     def _check_sample(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer in one policy call of each env. If they differ and the run goes on, score the whole rollout."""
+        """Compare rollout and trainer in one policy call of each env. If they differ and the run continues, score the whole rollout."""
         sampled = self._scored_sample(batch, step)
         metrics = self.gate.check(sampled, step)
         num_scored, num_valid = sum_counts(int(sampled.loss_mask.sum()), int(batch.loss_mask.sum()))

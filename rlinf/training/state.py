@@ -30,7 +30,7 @@ class RolloutAhead:
 
     @property
     def name(self) -> str:
-        """Begin the names of its weights in a checkpoint."""
+        """Start the names of its weights in a checkpoint."""
         return f"rollout_{self.step}"
 
 
@@ -39,7 +39,7 @@ class LoopState:
     """Where a run is; every checkpoint holds it.
 
     Attributes:
-        phase: Begins the names of checkpoints: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Lines of metrics have
+        phase: Starts the names of checkpoints: ``sft``, then ``rl``; ``step`` in a recipe, which has one phase. Lines of metrics have
             ``Trainer.phase``.
         sft_step, step: Next optimiser step of cloning, next iteration of RL or step of a recipe.
         env_steps: Env steps of RL so far.
@@ -51,12 +51,12 @@ class LoopState:
         scores: Of each validation of a recipe, by the name of the checkpoint that follows it; higher is better.
         last_validation: Metrics of the last one.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
-        labels: Bits of ``sft.advantage_share`` of its rows, in hexadecimal; None: without labels.
+        labels: Bits of ``sft.advantage_top_fraction`` of its rows, in hexadecimal; None: without labels.
         data: What determines the rows of a recipe's step, and its model; a resumed run must have the same.
         rows: State of a recipe's dataset.
-        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate begins at 0.
-        start_saved: The policy with which RL began without cloning is saved as ``rl_000000``.
-        start: Folder of the policy with which the run began; None: its weights were random.
+        rollbacks: Times that the run went back to its best checkpoint; each halves the learning rates. A newly typed rate starts at 0.
+        start_saved: The policy with which RL started without cloning is saved as ``rl_000000``.
+        start: Folder of the policy with which the run started; None: its weights were random.
         rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
 
@@ -112,7 +112,7 @@ class LoopState:
         """
         kept = {*names, self.start} - {None}
         found = {tag: one for tag, one in reversed(self.evaluations.items()) if one.get("checkpoint") in kept}
-        if found and not any(one.get("tells_success", True) for one in found.values()):
+        if found and not any(one.get("reports_success", True) for one in found.values()):
             return max(found, key=lambda tag: found[tag]["return_mean"])
         found = {tag: one for tag, one in found.items() if (one["success_rate"] or 0) > 0}
         return max(found, key=lambda tag: found[tag]["success_rate"], default=None)

@@ -51,7 +51,7 @@ class FailedBatch:
 
 
 class _Described(NamedTuple):
-    """What the report of a failure tells of a minibatch; its pictures are selected only then."""
+    """What the report of a failure tells of a minibatch; its images are selected only then."""
 
     phase: str
     step: int
@@ -67,7 +67,7 @@ class TrainWorker:
 
     Args:
         model: The policy.
-        config: Optimiser settings; None: another trainer goes on with the policy, without this optimiser.
+        config: Optimiser settings; None: another trainer continues with the policy, without this optimiser.
         temperature: Of the action distribution, as in the rollout.
         micro_batch_size: Rows of a forward-backward pass.
         val_micro_batch_size: Rows of a forward pass.
@@ -97,7 +97,7 @@ class TrainWorker:
             self.start_phase(config)
 
     def start_phase(self, config: TrainerConfig) -> None:
-        """Begin behaviour cloning or RL with a fresh optimiser, which steps the masters of the one before."""
+        """Start behaviour cloning or RL with a fresh optimiser, which steps the masters of the one before."""
         self.config = config
         former = None if self.train_step is None else self.optimizer
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -132,7 +132,7 @@ class TrainWorker:
         self._has_learnt = False  # a gradient has reached the policy
 
     def end_phase(self) -> None:
-        """Forget the optimiser with its masters, moments and gradients: another trainer goes on with the policy."""
+        """Forget the optimiser with its masters, moments and gradients: another trainer continues with the policy."""
         if self.train_step is not None:
             self.optimizer.zero_grad()
         self.train_step, self.named_masters, self.policy_masters, self.value_masters = None, {}, [], []
@@ -193,7 +193,7 @@ class TrainWorker:
         if not self.model.training:  # the call visits every module
             self.model.train()
         rows = minibatch.rows
-        # A rank copies the pictures of its micro-batches only.
+        # A rank copies the images of its micro-batches only.
         own = algorithm.of_minibatch(batch.select(rows, observation=False))
         counts = LossCounts.of(own, algorithm.config).over_ranks()
 
@@ -278,7 +278,7 @@ class TrainWorker:
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _check_gradient(self, minibatch: _Described) -> None:
-        """Refuse a gradient of exactly 0, although the minibatch has something to teach."""
+        """Reject a gradient of exactly 0, although the minibatch has something to teach."""
         tensors = minibatch.tensors
         norm = self.train_step.part_norms[0]
         self._has_learnt = norm > 0
@@ -294,7 +294,7 @@ class TrainWorker:
     def _fail(self, loss: float, own_loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
         """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help (a collective call).
 
-        ``own_loss`` is this rank's share of ``loss``.
+        ``own_loss`` is this rank's fraction of ``loss``.
         """
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm

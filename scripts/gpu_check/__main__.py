@@ -92,7 +92,7 @@ def write(path: Path, text: str) -> None:
 
 
 def read_arguments() -> argparse.Namespace:
-    """Read the command line, and refuse what cannot run here."""
+    """Read the command line, and reject what cannot run here."""
     parser = argparse.ArgumentParser(
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

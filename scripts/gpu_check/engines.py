@@ -101,10 +101,10 @@ def speed_of(setting: Setting, source: Path, eager: bool) -> Speed:
         answers()
         rate = count * answer / (time.monotonic() - start)
         sleep_s, wake_s, num_bytes = slept(engine, setting)
-        negate_head(policy.model)
+        negate_actor(policy.model)
         push(2)
         changed = not torch.equal(first, answers())
-        negate_head(policy.model)
+        negate_actor(policy.model)
         push(3)
         return Speed(rate, sleep_s, wake_s, num_bytes, changed, torch.equal(first, answers()))
     finally:
@@ -125,7 +125,7 @@ def slept(engine: Any, setting: Setting) -> tuple[float, float, int]:
 
 
 @torch.no_grad()
-def negate_head(model: torch.nn.Module) -> None:
+def negate_actor(model: torch.nn.Module) -> None:
     """Make the least likely token the most likely one."""
     next(tensor for name, tensor in model.named_parameters() if name.endswith("lm_head.weight")).neg_()
 

@@ -54,13 +54,13 @@ def g2_isolation(setting: Setting) -> list[Row]:
 
 
 def shared_gpu_row(rows: Rows, setting: Setting) -> None:
-    """Two ranks of a real torchrun on one GPU must be refused before they train."""
+    """Two ranks of a real torchrun on one GPU must be rejected before they train."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     command = train_command(setting, setting.folder / "shared", RUN, torchrun(2))
     done = subprocess.run(command, cwd=setting.folder, env=environment, capture_output=True, text=True)
     print(done.stdout, done.stderr, sep="\n")
     said = "shares GPU" in done.stderr or "need a GPU each" in done.stderr
-    rows.holds("two ranks of torchrun on one GPU are refused", done.returncode != 0 and said, True)
+    rows.holds("two ranks of torchrun on one GPU are rejected", done.returncode != 0 and said, True)
 
 
 def ranks_rows(rows: Rows, setting: Setting, ranks: int) -> None:
@@ -93,7 +93,7 @@ def most_of_each(one: list[int] | None, other: list[int] | None) -> list[int] | 
 
 
 def renderer_row(rows: Rows, setting: Setting) -> None:
-    """MuJoCo's pictures come from the GPU."""
+    """MuJoCo's images come from the GPU."""
     what = "renderer of MuJoCo (GL_RENDERER)"
     if importlib.util.find_spec("mujoco") is None:
         rows.not_measured(what, "needs the package mujoco")
@@ -141,7 +141,7 @@ def worker_rows(rows: Rows, setting: Setting) -> None:
 
 def maniskill_rows(rows: Rows, setting: Setting) -> None:
     """256 rows of ManiSkill on the GPU."""
-    what, share = "seconds to reset 256 rows of maniskill_gpu", "share of its memory that offload returns"
+    what, share = "seconds to reset 256 rows of maniskill_gpu", "fraction of its memory that offload returns"
     if not setting.is_gpu or importlib.util.find_spec("mani_skill") is None:
         for each in (what, share):
             rows.not_measured(each, "needs a GPU and the extra maniskill")

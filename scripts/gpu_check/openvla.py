@@ -10,7 +10,7 @@ import torch
 
 from gpu_check.rows import GB, NEEDS_FULL_SIZE, Row, Rows, Setting
 
-HEAD_SCALE = 4.0
+ACTOR_SCALE = 4.0
 """Factor on the head's random weights, whose own logits have a deviation of 1.3: log-probabilities near -2, as of a policy that learns.
 
 At 30 (deviation 38), rounding alone fails the gate: a mean exp gap of 1.2 on an H100.
@@ -60,7 +60,7 @@ def g0_draw(setting: Setting) -> list[Row]:
     with torch.device(setting.device):
         model = build_policy(config)
     with torch.no_grad():
-        model.language_model.lm_head.weight.mul_(HEAD_SCALE)
+        model.language_model.lm_head.weight.mul_(ACTOR_SCALE)
     if setting.is_gpu:
         torch.cuda.synchronize()
     rows.state("parameters, in billions", f"{sum(p.numel() for p in model.parameters()) / 1e9:.3f}")

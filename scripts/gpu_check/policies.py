@@ -57,7 +57,7 @@ def g1_openvla_lora(setting: Setting) -> list[Row]:
 
 
 def checkpoint_rows(rows: Rows, setting: Setting, folder: Path) -> None:
-    """The checkpoint was written by a thread, holds no frozen weights, and the run goes on from it."""
+    """The checkpoint was written by a thread, holds no frozen weights, and the run continues from it."""
     newest = max((folder / "checkpoints").glob("[!.]*"), key=lambda path: path.stat().st_mtime)
     manifest = json.loads((newest / "manifest.json").read_text())
     rows.holds(
@@ -79,7 +79,7 @@ def trace_rows(rows: Rows, setting: Setting, folder: Path) -> None:
         "kernels of an iteration",
         "waits of the host in it",
         "copies to the host in it",
-        "share of it in which the GPU computes",
+        "fraction of it in which the GPU computes",
     )
     if not setting.is_gpu:
         for each in what:
@@ -122,7 +122,7 @@ def built(config: Any, setting: Setting) -> Any:
 
 
 def time_rows(rows: Rows, setting: Setting, config: Any, model: Any, observation: Any) -> None:
-    """Milliseconds of a call: with adapters, merged, and as a CUDA graph; and the share of preprocessing."""
+    """Milliseconds of a call: with adapters, merged, and as a CUDA graph; and the fraction of preprocessing."""
     from rlinf.models.lora import merged_tensors
 
     inputs = model.preprocess(model.resize_images(observation))
@@ -153,11 +153,11 @@ def time_rows(rows: Rows, setting: Setting, config: Any, model: Any, observation
         rows.state(f"milliseconds of a call of {NUM_ROWS} rows, {name}", f"{1e3 * each:.1f}")
     what, share = "with adapters: times as fast with a CUDA graph", preprocessing / seconds["eager, with adapters"]
     if not setting.is_full:
-        rows.state("share of preprocessing in a call", f"{share:.1%}")
+        rows.state("fraction of preprocessing in a call", f"{share:.1%}")
         rows.not_measured(what, "CUDA graphs need a GPU and the full size")
         return
     rows.at_least(what, seconds["eager, with adapters"] / seconds["CUDA graph, with adapters"], 1.2)
-    rows.at_most("share of preprocessing in a call", share, 0.05)
+    rows.at_most("fraction of preprocessing in a call", share, 0.05)
 
 
 def median_seconds(function: Callable[[], Any], setting: Setting) -> float:
@@ -177,7 +177,7 @@ def attention_rows(rows: Rows, setting: Setting, model: Any, observation: Any) -
     text, count = observation.instruction[0], len(observation.instruction)
     even = replace(observation, instruction=[text] * count)
     uneven = replace(observation, instruction=[text + " slowly" * (row % 2) for row in range(count)])
-    for name, each, refused in (("of one length", even, ("math", "efficient")), ("of two lengths", uneven, ("math",))):
+    for name, each, rejected in (("of one length", even, ("math", "efficient")), ("of two lengths", uneven, ("math",))):
         inputs = model.preprocess(model.resize_images(each))
         uniforms = torch.rand(len(each.instruction), model.num_uniforms, device=setting.device)
         with torch.profiler.profile() as profiler:
@@ -190,7 +190,7 @@ def attention_rows(rows: Rows, setting: Setting, model: Any, observation: Any) -
         what = f"kernels of attention, prompts {name}"
         rows.state(what, ", ".join(f"{kind} {count}" for kind, count in counts.most_common()) or "none")
         if setting.is_gpu:
-            slow = sum(count for name, count in counts.items() if any(kind in name for kind in refused))
+            slow = sum(count for name, count in counts.items() if any(kind in name for kind in rejected))
             rows.holds(f"{what}: slow ones", slow, 0)
         else:
             rows.not_measured(f"{what}: slow ones", NEEDS_GPU)

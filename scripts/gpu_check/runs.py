@@ -154,7 +154,7 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass
 class Trace:
-    """Counts of one recorded step: kernels, copies, waits of the host, and the share of its time in which the GPU computed."""
+    """Counts of one recorded step: kernels, copies, waits of the host, and the fraction of its time in which the GPU computed."""
 
     kernels: int
     copies_to_host: int

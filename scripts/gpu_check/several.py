@@ -124,13 +124,13 @@ def in_ranks(setting: Setting, function: Callable[[Setting], None]) -> float:
 
 
 def m4_own_gpus(setting: Setting) -> list[Row]:
-    """Ranks of torchrun have a GPU each, or are refused."""
+    """Ranks of torchrun have a GPU each, or are rejected."""
     rows = Rows("M4")
     ranks_rows(rows, setting, setting.num_gpus)
     if setting.is_gpu:
         shared_gpu_row(rows, setting)
     else:
-        rows.not_measured("two ranks of torchrun on one GPU are refused", NEEDS_GPU)
+        rows.not_measured("two ranks of torchrun on one GPU are rejected", NEEDS_GPU)
     return rows
 
 

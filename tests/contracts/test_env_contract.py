@@ -127,7 +127,7 @@ def count_resets(base, self, index, spec):
 
 
 def shift_by(amount):
-    """Begin elsewhere, by ``amount(env, rows)``."""
+    """Start elsewhere, by ``amount(env, rows)``."""
 
     def shift(base, self, ids, specs):
         base(self, ids, specs)

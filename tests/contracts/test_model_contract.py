@@ -117,7 +117,7 @@ class Case:
 
 
 def move(policy, weights):
-    """Give a policy the weights of another; what only it has (adapters, which begin at zero) is drawn."""
+    """Give a policy the weights of another; what only it has (adapters, which start at zero) is drawn."""
     own = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
     with torch.no_grad():
         for name, parameter in own.items():

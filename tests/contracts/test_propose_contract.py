@@ -41,7 +41,7 @@ WITHOUT_PREFIX = ("mlp", "cnn")
 def policy(case, request):
     if request.param == "token":
         if case.name in WITHOUT_PREFIX:
-            pytest.skip(f"{case.name} has no states of images and prompt, and model.features=token is refused for it")
+            pytest.skip(f"{case.name} has no states of images and prompt, and model.features=token is rejected for it")
         torch.manual_seed(3)
         case.policy.readout_token = ReadoutToken(prefix_width(case)).eval()
     case.policy.feature_kind = request.param
@@ -203,7 +203,7 @@ def test_the_setting_reaches_the_policy_and_its_width_needs_no_weights(case):
 
 
 def read_action(policy, observation, features):
-    """The greedy action, read from ``hidden`` features by the head of the model."""
+    """The greedy action, read from ``hidden`` features by the actor of the model."""
     if hasattr(policy, "policy"):
         return policy.decode_actions(policy.policy[-1](features))
     if hasattr(policy, "expert"):
@@ -262,7 +262,7 @@ def test_candidates_of_a_flow_begin_with_the_given_noise():
         actions = x[:, : policy.action_chunks_len, : policy.action_dim]
         expected = policy.action_normalizer.unnormalize(actions).float()
         torch.testing.assert_close(found[:, 1 + index], expected, atol=1e-4, rtol=1e-4)
-        assert (found[:, 0] - expected).abs().max() > 1e-2, "control: the greedy one begins elsewhere"
+        assert (found[:, 0] - expected).abs().max() > 1e-2, "control: the greedy one starts elsewhere"
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def token_case(case):
     if case.name in WITHOUT_PREFIX:
         with pytest.raises(ConfigError, match="no states of images and prompt.*Set model.features=hidden"):
             case.build(features="token")
-        pytest.skip("it has been refused")
+        pytest.skip("it has been rejected")
     return replace(case, config=replace(case.config, model=replace(case.config.model, features="token")))
 
 

@@ -48,7 +48,7 @@ MODELS = {
 """Overrides of each family."""
 WHOLE_OFT = ["model=openvla_oft", "model.init_config={n_action_bins: 256}", *RANDOM, *LORA, "model.micro_batch_size=8"]
 """OFT with all of its 7.5 billion parameters; one camera, micro-batches of 8."""
-HEAD = ["algorithm=sac", "model.features=pooled", "algorithm.head.hidden_size=256"]
+HEAD = ["algorithm=sac", "model.features=pooled", "algorithm.actor.hidden_size=256"]
 RL, CLONING = ("policy_call", "score", "update", "push"), ("sft_step",)
 
 
@@ -95,7 +95,7 @@ CASES = {
     "qwen2, all weights, packed": _Token(
         settings=HALF | {"max_tokens_per_microbatch": 1024, "sequence_packing": True}, phases=("score", "sft_step")
     ),
-    "openvla_oft, head": Case("HeadRun", [*MODELS["openvla_oft"], *HEAD], ("policy_call", "update")),
-    "pi0, head": Case("HeadRun", [*MODELS["pi0"], *HEAD], ("policy_call", "update")),
+    "openvla_oft, actor": Case("HeadRun", [*MODELS["openvla_oft"], *HEAD], ("policy_call", "update")),
+    "pi0, actor": Case("HeadRun", [*MODELS["pi0"], *HEAD], ("policy_call", "update")),
 }
 """What ``budgets.txt`` has rows of."""

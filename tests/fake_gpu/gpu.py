@@ -210,7 +210,7 @@ class FakeGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def count(self) -> Iterator[Counts]:
-        """Count the work inside from 0; the peak begins at the bytes that are there."""
+        """Count the work inside from 0; the peak starts at the bytes that are there."""
         before, self.counts = self.counts, Counts(peak_bytes=self.live_bytes)
         try:
             yield self.counts
@@ -305,7 +305,7 @@ class FakeGpu(TorchDispatchMode):
             self.counts.ops[name] += 1
 
     def wait(self, kind: Counter[str]) -> None:
-        """Count something that the CPU waits for; refuse it while a CUDA graph is being recorded, as CUDA does."""
+        """Count something that the CPU waits for; reject it while a CUDA graph is being recorded, as CUDA does."""
         if self._is_capturing:
             raise RuntimeError(f"{_place()} waits for the GPU while a CUDA graph is being recorded")
         kind[_place(with_library=True)] += 1

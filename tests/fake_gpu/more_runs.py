@@ -1,4 +1,4 @@
-"""The work of token policies and of heads on frozen policies on a GPU that is not there."""
+"""The work of token policies and of actors on frozen policies on a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.llm import hf_policy
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.llm.logprobs import has_separable_head
+from rlinf.llm.logprobs import has_separable_actor
 from rlinf.llm.losses import NLLLossFn
-from rlinf.models.embodiment.headed import HeadedPolicy, make_head
+from rlinf.models.embodiment.actor_policy import ActorPolicy, make_actor
 from rlinf.models.hf_model import model_shapes
 from rlinf.models.precision import torch_dtype_of
 from rlinf.offpolicy.replay import Batch
@@ -54,7 +54,7 @@ class TokenRun:
                 folder, max_new_tokens=NEW_TOKENS, eos_token_id=[], pad_token_id=0, **settings
             )
         self.policy.model.ignores_left_padding = True  # this, too
-        has_separable_head(self.policy.model)  # is asked once
+        has_separable_actor(self.policy.model)  # is asked once
         lengths = torch.linspace(length // 2, length, rows).long()
         mask = torch.arange(length) < lengths.unsqueeze(1)
         self.data = BatchedDataDict(
@@ -89,7 +89,7 @@ class TokenRun:
 
 
 class HeadRun:
-    """A head on a frozen policy, and its learner, on a fake GPU.
+    """An actor on a frozen policy, and its learner, on a fake GPU.
 
     Args:
         gpu: The present one.
@@ -101,15 +101,15 @@ class HeadRun:
         self.gpu, self.base = gpu, ActionRun(gpu, words, rows)
         config, model = self.base.config.algorithm, self.base.model
         learner = ALGORITHMS.get(config.name)
-        head = make_head(config.head, model.feature_dim, model, learner.noise_std(config))
+        actor = make_actor(config.actor, model.feature_dim, model, learner.noise_std(config))
         bound = torch.ones(model.action_dim)
-        self.policy = HeadedPolicy(model, head, -bound, bound).eval()
-        self.learner = learner(config, head, 0)
+        self.policy = ActorPolicy(model, actor, -bound, bound).eval()
+        self.learner = learner(config, actor, 0)
         observation = self.base.collector.worker_threads[0].env.reset()[0]
         self.observation = self.policy.resize_images(observation)
 
     def policy_call(self) -> Counts:
-        """Count a call of the policy with its head."""
+        """Count a call of the policy with its actor."""
         uniforms = torch.rand(len(self.observation), self.policy.num_uniforms)
         with self.gpu.count() as counts:
             inputs = self.policy.preprocess(self.observation)
@@ -117,12 +117,12 @@ class HeadRun:
         return counts
 
     def update(self) -> Counts:
-        """Count an update of critics and head; not the first, which makes the optimisers' state."""
-        size, head = self.base.config.algorithm.batch_size, self.policy.head
+        """Count an update of critics and actor; not the first, which makes the optimisers' state."""
+        size, actor = self.base.config.algorithm.batch_size, self.policy.actor
         shapes = {
-            "features": (head.feature_dim,), "base": (head.num_candidates, head.base_numbers), "actions": (head.num_numbers,),
-            "returns": (), "discounts": (), "next_features": (head.feature_dim,),
-            "next_base": (head.num_candidates, head.base_numbers),
+            "features": (actor.feature_dim,), "base": (actor.num_candidates, actor.base_numbers), "actions": (actor.num_numbers,),
+            "returns": (), "discounts": (), "next_features": (actor.feature_dim,),
+            "next_base": (actor.num_candidates, actor.base_numbers),
         }  # fmt: skip
         batch = Batch(**{name: torch.zeros(size, *shape) for name, shape in shapes.items()})
         for _ in range(2):

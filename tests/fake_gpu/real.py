@@ -2,7 +2,7 @@
 
 python -m tests.fake_gpu.run --json > counts.json              on a machine without a GPU, with the CPU build of torch
 python -m tests.fake_gpu.real counts.json                      on a GPU
-python -m tests.fake_gpu.real counts.json "mlp" "pi0, head"    some cases
+python -m tests.fake_gpu.real counts.json "mlp" "pi0, actor"    some cases
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rlinf.envs.steps import SimulatorStep
 from rlinf.models.building import get_model_config_and_processor
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.preflight.compatibility import env_spec
-from rlinf.preflight.derived import learns_head
+from rlinf.preflight.derived import trains_actor
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
@@ -36,7 +36,7 @@ STEP = 100
 
 
 class StillEnv(VectorEnv):
-    """Shows black pictures of the size that a policy sees, and ends episodes where it is told.
+    """Shows black images of the size that a policy sees, and ends episodes where it is told.
 
     Args:
         lengths: Env steps of each row's episode; None: longer than any rollout.
@@ -123,7 +123,7 @@ class ActionRun:
             return StillEnv(config.env, num_envs, lengths is None, lengths=lengths, **shown)
 
         self.worker = TrainWorker(
-            self.model, None if learns_head(config) else config.trainer, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
+            self.model, None if trains_actor(config) else config.trainer, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
             val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
         )  # fmt: skip
         group = getattr(config.algorithm, "group_size", 1) or 1
@@ -140,7 +140,7 @@ class ActionRun:
         self.collector.worker_threads = [
             replace(thread, executor=InThisThread()) for thread in self.collector.worker_threads
         ]
-        if not learns_head(config):
+        if not trains_actor(config):
             self.algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
 
     def policy_call(self, needs_values: bool = False) -> Counts:

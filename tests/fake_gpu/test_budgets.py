@@ -59,9 +59,9 @@ def test_a_fault_of_an_update_is_noticed(fault, columns):
 
 # -- what the design promises --------------------------------------------------------------------------------------------
 
-MAY_WAIT = {"hf_vla": 2, "qwen2": 7, "head": 2}
+MAY_WAIT = {"hf_vla": 2, "qwen2": 7, "actor": 2}
 """Numbers that are read. A VLM of transformers compares its image tokens with the images in each pass, and its ``generate`` asks after
-each token whether a row goes on, and waits until the numbers of special tokens are sent. The losses of critics and head are looked at before their steps."""
+each token whether a row continues, and waits until the numbers of special tokens are sent. The losses of critics and actor are looked at before their steps."""
 
 
 def test_policy_calls_and_updates_wait_for_their_results_only():

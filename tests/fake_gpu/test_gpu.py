@@ -1,4 +1,4 @@
-"""The stand-in itself: what it counts, and what it refuses."""
+"""The stand-in itself: what it counts, and what it rejects."""
 
 import pytest
 import torch

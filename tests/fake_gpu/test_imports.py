@@ -38,7 +38,7 @@ PROGRAMS = sorted(
     for path in (ROOT / "rlinf" / folder).glob("*.py")
     if path.stem != "__init__"
 )
-"""The modules that a rank, a player or a worker of a rollout unpickles its function from."""
+"""The modules that a rank, a rollout worker or a worker of a rollout unpickles its function from."""
 
 
 def questions(modules, folder):
@@ -56,7 +56,7 @@ def questions(modules, folder):
 
 
 def test_no_import_asks_cuda_a_question(tmp_path):
-    assert {"rlinf.commands.train", "rlinf.recipes.launch_worker", "rlinf.cluster.player"} <= set(PROGRAMS)
+    assert {"rlinf.commands.train", "rlinf.recipes.launch_worker", "rlinf.cluster.rollout_worker"} <= set(PROGRAMS)
     assert questions(["rlinf", *PROGRAMS], tmp_path) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.rollout.lane import Lane
+from rlinf.rollout.cuda_stream import CudaStream
 from tests.fake_gpu.child import call
 from tests.fake_gpu.gpu import FakeGpu
 
@@ -25,7 +25,7 @@ def rollout(words, calls=1, one_by_one=False):
 
     with FakeGpu() as gpu, pytest.MonkeyPatch.context() as patch:
         if one_by_one:
-            patch.setattr(Lane, "fetch", lambda lane, results: [result.cpu() for result in results])
+            patch.setattr(CudaStream, "fetch", lambda stream, results: [result.cpu() for result in results])
         return described(ActionRun(gpu, words, rows=8, num_chunks=calls).policy_call())
 
 
@@ -35,10 +35,10 @@ def test_a_policy_call_waits_once(family):
         counts = call(f"{HERE}:rollout", words=FAMILIES[family], calls=calls)
         assert counts["syncs"] == 0, counts["places"]["syncs"]
         assert counts["d2h"] == counts["waits"] == calls, (counts["places"]["d2h"], counts["places"]["waits"])
-        assert all(place.startswith("rollout/lane.py") for place in counts["places"]["d2h"])
+        assert all(place.startswith("rollout/stream.py") for place in counts["places"]["d2h"])
         sent = counts["places"]["h2d"]
         assert not [place for place in sent if place.startswith("models/sampling.py")], "random numbers go first"
-        assert sum(count for place, count in sent.items() if place.startswith("rollout/lane.py")) == calls
+        assert sum(count for place, count in sent.items() if place.startswith("rollout/stream.py")) == calls
 
 
 def test_control_results_that_come_one_by_one_are_seen():

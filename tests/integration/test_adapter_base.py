@@ -1,4 +1,4 @@
-"""Adapters are put on the base weights that they were trained on, wherever they are loaded, or refused by both digests."""
+"""Adapters are put on the base weights that they were trained on, wherever they are loaded, or rejected by both digests."""
 
 import logging
 import shutil

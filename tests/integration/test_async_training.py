@@ -18,7 +18,7 @@ from rlinf.training.stop_signal import StopRequested
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
-    "rollout.num_chunks=6", "rollout.group_size=2", "rollout.num_lanes=1", "trainer.minibatch_size=16", "trainer.max_steps=5",
+    "rollout.num_chunks=6", "rollout.group_size=2", "rollout.pipeline_stages=1", "trainer.minibatch_size=16", "trainer.max_steps=5",
     "trainer.learning_rate=1e-3", "trainer.adam_eps=1e-3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
     "cluster.num_threads=1",
@@ -28,7 +28,7 @@ GRPO = ["algorithm=grpo", "algorithm.max_resamples=2", "algorithm.kl_coef=0.01",
 
 
 def ahead(staleness: int, *more: str) -> list[str]:
-    processes = ["rollout.num_lanes=null", "rollout.worker_processes=1", f"cluster.max_staleness={staleness}"]
+    processes = ["rollout.pipeline_stages=null", "rollout.worker_processes=1", f"cluster.max_staleness={staleness}"]
     return [*SMALL, *processes, *more, *["algorithm.tis_cap=2.0"] * (staleness > 0)]
 
 
@@ -154,7 +154,7 @@ def test_a_run_resumed_with_a_smaller_limit_plays_with_the_weights_of_the_checkp
 
 
 def stale_weights(monkeypatch):
-    """The processes go on with the weights that they had."""
+    """The processes continue with the weights that they had."""
     copy_tensors = process_collector._copy_tensors
 
     def copy_once(source, target):

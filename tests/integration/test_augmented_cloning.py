@@ -40,8 +40,8 @@ def test_a_resumed_run_sees_the_same_changed_images_however_they_are_read(datase
     assert not differing_weights(whole, halves) and differing_weights(whole, plain)
 
 
-def share_of(observations: list[Observation], images: np.ndarray) -> float:
-    """Share of the rows whose image is among ``images``."""
+def fraction_of(observations: list[Observation], images: np.ndarray) -> float:
+    """Fraction of the rows whose image is among ``images``."""
     rows = np.concatenate([observation.images["front"] for observation in observations])
     return float(np.mean([(images == row).all((1, 2, 3)).any() for row in rows]))
 
@@ -73,9 +73,9 @@ def test_an_evaluation_sees_the_images_of_the_env(dataset, tmp_path, monkeypatch
     known = stored.rows(np.arange(len(stored)))[0].images["front"]
     of_env = np.concatenate([observation.images["front"] for observation in shown])
     assert len(seen[True]) == 4 and all(observation.is_cropped for observation in seen[True])
-    assert share_of(seen[True], known) == 0
-    assert len(seen[False]) > 2 and share_of(seen[False], of_env) == 1
+    assert fraction_of(seen[True], known) == 0
+    assert len(seen[False]) > 2 and fraction_of(seen[False], of_env) == 1
     assert not any(observation.is_cropped for observation in seen[False])
     seen[True].clear()
     clone(tmp_path / "plain", dataset, *CLONE, "sft.num_workers=0")
-    assert share_of(seen[True], known) == 1, "without augmentation, training sees the images of the dataset"
+    assert fraction_of(seen[True], known) == 1, "without augmentation, training sees the images of the dataset"

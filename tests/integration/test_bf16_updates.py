@@ -96,14 +96,14 @@ def build(name: str, folder: str, learning_rate: float, sharded: bool) -> Traine
 
 
 def gradients_of(num_weights: int, num_ranks: int) -> Tensor:
-    """The share of each rank in each gradient, 0.3 signal + noise: ``[ranks, steps, num_weights]`` in the numbers of bfloat16."""
+    """The fraction of each rank in each gradient, 0.3 signal + noise: ``[ranks, steps, num_weights]`` in the numbers of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     signal = 0.3 * torch.randn(num_weights, generator=generator).sign()
     return (signal + torch.randn(num_ranks, STEPS, num_weights, generator=generator)).bfloat16().float()
 
 
 def train(trained: Trained, gradients: Tensor) -> None:
-    """Take a step by each of these gradients, ``[steps, num_weights]``, the share of this rank."""
+    """Take a step by each of these gradients, ``[steps, num_weights]``, the fraction of this rank."""
     model, names = trained.model, trained.names()
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     owned: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
@@ -158,7 +158,7 @@ def measure(
 
     Returns:
         Cosine and ratio of lengths of the update to that of float32 training, and whether the last steps of the run are
-        those of another one that begins with its checkpoint, bit for bit.
+        those of another one that starts with its checkpoint, bit for bit.
     """
     found, shares = {}, None
     for learning_rate in learning_rates or learning_rates_of(name, sharded):

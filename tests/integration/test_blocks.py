@@ -177,7 +177,7 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in lines]
 
 
-def refusals(argument: Path) -> None:
+def rejections(argument: Path) -> None:
     """A gap on the last rank, and a metric of each rank's own: note the error of this rank."""
     config, whole = torch.load(argument / "quickstart.pt", weights_only=False)
     batch = whole.select_envs(torch.arange(4) + 4 * rank())
@@ -187,23 +187,23 @@ def refusals(argument: Path) -> None:
     else:
         batch.old_logprobs[0, 0] += 0.375
     errors = []
-    for refused in (
+    for rejected in (
         lambda: parity_gate(config).check(batch, 0),
         lambda: check_equal_on_ranks({"train/baseline": 2.0 + rank(), "train/other": 1.0}),
         lambda: check_equal_on_ranks({"train/mean": 1.0} | ({"train/extra": 0.0} if rank() else {"train/first": 0.0})),
         lambda: check_equal_on_ranks({"train/nan": float("nan") if rank() else 0.0}),
     ):
         try:
-            refused()
+            rejected()
         except (ParityError, ConfigError) as error:
             errors.append(f"{type(error).__name__}: {error}")
     check_equal_on_ranks({"train/baseline": 2.0, "train/nan": float("nan")})  # control: the same everywhere
-    (argument / f"refused {rank()}").write_text("\n".join(errors))
+    (argument / f"rejected {rank()}").write_text("\n".join(errors))
 
 
 def test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own(recorded):
-    launch(refusals, recorded, 2, "cpu")
-    first, second = ((recorded / f"refused {r}").read_text() for r in (0, 1))
+    launch(rejections, recorded, 2, "cpu")
+    first, second = ((recorded / f"rejected {r}").read_text() for r in (0, 1))
     assert first == second and len(first.splitlines()) == 4
     assert re.search(r"ParityError.*differ by 0\.5 at step 0.*policy call 2 of env 5, EpisodeSpec", first)
     assert re.search(r"ConfigError: train/baseline is 2\.0 on one rank and 3\.0 on another.*masked_mean", first)

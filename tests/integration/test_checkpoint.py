@@ -1,4 +1,4 @@
-"""Checkpoints: a run goes on bit for bit, on any number of ranks, and a damaged folder never passes for a good one."""
+"""Checkpoints: a run continues bit for bit, on any number of ranks, and a damaged folder never passes for a good one."""
 
 import json
 import logging
@@ -430,17 +430,17 @@ def test_a_full_disk_is_one_sentence_with_the_file_and_the_free_space(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("error", "refusal"),
+    ("error", "rejection"),
     [(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
       (CheckpointError, r"MiB free\): '.*__0_0.distcp'. Check space")),
      (KeyboardInterrupt("a second Ctrl-C"), (KeyboardInterrupt, ""))],
 )  # fmt: skip
-def test_an_error_within_the_shards_names_the_file_unless_it_is_ctrl_c(tmp_path, monkeypatch, error, refusal):
+def test_an_error_within_the_shards_names_the_file_unless_it_is_ctrl_c(tmp_path, monkeypatch, error, rejection):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", fail)
-    with pytest.raises(refusal[0], match=refusal[1]):
+    with pytest.raises(rejection[0], match=rejection[1]):
         save(tmp_path / "rl_000001", *build())
     assert list(tmp_path.iterdir()) == []
 
@@ -485,7 +485,7 @@ def test_two_sharded_ranks_save_what_one_process_resumes(tmp_path, caplog):
     steps(2, model, optimizer)
     straight = torch.load(tmp_path / "straight.pt", weights_only=True)
     difference = max(float((weights_of(model)[name] - straight[name]).abs().max()) for name in straight)
-    assert difference < 1e-5, f"one rank must go on as two would: {difference}"
+    assert difference < 1e-5, f"one rank must continue as two would: {difference}"
 
 
 def load_on_two_ranks(folder: str) -> None:

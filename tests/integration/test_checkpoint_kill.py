@@ -96,7 +96,7 @@ def _save_three(folder: Path, name: str, call: int, mode: str) -> None:
 
 
 def test_a_torn_file_of_a_checkpoint_is_noticed(tmp_path):
-    """The control of the tests above: had a checkpoint its name before it was whole, it would be refused."""
+    """The control of the tests above: had a checkpoint its name before it was whole, it would be rejected."""
     model, optimizer = build()
     manager = CheckpointManager(tmp_path, with_policy=False)
     for step in (1, 2):

@@ -77,7 +77,7 @@ def test_scripts_are_clean(tmp_path):
 
 
 def test_the_job_with_ranks_trains_under_a_fake_srun(tmp_path):
-    """Two tasks are the two ranks of one run; without words the job is refused."""
+    """Two tasks are the two ranks of one run; without words the job is rejected."""
     rlinf = f'#!/bin/bash\nexec {sys.executable} -m rlinf "$@"\n'
     words = [*SMALL, "trainer.max_steps=1", "output_dir=run"]
     slurm = {"FAKE_TASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
@@ -98,7 +98,7 @@ def test_the_job_with_ray_starts_a_head_its_nodes_and_then_one_command(tmp_path)
     done = run(tmp_path, "slurm_ray.sh", ["experiment=quickstart"], commands, **slurm)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "log").read_text().splitlines()
-    command = "rlinf train resume=auto cluster.start=ray cluster.placement=split experiment=quickstart"
+    command = "rlinf train resume=auto cluster.start=ray cluster.placement=disaggregated experiment=quickstart"
     assert [line for line in lines if line.endswith(command)] == [f"gpu-1 1 RAY_ADDRESS=gpu-1:6379 {command}", command]
     assert "gpu-1 1 RAY_ADDRESS= ray start --head --port=6379 --disable-usage-stats --block" in lines
     for node in ("gpu-2", "gpu-3"):
@@ -227,7 +227,10 @@ def test_the_job_is_a_command_that_composes():
     words = resource_of("rayjob.yaml")["spec"]["entrypoint"].split()
     assert words[:2] == ["rlinf", "train"]
     config = build_config(compose_config(words[2:]))
-    assert config.cluster.placement == "split" and config.cluster.num_players % config.cluster.num_processes == 0
+    assert (
+        config.cluster.placement == "disaggregated"
+        and config.cluster.num_rollout_workers % config.cluster.num_processes == 0
+    )
 
 
 def test_every_file_is_on_the_page():

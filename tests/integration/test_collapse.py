@@ -210,7 +210,7 @@ def test_control_what_is_no_collapse_changes_nothing(tmp_path, succeed, rates):
     ("words", "fix"),
     [
         (["trainer.on_collapse=stop", "trainer.eval_every=0"], "trainer.eval_every=1"),
-        (["trainer.on_collapse=rollback", "cluster.env_nodes=1"], "trainer.on_collapse=stop"),
+        (["trainer.on_collapse=rollback", "cluster.num_env_workers=1"], "trainer.on_collapse=stop"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, words, fix):

@@ -1,4 +1,4 @@
-"""`rlinf collect` and behaviour cloning from what it wrote: experts, policies, resume, and what is refused."""
+"""`rlinf collect` and behaviour cloning from what it wrote: experts, policies, resume, and what is rejected."""
 
 import json
 import shutil
@@ -63,8 +63,8 @@ def assert_rows(folder: Path, whole: Path, rows: np.ndarray) -> None:
     """Check that a dataset holds ``rows`` of another one, and no others."""
     found, everything = open_all(folder), open_all(whole)
     np.testing.assert_array_equal(found.actions, everything.actions[rows])
-    pictures, expected = found.rows(np.arange(len(rows)))[0].images, everything.rows(rows)[0].images
-    np.testing.assert_array_equal(pictures["front"], expected["front"])
+    images, expected = found.rows(np.arange(len(rows)))[0].images, everything.rows(rows)[0].images
+    np.testing.assert_array_equal(images["front"], expected["front"])
 
 
 def recorded(folder: Path) -> dict:
@@ -227,13 +227,13 @@ def test_the_time_spent_waiting_for_rows_is_logged(cloned):
 def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, tmp_path, monkeypatch):
     calls: list[tuple] = []
 
-    class Recorded(collecting.RowPolicy):
+    class Recorded(collecting.BatchedPolicy):
         def act(self, observation, streams):
             chosen = super().act(observation, streams)
             calls.append((observation, chosen))
             return chosen
 
-    monkeypatch.setattr(collecting, "RowPolicy", Recorded)
+    monkeypatch.setattr(collecting, "BatchedPolicy", Recorded)
     words = ["collect", f"checkpoint={cloned}", f"dataset={tmp_path / 'data'}", "collect.num_episodes=3", "collect.num_envs=3",
              "collect.only_success=false", "collect.split=eval"]  # fmt: skip
     assert main([*words, *QUIET]) == 0
@@ -259,7 +259,7 @@ def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, 
 def test_a_policy_is_collected_from_under_its_own_conditions_or_the_differences_are_recorded(cloned, tmp_path, capsys):
     words = ["collect", f"checkpoint={cloned}", "collect.num_episodes=2", "collect.num_envs=2", "collect.only_success=false",
              "env.max_episode_steps=3", *QUIET]  # fmt: skip
-    assert main([*words, f"dataset={tmp_path / 'refused'}"]) == 2
+    assert main([*words, f"dataset={tmp_path / 'rejected'}"]) == 2
     message = capsys.readouterr().err
     assert "ManifestMismatchError" in message and "evaluation.allow_mismatch=[env.max_episode_steps" in message
     assert main([*words, f"dataset={tmp_path / 'data'}", "evaluation.allow_mismatch=[env]"]) == 0
@@ -270,10 +270,10 @@ def test_a_policy_is_collected_from_under_its_own_conditions_or_the_differences_
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert main([*words[:1], f"checkpoint={damaged}", *words[2:5], *QUIET, f"dataset={tmp_path / 'damaged'}"]) == 2
     assert "damaged or was edited" in capsys.readouterr().err
-    assert not (tmp_path / "refused").exists() and not (tmp_path / "damaged").exists()
+    assert not (tmp_path / "rejected").exists() and not (tmp_path / "damaged").exists()
 
 
-def refusal(command: str, *overrides: str) -> str:
+def rejection(command: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         validate(build_config(compose_config([*ENV, *QUIET, *overrides])), command)
     return str(caught.value)
@@ -293,7 +293,7 @@ REFUSED_DATASETS = {
 
 @pytest.mark.parametrize(("overrides", "expected"), REFUSED_DATASETS.values(), ids=REFUSED_DATASETS)
 def test_a_dataset_that_does_not_fit_is_refused_before_anything_starts(expert, overrides, expected):
-    message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={expert}", *overrides)
+    message = rejection("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={expert}", *overrides)
     for words in expected:
         assert words in message, message
 
@@ -320,18 +320,18 @@ def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_p
     about = recorded(folder)
     base = [*MODEL, "sft.max_steps=4", f"sft.dataset={folder}"]
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about | {"env": about["env"] | {"name": "metaworld"}}))
-    message = refusal("sft", *base)
+    message = rejection("sft", *base)
     assert "env.name=metaworld; required: env.name=tabletop" in message and "Set env=metaworld" in message
     free = {"max_episode_steps": 99, "reward_mode": "sparse", "tasks": ["push"]}
     about["env"].update(distractors=True, terminate_on_success=False, **free)
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
-    message, mended = refusal("sft", *base), ["env.terminate_on_success=false", "env.distractors=true"]
+    message, mended = rejection("sft", *base), ["env.terminate_on_success=false", "env.distractors=true"]
     present = "and the present env has env.terminate_on_success=true env.distractors=false"
     assert f"collected with {' '.join(mended)}, {present}" in message
     assert f"Set {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
     assert not any(name in message for name in free), "what changes no row may differ"
-    assert "names 'distractor', which is not a key of env" in refusal("sft", *base, "sft.allow_mismatch=[distractor]")
-    assert "env.terminate_on_success" not in refusal("sft", *base, "sft.allow_mismatch=[terminate_on_success]")
+    assert "names 'distractor', which is not a key of env" in rejection("sft", *base, "sft.allow_mismatch=[distractor]")
+    assert "env.terminate_on_success" not in rejection("sft", *base, "sft.allow_mismatch=[terminate_on_success]")
     for accepted in (mended, ["sft.allow_mismatch=[distractors,terminate_on_success]"]):
         validate(build_config(compose_config([*ENV, *QUIET, *base, *accepted])), "sft")
 
@@ -340,7 +340,7 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
     overrides = ["env.image_size=16", "env.cameras=[front]", "sft.cameras=[image]", "model.action_token_len=7"]
     base = [*MODEL, *overrides, "sft.max_steps=4", f"sft.dataset={FIXTURES / 'rlds'}"]
     validate(build_config(compose_config([*ENV, *QUIET, *base])), "sft")  # this model reads no state
-    message = refusal("sft", *base, "sft.state_key=state")
+    message = rejection("sft", *base, "sft.state_key=state")
     assert "width 8" in message and "required: 4" in message
 
 
@@ -354,14 +354,14 @@ REFUSED_COLLECTIONS = {
 @pytest.mark.parametrize(("overrides", "expected"), REFUSED_COLLECTIONS.values(), ids=REFUSED_COLLECTIONS)
 def test_a_collection_that_cannot_be_is_refused(overrides, expected, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert expected in refusal("collect", *overrides)
+    assert expected in rejection("collect", *overrides)
 
 
 def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
-    message = refusal("collect", f"dataset={expert}")
+    message = rejection("collect", f"dataset={expert}")
     assert "exists; required: a new folder" in message and str(expert) in message
     monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls, config: False))
-    assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Set checkpoint=" in message
+    assert "no scripted expert" in (message := rejection("collect", "dataset=new")) and "Set checkpoint=" in message
 
 
 @pytest.mark.parametrize(("package", "overrides"), [("pyarrow", []), ("av", ["collect.video=true"])])

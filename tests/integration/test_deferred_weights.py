@@ -1,4 +1,4 @@
-"""Ranks that read only their rows of the weights hold those of one process, bit for bit, and read a share of the bytes."""
+"""Ranks that read only their rows of the weights hold those of one process, bit for bit, and read a fraction of the bytes."""
 
 import copy
 import shutil
@@ -127,9 +127,9 @@ def without_path(model):
 
 
 def realigned(model):
-    """A copy whose weights begin where torch puts them.
+    """A copy whose weights start where torch puts them.
 
-    Weights of a file begin where the file has them, and some processors add up in another order there: the last bit differs.
+    Weights of a file start where the file has them, and some processors add up in another order there: the last bit differs.
     """
     return copy.deepcopy(model)
 
@@ -163,7 +163,7 @@ def test_a_deferred_build_is_the_ordinary_one_once_it_is_read(tmp_path, family, 
 
 
 def test_what_nothing_says_is_refused_and_wrong_rows_are_seen(tmp_path, monkeypatch):
-    """Controls: a buffer that was left empty, and rows that begin one too late."""
+    """Controls: a buffer that was left empty, and rows that start one too late."""
     folder = saved("openvla", tmp_path)
     config = from_folder("openvla", folder)
     model = built(config, deferred=True)

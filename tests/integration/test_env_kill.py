@@ -26,7 +26,7 @@ NUM_KILLS = 4
 
 
 class Killer(threading.Thread):
-    """Kills a worker of ``envs`` every 0.2 s, ``NUM_KILLS`` of them, each after it has begun to step."""
+    """Kills a worker of ``envs`` every 0.2 s, ``NUM_KILLS`` of them, each after it has started to step."""
 
     def __init__(self, envs: list[WalkVectorEnv]) -> None:
         super().__init__(daemon=True)

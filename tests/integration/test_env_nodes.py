@@ -88,9 +88,9 @@ def test_a_rollout_has_the_bits_of_one_in_this_process(tmp_path):
     (tmp_path / "walk_plugin.py").write_text("import walk_env\nwalk_env.register()\n")
     batches = []
     for count in (0, 2):
-        config = build_config(compose_config(["model=mlp", f"cluster.env_nodes={count}"]))
+        config = build_config(compose_config(["model=mlp", f"cluster.num_env_workers={count}"]))
         config = replace(config, env=walk_env.WalkConfig(num_processes=0), plugins=[str(tmp_path / "walk_plugin.py")])
-        config.rollout.num_envs, config.rollout.num_chunks, config.rollout.num_lanes = 4, 6, 2
+        config.rollout.num_envs, config.rollout.num_chunks, config.rollout.pipeline_stages = 4, 6, 2
         walk_env.register()
         env = env_maker(config, 1)(1, auto_reset=False)
         assert isinstance(env, RemoteVectorEnv) == bool(count)
@@ -112,7 +112,7 @@ def kill(env, actor, number=signal.SIGKILL):
 
 
 def test_the_episodes_of_a_killed_actor_restart(caplog):
-    """As those of a lost simulator process; the rows of the other actor go on."""
+    """As those of a lost simulator process; the rows of the other actor continue."""
     env = remote_tabletop(NUM_ENVS, False)
     alone = make_env(TABLETOP, NUM_ENVS, auto_reset=False)
     specs = spread_specs(env, NUM_ENVS)
@@ -166,10 +166,10 @@ def test_a_silent_actor_is_named_with_its_wait_and_replaced_but_not_too_often(ca
     kill(env, 0, signal.SIGSTOP)
     step = env.chunk_step(np.zeros((2, 1, 2), np.float32))
     assert step.lost_env_ids.tolist() == [0, 1]
-    assert "step_chunk made no progress for 2 s (cluster.env_node_timeout_s)" in caplog.text
+    assert "step_chunk made no progress for 2 s (cluster.env_worker_timeout_s)" in caplog.text
     assert "no answer: it is stopped or lost" in caplog.text
     kill(env, 0)
-    with pytest.raises(SimulatorError, match=r"2 env actors have been lost .*set cluster.env_node_restarts=4"):
+    with pytest.raises(SimulatorError, match=r"2 env actors have been lost .*set cluster.env_worker_restarts=4"):
         env.chunk_step(np.zeros((2, 1, 2), np.float32))
     with pytest.raises(SimulatorError, match="is closed"):
         env.chunk_step(np.zeros((2, 1, 2), np.float32))
@@ -255,7 +255,7 @@ def test_actors_with_other_software_are_refused(monkeypatch):
 def test_an_address_without_a_cluster_is_refused(address, words, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=words) as caught:
-        ray_cluster.check_address("cluster.env_nodes=2")
+        ray_cluster.check_address("cluster.num_env_workers=2")
     assert address in str(caught.value) and "unset it" in str(caught.value)
 
 

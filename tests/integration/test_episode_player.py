@@ -1,4 +1,4 @@
-"""The player of recorded episodes in a report, clicked in a real browser from a file."""
+"""The rollout worker of recorded episodes in a report, clicked in a real browser from a file."""
 
 import json
 import re
@@ -54,9 +54,9 @@ WATCH = """
 <script>
 const seen = [];
 function look(name) {
-  const section = document.querySelector('.player');
+  const section = document.querySelector('.rollout worker');
   seen.push({name, step: section.dataset.step, sides: [...section.querySelectorAll('.side')].map(side => ({
-    caption: side.querySelector('figcaption').textContent, picture: side.querySelector('img').src,
+    caption: side.querySelector('figcaption').textContent, image: side.querySelector('img').src,
     drawn: side.querySelector('img').naturalWidth, wide: side.querySelector('img').getBoundingClientRect().width,
     ahead: side.querySelector('.ahead')?.getAttribute('points'), passed: side.querySelector('.passed')?.getAttribute('points'),
     bars: side.querySelectorAll('.bars rect').length, numbers: side.querySelector('.numbers').textContent})),
@@ -65,19 +65,19 @@ function look(name) {
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 const until = async meets => { for (let i = 0; i < 300 && !meets(); i++) await wait(20); };
-const player = document.querySelector('.player'), pictures = () => [...player.querySelectorAll('img')];
-const shows = number => until(() => player.dataset.shown === String(number) && pictures().every(picture => picture.naturalWidth));
-const press = key => player.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+const rollout worker = document.querySelector('.rollout worker'), images = () => [...rollout worker.querySelectorAll('img')];
+const shows = number => until(() => rollout worker.dataset.shown === String(number) && images().every(image => image.naturalWidth));
+const press = key => rollout worker.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
 (async () => {
   await shows(0); look('opened');
-  player.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
+  rollout worker.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
   press('ArrowRight'); press('ArrowRight'); look('two on');
   press('ArrowLeft'); look('one back');
-  const slider = player.querySelector('input');
+  const slider = rollout worker.querySelector('input');
   if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); }
   look('end');
-  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && player.dataset.step === slider.max); look('played');
-  player.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
+  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && rollout worker.dataset.step === slider.max); look('played');
+  rollout worker.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
   document.body.innerHTML = '<pre id="seen"></pre>'; document.getElementById('seen').textContent = JSON.stringify(seen);
 })();
 </script>
@@ -113,16 +113,16 @@ def test_a_click_shows_both_policies_and_keys_go_through_the_steps(folders, tmp_
     opened, clicked = (seen[name]["sides"] for name in ("opened", "clicked"))
     assert len(opened) == 2 and opened != clicked, "control: the first episode"
     assert seen["clicked"]["step"] == "0" and seen["two on"]["step"] == "2" and seen["one back"]["step"] == "1"
-    assert all(side["drawn"] == SIZE and side["wide"] > 150 for side in clicked), "pictures are shown"
+    assert all(side["drawn"] == SIZE and side["wide"] > 150 for side in clicked), "images are shown"
     for side, one, name in zip(seen["two on"]["sides"], pair, "ab", strict=True):
         call = one["calls"][0]
-        assert side["caption"].startswith(f"{name}: ") and side["picture"] == one["frames"][2]
+        assert side["caption"].startswith(f"{name}: ") and side["image"] == one["frames"][2]
         np.testing.assert_allclose(numbers_of(side["ahead"]), call["path"][2:], atol=0.006)
         np.testing.assert_allclose(numbers_of(side["passed"]), call["path"][:3], atol=0.006)
         assert side["bars"] == 6 and f"value {call['value']:#.3g}" in side["numbers"]
         assert f"reward {one['rewards'][1]:#.3g}" in side["numbers"] or abs(one["rewards"][1]) < 1e-3
-    assert clicked[0]["picture"] == clicked[1]["picture"], "one episode, one first picture"
-    assert seen["end"]["sides"][0]["picture"] == pair[0]["frames"][-1] and seen["end"]["step"] == "8"
+    assert clicked[0]["image"] == clicked[1]["image"], "one episode, one first image"
+    assert seen["end"]["sides"][0]["image"] == pair[0]["frames"][-1] and seen["end"]["step"] == "8"
     assert seen["paused"]["step"] == "0" and seen["played"]["step"] == "8"
     assert "action" not in seen["played"]["sides"][0]["numbers"]
     assert seen["parting"]["step"] == str(parting_step(*pair)), "the button goes to where they part"
@@ -138,7 +138,7 @@ def test_one_policy_alone_and_a_recording_that_is_missing(folders, tmp_path):
     (sorted((moved / RECORDINGS_FOLDER).glob("*.js"))[1]).unlink()
     seen = watched(page, tmp_path / "profile")
     assert [side["caption"] for side in seen["opened"]["sides"]] == ["evaluationfailure"]
-    assert seen["opened"]["sides"][0]["picture"] == recording(folders[0], 0)["frames"][0]
+    assert seen["opened"]["sides"][0]["image"] == recording(folders[0], 0)["frames"][0]
     assert seen["clicked"]["sides"] == [] and "cannot be read" in seen["clicked"]["note"]
 
 

@@ -1,4 +1,4 @@
-"""`rlinf evaluate` by players of Ray: the result of one process, also when players and the command itself are killed."""
+"""`rlinf evaluate` by rollout workers of Ray: the result of one process, also when rollout workers and the command itself are killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from processes import processes_of
 from ray_clusters import SURROUNDINGS, one_machine
 from run_results import result_content, run_config
 
-from rlinf.cluster.players import Players
+from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.commands.evaluate import evaluate
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError, RankError
-from rlinf.evaluation.partial import num_kept, partial_files
+from rlinf.evaluation.partial import num_saved, partial_files
 from rlinf.preflight.placement import Placement
 from rlinf.preflight.validation import validate
 
@@ -41,8 +41,8 @@ def configured(output: Path, *overrides: str) -> RunConfig:
     return config
 
 
-def players(number: int) -> list[str]:
-    return ["cluster.start=ray", f"cluster.num_players={number}"]
+def workers(number: int) -> list[str]:
+    return ["cluster.start=ray", f"cluster.num_rollout_workers={number}"]
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,18 @@ def cluster():
 
 
 def test_three_players_write_the_file_of_one_process(cluster, of_one, tmp_path):
-    evaluate(configured(tmp_path, *players(3), "evaluation.num_videos_per_task=2"))
+    evaluate(configured(tmp_path, *workers(3), "evaluation.num_videos_per_task=2"))
     assert result_content(tmp_path) == of_one and len(of_one["results"]) == NUM_EPISODES
     videos = of_one["videos"]
     assert videos and all((tmp_path / video["path"]).stat().st_size for video in videos)
     assert not partial_files(tmp_path)
 
 
-def kill_a_player(made: list[Players], folder: Path, number: int, killed: list[int]) -> None:
-    """Kill a player as soon as ``number`` results are on disk."""
+def kill_a_player(made: list[RolloutWorkers], folder: Path, number: int, killed: list[int]) -> None:
+    """Kill a rollout worker as soon as ``number`` results are on disk."""
     import ray
 
-    while num_kept(folder) < number:
+    while num_saved(folder) < number:
         time.sleep(0.01)
     where = [ray.get(each) for each in made[0]._where.values()]
     victim = random.choice(where).pid
@@ -80,36 +80,38 @@ def kill_a_player(made: list[Players], folder: Path, number: int, killed: list[i
 
 
 def test_a_player_that_is_killed_changes_nothing(cluster, of_one, tmp_path, monkeypatch, caplog):
-    made: list[Players] = []
+    made: list[RolloutWorkers] = []
     killed: list[int] = []
-    init = Players.__init__
-    monkeypatch.setattr(Players, "__init__", lambda self, *args, **more: made.append(self) or init(self, *args, **more))
+    init = RolloutWorkers.__init__
+    monkeypatch.setattr(
+        RolloutWorkers, "__init__", lambda self, *args, **more: made.append(self) or init(self, *args, **more)
+    )
     number = random.Random(0).randrange(1, NUM_EPISODES - 20)
     thread = threading.Thread(target=kill_a_player, args=(made, tmp_path, number, killed), daemon=True)
     thread.start()
-    evaluate(configured(tmp_path, *players(2), "env.sleep_s=0.02"))
+    evaluate(configured(tmp_path, *workers(2), "env.sleep_s=0.02"))
     assert len(killed) == 1 == caplog.text.count("was lost: The actor died")
     expected = {**of_one, "videos": []}
     assert result_content(tmp_path) == expected and not partial_files(tmp_path)
 
 
 def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_path, monkeypatch, capsys):
-    """The run ends because a player was lost and none may be replaced; then one process plays the rest."""
-    ask = Players.ask
+    """The run ends because a rollout worker was lost and none may be replaced; then one process plays the rest."""
+    ask = RolloutWorkers.ask
 
     def one_dies(self, number, *arguments):
         import ray
 
-        if num_kept(tmp_path) >= 8:
+        if num_saved(tmp_path) >= 8:
             os.kill(ray.get(self._where[number]).pid, signal.SIGKILL)
         return ask(self, number, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Players, "ask", one_dies)
+        patch.setattr(RolloutWorkers, "ask", one_dies)
         way_on = f"then run the same command with output_dir={tmp_path}, or raise it: cluster.max_restarts=2"
         with pytest.raises(RankError, match=way_on):
-            evaluate(configured(tmp_path, *players(2), "cluster.max_restarts=0"))
-    kept = num_kept(tmp_path)
+            evaluate(configured(tmp_path, *workers(2), "cluster.max_restarts=0"))
+    kept = num_saved(tmp_path)
     assert 8 <= kept < NUM_EPISODES and f"{kept} results are kept in {tmp_path};" in capsys.readouterr().err
     evaluate(configured(tmp_path))
     assert f"{kept} of {NUM_EPISODES} episodes are known" in capsys.readouterr().err
@@ -117,41 +119,41 @@ def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "cure"),
+    ("overrides", "fix"),
     [
-        (["cluster.start=ray"], "cluster.num_players=2 cluster.num_processes=1"),
-        (["cluster.num_players=2"], "cluster.start=ray"),
-        ([*players(2), "cluster.num_processes=2"], "cluster.num_processes=1"),
+        (["cluster.start=ray"], "cluster.num_rollout_workers=2 cluster.num_processes=1"),
+        (["cluster.num_rollout_workers=2"], "cluster.start=ray"),
+        ([*workers(2), "cluster.num_processes=2"], "cluster.num_processes=1"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(tmp_path, overrides, cure):
-    with pytest.raises(ConfigError, match=f"Set {cure}"):
+def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(tmp_path, overrides, fix):
+    with pytest.raises(ConfigError, match=f"Set {fix}"):
         configured(tmp_path, *overrides)
-    configured(tmp_path, *overrides, *cure.split())
+    configured(tmp_path, *overrides, *fix.split())
 
 
 def test_players_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: "cuda")
-    placement = Placement.of_evaluation(configured(tmp_path, *players(2)))
+    placement = Placement.of_evaluation(configured(tmp_path, *workers(2)))
     assert placement.bundle["GPU"] == 1 and placement.gpus_of_ranks == 0
-    training = run_config(tmp_path, *WORDS, *players(2), "cluster.placement=split")
+    training = run_config(tmp_path, *WORDS, *workers(2), "cluster.placement=disaggregated")
     assert Placement.of(training).gpus_of_ranks == 1, "control"
 
 
 def test_nothing_outlives_the_command(tmp_path):
-    """It is ended by SIGTERM while players play, in a cluster of its own."""
+    """It is ended by SIGTERM while rollout workers play, in a cluster of its own."""
     name, mark = "EVALUATION_OF_THIS_TEST", f"EVALUATION_OF_THIS_TEST={tmp_path}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    words = ["evaluate", *WORDS, *players(2), "env.sleep_s=0.05", f"output_dir={tmp_path}"]
+    words = ["evaluate", *WORDS, *workers(2), "env.sleep_s=0.05", f"output_dir={tmp_path}"]
     environment = kept | SURROUNDINGS | {name: str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-m", "rlinf", *words], env=environment, stdout=subprocess.DEVNULL)
-    while num_kept(tmp_path) < 4:
+    while num_saved(tmp_path) < 4:
         assert process.poll() is None
         time.sleep(0.05)
-    assert len(processes_of(mark)) > 3, "control: Ray's daemons and the players"
+    assert len(processes_of(mark)) > 3, "control: Ray's daemons and the rollout workers"
     process.send_signal(signal.SIGTERM)
     assert process.wait(300) in (143, -signal.SIGTERM), "either is 143 in a shell"
     deadline = time.monotonic() + 300
     while processes_of(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not processes_of(mark) and num_kept(tmp_path) >= 4
+    assert not processes_of(mark) and num_saved(tmp_path) >= 4

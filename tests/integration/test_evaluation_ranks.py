@@ -20,8 +20,8 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.deadlines import portable
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RankError, RankKilledError
-from rlinf.evaluation.evaluator import evaluate_policy, share_of
-from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
+from rlinf.evaluation.evaluator import evaluate_policy, fraction_of
+from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models import build_policy
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
@@ -69,7 +69,7 @@ def test_control_other_actions_write_another_file(of_one, tmp_path):
 def kill_a_rank_after(folder: Path, numbers: list[int], killed: list[int]) -> None:
     """Kill a rank each time that so many results are on disk."""
     for number in numbers:
-        while num_kept(folder) < number:
+        while num_saved(folder) < number:
             time.sleep(0.01)
         ranks = [process.pid for process in multiprocessing.active_children() if is_running(process.pid)]
         killed.append(random.choice(ranks))
@@ -107,11 +107,11 @@ def test_ranks_that_die_without_a_result_are_not_started_for_ever(tmp_path, monk
     with pytest.raises(RankError, match="a bug"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
     assert f"2 results are kept in {tmp_path};" in capsys.readouterr().err
-    refused = ConfigError("other conditions")
-    monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(refused))
+    rejected = ConfigError("other conditions")
+    monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(rejected))
     with pytest.raises(ConfigError, match="other conditions"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
-    assert "continues" not in capsys.readouterr().err, "the same command would be refused again"
+    assert "continues" not in capsys.readouterr().err, "the same command would be rejected again"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -122,10 +122,10 @@ def test_an_error_deletes_a_file_without_results_only(tmp_path, rank):
         partial.rank = 1  # rank 0 would delete the files of all as it ends well
     with pytest.raises(KeyError), PartialResults(tmp_path, {"a": 1}, rank):
         raise KeyError
-    assert num_kept(tmp_path) == 2
+    assert num_saved(tmp_path) == 2
     with pytest.raises(KeyError), PartialResults(tmp_path, {"a": 1}, 2) as empty:
         raise KeyError
-    assert not empty.path.exists() and num_kept(tmp_path) == 2, "a control"
+    assert not empty.path.exists() and num_saved(tmp_path) == 2, "a control"
 
 
 def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
@@ -137,7 +137,7 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
         partial._file.close()
     with open(tmp_path / "result.partial.2.jsonl", "a", encoding="utf-8") as file:
         file.write('{"spec": ')  # the rank was killed as it wrote
-    assert num_kept(tmp_path) == 4
+    assert num_saved(tmp_path) == 4
     with PartialResults(tmp_path, {"a": 1}, rank=1) as second:
         assert second.known == []
     first = PartialResults(tmp_path, {"a": 1})
@@ -153,7 +153,7 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_episode_has_one_rank_and_every_rank_all_tasks(num_ranks):
     episodes = [number % 4 for number in range(50)]  # the tasks take turns
-    shares = [share_of(episodes, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [fraction_of(episodes, rank, num_ranks) for rank in range(num_ranks)]
     assert sum(shares, []) == episodes
     for task in range(4):
         counts = [share.count(task) for share in shares]

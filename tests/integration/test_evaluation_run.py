@@ -1,4 +1,4 @@
-"""`rlinf evaluate`: one command to numbers that can be trusted, and refusal where they could not be."""
+"""`rlinf evaluate`: one command to numbers that can be trusted, and rejection where they could not be."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def make_checkpoint(folder: Path, overrides: list[str]) -> tuple[Path, RunConfig
     return folder, config
 
 
-def evaluate_a_share(folder: str) -> None:
+def evaluate_a_fraction(folder: str) -> None:
     """Evaluate as a rank of a run; then again with a signal that the last rank alone hears."""
     config = build_config(compose_config(["model=mlp", *OVERRIDES[1:]]))
     env = make_env(config.env, 2 + rank(), auto_reset=False)
@@ -74,7 +74,7 @@ def evaluate_a_share(folder: str) -> None:
 
 def test_two_ranks_write_the_result_file_of_one_and_a_stop_of_one_stops_both(tmp_path):
     for num_ranks in (1, 2):
-        launch(evaluate_a_share, str(tmp_path / str(num_ranks)), num_ranks, "cpu")
+        launch(evaluate_a_fraction, str(tmp_path / str(num_ranks)), num_ranks, "cpu")
     one, two = (EvaluationResult.from_json(tmp_path / name / "result.json") for name in ("1", "2"))
     assert replace(one, wall_s=0, results=[]) == replace(two, wall_s=0, results=[]) and len(one.videos) >= 2
     assert_alike(one.results, two.results)
@@ -152,7 +152,7 @@ def test_recording_changes_no_result_and_its_failure_loses_none(quick, tmp_path,
     assert len(list((tmp_path / "on" / "episodes").glob("*.js"))) == 2 and not (tmp_path / "off" / "episodes").exists()
     assert result_of("on") == result_of("off")
     with monkeypatch.context() as patch:
-        patch.setattr("rlinf.evaluation.recording._picture", lambda frame: 1 / 0)
+        patch.setattr("rlinf.evaluation.recording._image", lambda frame: 1 / 0)
         with pytest.raises(RLinfError, match=r"ZeroDivisionError.*its result is kept.*evaluation\.record_episodes=0"):
             evaluate(configured(quick, tmp_path / "failed", evaluation=few | {"record_episodes": 1}))
     assert result_of("failed") == result_of("off"), "the result was written before"
@@ -300,7 +300,7 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     (tmp_path / "metrics" / "metrics.jsonl").write_text("{}\n")
     exported = export(quick[0], tmp_path / "exported")
     before = contents(tmp_path), contents(quick[0].parents[1])
-    monkeypatch.setattr("rlinf.cluster.factory.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
+    monkeypatch.setattr("rlinf.cluster.factory.make_env", lambda *_, **__: pytest.fail("nothing may be started"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
         with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Set output_dir="):

@@ -1,4 +1,4 @@
-"""SAC and TD3 without a frozen policy: the same trainer, with the head ``actor``."""
+"""SAC and TD3 without a frozen policy: the same trainer, with the actor ``scratch``."""
 
 import json
 
@@ -21,8 +21,8 @@ from rlinf.preflight.validation import validate
 
 QUICK = [
     "rollout.num_envs=3", "trainer.max_steps=4", "evaluation.num_episodes=4", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.warmup_env_steps=20",
-    "algorithm.batch_size=8", "algorithm.replay_capacity=300", "algorithm.head.hidden_size=16", "algorithm.n_step=3",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.learning_starts=20",
+    "algorithm.batch_size=8", "algorithm.replay_capacity=300", "algorithm.actor.hidden_size=16", "algorithm.n_step=3",
 ]  # fmt: skip
 STATE = [
     "model=mlp", "model.init_config.state_dim=3", "model.action_token_len=1", "env=gymnasium", "env.tasks=[Pendulum-v1]",
@@ -35,8 +35,8 @@ IMAGES = [
 WITH_STATE = [*IMAGES, "env.state=full", "model.init_config.state_dim=31"]
 
 
-class Pictures(gymnasium.Env):
-    """Shows pictures alone."""
+class Images(gymnasium.Env):
+    """Shows images alone."""
 
     observation_space = gymnasium.spaces.Dict({"front": gymnasium.spaces.Box(0, 255, (16, 16, 3), np.uint8)})
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -53,11 +53,11 @@ class Pictures(gymnasium.Env):
         return {"front": np.zeros((16, 16, 3), np.uint8)}, 0.0, False, False, {}
 
 
-class Unbounded(Pictures):
+class Unbounded(Images):
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
-gymnasium.register("Pictures-v0", entry_point=Pictures, max_episode_steps=6)
+gymnasium.register("Images-v0", entry_point=Images, max_episode_steps=6)
 gymnasium.register("Unbounded-v0", entry_point=Unbounded, max_episode_steps=6)
 
 
@@ -75,12 +75,12 @@ def test_a_run_from_scratch_is_resumed_bit_for_bit_exported_and_evaluated(tmp_pa
         and untimed_metrics(tmp_path / "whole")[-2] == untimed_metrics(tmp_path / "halves")[-2]
     )
     policy, learner = run.rl.policy.eval(), run.rl.learner
-    assert policy.head.base_numbers == 0 and run.rl.replay.base.numel() == 0 and learner.num_updates > 0
-    encoder = [name for name in whole if name.startswith("head.encoder")]
+    assert policy.actor.base_numbers == 0 and run.rl.replay.base.numel() == 0 and learner.num_updates > 0
+    encoder = [name for name in whole if name.startswith("actor.encoder")]
     assert bool(encoder) == (words[0] == "model=cnn")
     for name in encoder:  # the critics train it, and its slow copy follows; the frozen one is as it was
-        other = policy.base.state_dict()[name.removeprefix("head.encoder.")]
-        slow = learner.target_encoder.state_dict()[name.removeprefix("head.encoder.")]
+        other = policy.base.state_dict()[name.removeprefix("actor.encoder.")]
+        slow = learner.target_encoder.state_dict()[name.removeprefix("actor.encoder.")]
         assert not torch.equal(whole[name], other) and not torch.equal(whole[name], slow)
         assert (slow - other).abs().max() < (whole[name] - other).abs().max()
     assert main(["export", f"checkpoint={tmp_path / 'whole'}", f"output={tmp_path / 'export'}"]) == 0
@@ -104,11 +104,11 @@ def config_of(folder, *words):
 def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
     def chosen(*words):
         config = build_config(compose_config(["env=tabletop", "algorithm=sac", *words]))
-        return config.algorithm.head.name, config.model.features
+        return config.algorithm.actor.name, config.model.features
 
-    assert chosen("model=mlp") == chosen("model=cnn") == ("actor", "inputs")
+    assert chosen("model=mlp") == chosen("model=cnn") == ("scratch", "inputs")
     assert chosen("model=mlp", "sft.max_steps=9") == chosen("model=openvla_tiny") == ("residual", "hidden")
-    assert chosen("model=mlp", "algorithm.head.name=residual", "model.features=pooled") == ("residual", "pooled")
+    assert chosen("model=mlp", "algorithm.actor.name=residual", "model.features=pooled") == ("residual", "pooled")
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_the_head_is_chosen_by_whether_there_is_something_to_correct():
             "some of whose actions are choices.*Set algorithm=ppo",
         ),
         ([*STATE, "env.id=Unbounded-v0", "env.tasks=null"], "Box of numbers with finite bounds.*ActionWrapper"),
-        ([*STATE, "env.id=Pictures-v0", "env.tasks=null"], "gives no state. Set model=cnn"),
+        ([*STATE, "env.id=Images-v0", "env.tasks=null"], "gives no state. Set model=cnn"),
         (
             [*STATE, "algorithm.replay_capacity=4000000000"],
             "80% of the memory of this machine.*Set algorithm.replay_capacity=",
         ),
-        ([*STATE, "sft.max_steps=5", "algorithm.head.name=actor"], "sft.max_steps=5 with.*Set sft.max_steps=0"),
+        ([*STATE, "sft.max_steps=5", "algorithm.actor.name=scratch"], "sft.max_steps=5 with.*Set sft.max_steps=0"),
         (
-            ["model=openvla_tiny", "env=tabletop", "algorithm.head.name=actor"],
-            "no encoder.*algorithm.head.name=residual",
+            ["model=openvla_tiny", "env=tabletop", "algorithm.actor.name=scratch"],
+            "no encoder.*algorithm.actor.name=residual",
         ),
         (
-            ["model=openvla_tiny", "env=tabletop", "algorithm.head.name=edit", "algorithm.entropy_in_target=true"],
+            ["model=openvla_tiny", "env=tabletop", "algorithm.actor.name=expo", "algorithm.entropy_in_target=true"],
             "no density.*Set algorithm.entropy_in_target=false",
         ),
     ],

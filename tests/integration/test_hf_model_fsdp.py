@@ -44,7 +44,7 @@ def batch_of(family):
 
 
 def step(model, batch):
-    """One SGD step of these rows' share of the mean loss over ``ROWS`` rows; the logits before it."""
+    """One SGD step of these rows' fraction of the mean loss over ``ROWS`` rows; the logits before it."""
     logits = model(**batch).logits
     targets = batch["input_ids"][:, 1:]
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")

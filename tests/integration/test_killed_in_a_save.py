@@ -1,4 +1,4 @@
-"""A run that is killed while it writes a checkpoint goes on from the newest whole one, bit for bit: of every trainer."""
+"""A run that is killed while it writes a checkpoint continues from the newest whole one, bit for bit: of every trainer."""
 
 import os
 import signal

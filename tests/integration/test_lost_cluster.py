@@ -1,4 +1,4 @@
-"""A run with players loses a rank, or the Ray cluster: it ends with the cause, and goes on bit for bit."""
+"""A run with rollout workers loses a rank, or the Ray cluster: it ends with the cause, and continues bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE = [
     "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
     "tracking.progress=false", "cluster.num_threads=1",
 ]  # fmt: skip
-SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
@@ -79,17 +79,19 @@ def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path,
     if number == signal.SIGSTOP and ranks == 2:
         (stopped,) = re.findall(r"--- rank (\d) on [^:]*: no answer: it is stopped or lost", text)
         other = 1 - int(stopped)
-        assert f"--- rank {other} on" in text and f"player {other}: what answers has written its stacks" in text, text
+        assert (
+            f"--- rank {other} on" in text and f"rollout worker {other}: what answers has written its stacks" in text
+        ), text
     deadline = time.monotonic() + 300  # two agents of Ray may take minutes to notice
     while processes_of(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not processes_of(mark)
     steps = max(saved_steps(run))
-    # As many worker threads as there were players: calls of the policy with other rows round otherwise.
+    # As many worker threads as there were rollout workers: calls of the policy with other rows round otherwise.
     more = [
         *STATE,
         f"cluster.num_processes={ranks}",
-        f"rollout.num_lanes={2 // ranks}",
+        f"rollout.pipeline_stages={2 // ranks}",
         f"trainer.max_steps={steps + 1}",
     ]
     train(run_config(tmp_path / "whole", *more))

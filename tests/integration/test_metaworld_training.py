@@ -12,7 +12,7 @@ from rlinf.preflight.validation import validate
 
 SHORT = [
     "env.tasks=[reach-v3,window-close-v3]", "env.max_episode_steps=2", "env.num_processes=1", "env.image_size=32",
-    "rollout.num_envs=2", "rollout.num_chunks=2", "rollout.num_lanes=1", "sft.max_steps=1", "sft.num_demonstrations=2",
+    "rollout.num_envs=2", "rollout.num_chunks=2", "rollout.pipeline_stages=1", "sft.max_steps=1", "sft.num_demonstrations=2",
     "sft.batch_size=4", "trainer.max_steps=1", "trainer.minibatch_size=4", "trainer.eval_every=0", "evaluation.num_episodes=2",
     "evaluation.num_envs=2", "evaluation.num_videos_per_task=2", "evaluation.video_size=64", "cluster.num_threads=1",
 ]  # fmt: skip

@@ -107,8 +107,8 @@ def test_the_pages_other_models_are_diagnosed_and_train(name, check, cloning, tm
     assert "FAIL" not in printed.replace("pass or FAIL", "") and check in printed
     if name == "patch":
         assert main(["train", *own, "env.image_size=32"]) != 0
-        refusal = "The model reads images of 64 x 64 pixels, but env.image_size=32. Set env.image_size=64"
-        assert refusal in capsys.readouterr().err
+        rejection = "The model reads images of 64 x 64 pixels, but env.image_size=32. Set env.image_size=64"
+        assert rejection in capsys.readouterr().err
     tiny = ["rollout.num_envs=4", "rollout.num_chunks=16", "trainer.minibatch_size=64", "trainer.max_steps=1"]
     evaluation = ["evaluation.num_episodes=2", "evaluation.num_videos_per_task=0", "output_dir=run"]
     assert main(["train", *own, *tiny, *cloning, *evaluation]) == 0

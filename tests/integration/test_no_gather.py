@@ -97,8 +97,8 @@ def test_no_rollout_crosses_to_another_rank(tmp_path):
         others = [size for _, size, carries_weights in noted["calls"] if not carries_weights]
         assert max(weights) > 2**16 and len(others) > 10, "control: the spy sees gradients, and sums"
         assert max(others) <= 2**16
-        print(f"{sum(others)} bytes between two ranks in an iteration, one picture has {noted['image']}")
-        assert sum(others) < noted["image"], "all together are smaller than one picture"
+        print(f"{sum(others)} bytes between two ranks in an iteration, one image has {noted['image']}")
+        assert sum(others) < noted["image"], "all together are smaller than one image"
 
 
 def test_control_a_rollout_that_crosses_is_seen(tmp_path):
@@ -110,14 +110,14 @@ NUM_ENVS, PIXELS = 256, 128
 
 
 class PictureEnv(VectorEnv):
-    """Shows pictures and ends no episode."""
+    """Shows images and ends no episode."""
 
-    suite = "pictures"
+    suite = "images"
     state_dim = 0
 
     def __init__(self, config, num_envs, auto_reset):
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(1), action_high=np.ones(1))
-        self.picture = np.random.default_rng(0).integers(0, 255, (PIXELS, PIXELS, 3), dtype=np.uint8)
+        self.image = np.random.default_rng(0).integers(0, 255, (PIXELS, PIXELS, 3), dtype=np.uint8)
 
     @classmethod
     def all_task_names(cls, config):
@@ -130,7 +130,7 @@ class PictureEnv(VectorEnv):
         return SimulatorStep(np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=bool))
 
     def _observe(self, ids):
-        return Observation({"front": np.repeat(self.picture[None], len(ids), 0)}, None, ["look"] * len(ids))
+        return Observation({"front": np.repeat(self.image[None], len(ids), 0)}, None, ["look"] * len(ids))
 
 
 class Still(ActionModel, torch.nn.Module):
@@ -160,7 +160,7 @@ def resident(key: str) -> int:
 def collect_pictures(argument: tuple[Path, int, bool]) -> None:
     """Note by how much a rollout of this rank raises the peak of its memory, to the end of the minibatches."""
     folder, num_chunks, gathers = argument
-    config = EnvConfig(name="pictures", max_episode_steps=2 * num_chunks, success_bonus=0.0, cameras=[])
+    config = EnvConfig(name="images", max_episode_steps=2 * num_chunks, success_bonus=0.0, cameras=[])
     env = PictureEnv(config, 1, auto_reset=False)
     sampler = EpisodeSampler(env.episode_specs("train"), 1, num_groups=NUM_ENVS, seed=5)
     collector = RolloutCollector(

@@ -1,4 +1,4 @@
-"""A policy that normalises its state acts alike wherever it goes: evaluated, exported, loaded, served, and below a head."""
+"""A policy that normalises its state acts alike wherever it goes: evaluated, exported, loaded, served, and below an actor."""
 
 import copy
 import json
@@ -38,8 +38,8 @@ RUN = [
 ]  # fmt: skip
 PPO = ["algorithm=ppo", "model.init_config.normalize_state=true", "algorithm.scale_rewards=true", "trainer.minibatch_size=24",
        "algorithm.critic_warmup_steps=0"]  # fmt: skip
-HEAD = ["algorithm=sac", "algorithm.head.name=residual", "algorithm.warmup_env_steps=12", "algorithm.batch_size=8",
-        "algorithm.replay_capacity=200", "algorithm.head.hidden_size=16"]  # fmt: skip
+HEAD = ["algorithm=sac", "algorithm.actor.name=residual", "algorithm.learning_starts=12", "algorithm.batch_size=8",
+        "algorithm.replay_capacity=200", "algorithm.actor.hidden_size=16"]  # fmt: skip
 
 
 def trained(folder: Path, *words: str) -> Path:
@@ -51,12 +51,12 @@ def trained(folder: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """PPO, and a residual head on its policy; both in two halves."""
+    """PPO, and a residual actor on its policy; both in two halves."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, words, source in (("ppo", PPO, "null"), ("head", HEAD, folder / "ppo")):
+    for name, words, source in (("ppo", PPO, "null"), ("actor", HEAD, folder / "ppo")):
         trained(folder / name, *words, f"init_from={source}", "trainer.max_steps=1")
         trained(folder / name, *words, f"resume={folder / name}")
-    return {name: folder / name for name in ("ppo", "head")}
+    return {name: folder / name for name in ("ppo", "actor")}
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def results_of(folder: Path) -> list[dict]:
     return [row | {"states_far_fraction": None} for row in rows]  # a client does not know the statistics of its policy
 
 
-@pytest.mark.parametrize("name", ["ppo", "head"])
+@pytest.mark.parametrize("name", ["ppo", "actor"])
 def test_actions_are_equal_wherever_the_policy_acts(runs, name, tmp_path):
     run, export = runs[name], tmp_path / "export"
     assert main(["export", f"checkpoint={run}", f"output={export}"]) == 0
@@ -99,12 +99,12 @@ def test_actions_are_equal_wherever_the_policy_acts(runs, name, tmp_path):
     assert main(["evaluate", f"checkpoint={export}", f"output_dir={tmp_path / 'local'}"]) == 0
     assert results_of(tmp_path / "remote") == results_of(tmp_path / "local") == results_of(run / "eval" / "after_rl")
     lost = copy.deepcopy(policy)
-    (lost.base if name == "head" else lost).input_moments.load_state_dict(RunningMoments(3).state_dict())
+    (lost.base if name == "actor" else lost).input_moments.load_state_dict(RunningMoments(3).state_dict())
     assert np.abs(greedy(lost, seen) - acted).max() > 1e-4, "control: a policy that has lost its moments"
 
 
 def test_a_head_leaves_the_moments_of_its_policy_as_they_are(runs):
-    ppo, head = (open_checkpoint(run, read_config(run / "checkpoints" / "rl_000002")).policy for run in runs.values())
-    mine, base = (policy.input_moments.state_dict() for policy in (ppo, head.base))
+    ppo, actor = (open_checkpoint(run, read_config(run / "checkpoints" / "rl_000002")).policy for run in runs.values())
+    mine, base = (policy.input_moments.state_dict() for policy in (ppo, actor.base))
     assert all(torch.equal(base[each], tensor) for each, tensor in mine.items())
     assert mine["count"].item() == pytest.approx(2 * 48 + FIRST_COUNT) and mine["mean"].abs().min() > 0

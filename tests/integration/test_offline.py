@@ -1,4 +1,4 @@
-"""Demonstrations and the buffer of another run as what a head learns from, besides its own episodes."""
+"""Demonstrations and the buffer of another run as what an actor learns from, besides its own episodes."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def answers_of_frozen_policies_are_kept_elsewhere(tmp_path, monkeypatch):
 
 
 def offline(folder: Path, *more: str) -> list[str]:
-    return [f"algorithm.offline_dataset={folder}", "algorithm.offline_share=0.5", "env.reward_mode=sparse", *more]
+    return [f"algorithm.offline_dataset={folder}", "algorithm.offline_ratio=0.5", "env.reward_mode=sparse", *more]
 
 
 def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrations, monkeypatch, capsys):
@@ -44,8 +44,8 @@ def test_demonstrations_are_proposed_once_and_counted_apart(tmp_path, demonstrat
         rows.clear()
         train(config_of(tmp_path / str(number), "trainer.max_steps=2", *offline(demonstrations)))
         last = metrics_of(tmp_path / str(number))[-1]
-        of_demonstrations = last["rollout/base_calls_offline"]
-        assert sum(rows) == last["rollout/base_calls_total"] + of_demonstrations
+        of_demonstrations = last["rollout/base_policy_queries_offline"]
+        assert sum(rows) == last["rollout/base_policy_queries"] + of_demonstrations
         assert (of_demonstrations > 8) == (number == 0)
         assert 0 < last["rollout/success_rate_offline"] < 1 and "8 demonstrations, " in capsys.readouterr().err
         assert last["train/q_mean_offline"] != last["train/q_mean_online"]
@@ -79,7 +79,7 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
         (["env.tolerance_m=0.02"], "env.tolerance_m=0.045, and this run has env.tolerance_m=0.02"),
         (["model.features=pooled"], "model.features=hidden"),
         (["model.action_chunks_len=2"], "model.action_chunks_len=1"),
-        (["algorithm.head.name=edit"], "algorithm.head.name=residual"),
+        (["algorithm.actor.name=expo"], "algorithm.actor.name=residual"),
         (["sft.max_steps=1", "sft.batch_size=4"], "Set sft.max_steps=0 init_from="),
     ):
         with pytest.raises(ConfigError, match=fragment):
@@ -94,7 +94,7 @@ def test_a_run_begins_with_the_buffer_of_another_one_of_the_same_frozen_policy(t
         other.make_parts(other.parts.worker.model)
     without = tmp_path / "clone"
     shutil.copytree(tmp_path / "one" / "checkpoints" / "rl_000002", without)
-    (without / "model" / "head.json").unlink()
+    (without / "model" / "actor.json").unlink()
     with pytest.raises(ConfigError, match="holds no replay buffer"):
         config_of(tmp_path / "four", f"algorithm.replay_from={without}")
 
@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
     train(config_of(tmp_path / "one", *begun))
     resumed = [*cloning[:3], f"resume={tmp_path / 'clone'}", f"algorithm.replay_from={tmp_path / 'one'}"]
     for overrides, fragment in (
-        (["algorithm.head.name=edit"], "algorithm.head.name=residual"),
+        (["algorithm.actor.name=expo"], "algorithm.actor.name=residual"),
         (["env.reward_mode=sparse"], "env.reward_mode=shaped, and this run has"),
         (["sft.max_steps=2"], "Set sft.max_steps=0 init_from=.* resume=null"),
     ):
@@ -122,15 +122,15 @@ def test_a_run_that_goes_on_after_cloning_takes_over_no_buffer_of_other_settings
 
 def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations):
     """With the override of the message the configuration is accepted."""
-    data, share = f"algorithm.offline_dataset={demonstrations}", "algorithm.offline_share=0.5"
+    data, share = f"algorithm.offline_dataset={demonstrations}", "algorithm.offline_ratio=0.5"
     shaped = "env.reward_mode=shaped"
     for overrides, fragment, number in (
         ([share], "without algorithm.offline_dataset", 1),
-        ([data], "offline_share=0 of algorithm.batch_size=16; required: one transition", 0),
-        ([data, "algorithm.offline_share=0.01"], "one transition of a batch or more", 0),
+        ([data], "offline_ratio=0 of algorithm.batch_size=16; required: one transition", 0),
+        ([data, "algorithm.offline_ratio=0.01"], "one transition of a batch or more", 0),
         ([data, share, "env.success_bonus=2"], "was collected with env.reward_mode=shaped env.success_bonus=1", 0),
         ([data, share, "env.reward_mode=relative"], "rewards of the present env", 1),
-        ([data, share, shaped, "algorithm.offline_episodes=assumed"], "a reward for success alone", 0),
+        ([data, share, shaped, "algorithm.offline_episodes=assume_success"], "a reward for success alone", 0),
     ):
         with pytest.raises(ConfigError, match=fragment) as error:
             config_of(tmp_path, *overrides)
@@ -152,7 +152,7 @@ def test_demonstrations_that_teach_nothing_are_refused(tmp_path, demonstrations)
     with pytest.raises(ConfigError, match="tells neither rewards nor successes") as error:
         config_of(tmp_path, *untold)
     fix = str(error.value).rpartition("Set ")[2].partition(" if each")[0]
-    assert fix == "algorithm.offline_episodes=assumed env.reward_mode=sparse"
+    assert fix == "algorithm.offline_episodes=assume_success env.reward_mode=sparse"
     run = build(config_of(tmp_path, *untold, *fix.split()))
     run.rl.make_parts(run.parts.worker.model)
     assert run.rl.offline.data.success_rate == 1

@@ -1,4 +1,4 @@
-"""A head that learns off-policy on a frozen policy: the run as a whole, from the command's configuration to the export."""
+"""An actor that learns off-policy on a frozen policy: the run as a whole, from the command's configuration to the export."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from run_results import differing_weights, metrics_of, run_config, untimed_metri
 from safetensors.torch import load_file, save_file
 
 import rlinf
-from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig
 from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.cluster.factory import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
-from rlinf.models.embodiment.headed import uniforms_by_row
+from rlinf.models.actors.critic import Critics
+from rlinf.models.embodiment.actor_policy import uniforms_by_row
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.readout_token import holds_readout_token
-from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.checks import rounded_down, update_seconds
 from rlinf.offpolicy.controls import note_warmup
 from rlinf.offpolicy.envs_of_ranks import CallOutcome
-from rlinf.offpolicy.head_trainer import _Episodes, largest_value
 from rlinf.offpolicy.replay import replay_bytes
 from rlinf.offpolicy.sac import SAC
+from rlinf.offpolicy.trainer import _Episodes, largest_value
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device
 from rlinf.preflight.validation import validate
 from rlinf.tracking.tracker import read_metrics
@@ -51,7 +51,7 @@ def answers_of_frozen_policies_are_kept_elsewhere(tmp_path, monkeypatch):
 
 
 def test_two_and_two_iterations_with_demonstrations_equal_four_bit_for_bit(tmp_path, demonstrations):
-    more = [f"algorithm.offline_dataset={demonstrations}", "algorithm.offline_share=0.5", "trainer.save_every=2"]
+    more = [f"algorithm.offline_dataset={demonstrations}", "algorithm.offline_ratio=0.5", "trainer.save_every=2"]
     train(config_of(tmp_path / "whole", *more))
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # of what the frozen policy says of demonstrations
     train(config_of(tmp_path / "halves", *more, "trainer.max_steps=2"))
@@ -82,7 +82,7 @@ def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_change
     monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
     run.execute()
     trainer, last = run.rl, metrics_of(tmp_path)[-1]
-    assert sum(rows) == last["rollout/base_calls_total"] == trainer.num_base_calls
+    assert sum(rows) == last["rollout/base_policy_queries"] == trainer.num_base_calls
     replay = trainer.replay
     assert sum(rows) == int(replay.counts.sum())  # each is one slot of the buffer
     steps, ends = last["rollout/env_steps_total"], int(replay.counts.sum() - replay.has_action.sum())
@@ -90,13 +90,13 @@ def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_change
     assert len(rows) <= 2 * (10 + 1 + 10)
     for name, tensor in trainer.policy.base.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert any(bool(parameter.abs().sum() > 0) for parameter in trainer.policy.head.network[-1].parameters())
+    assert any(bool(parameter.abs().sum() > 0) for parameter in trainer.policy.actor.network[-1].parameters())
 
 
 def test_updates_per_env_step_above_and_below_one(tmp_path):
     for rate, wanted in ((0.3, 15), (2.0, 100)):
         folder = tmp_path / str(rate)
-        train(config_of(folder, "trainer.max_steps=2", f"algorithm.updates_per_env_step={rate}"))
+        train(config_of(folder, "trainer.max_steps=2", f"algorithm.utd_ratio={rate}"))
         # 80 env steps; the first 8 steps of 4 envs are the warm-up, in which 30 is reached.
         found = next(line for line in reversed(metrics_of(folder)) if "train/updates_total" in line)
         assert found["train/updates_total"] == int(rate * (80 - 32)) == {15: 14, 100: 96}[wanted]
@@ -116,15 +116,15 @@ def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
     assert episodes("clone/eval/after_sft") == episodes("run/eval/before_rl")
     assert episodes("run/eval/before_rl") != episodes(
         "run/eval/after_rl"
-    )  # the control: a head that has learnt acts otherwise
+    )  # the control: an actor that has learnt acts otherwise
 
 
-@pytest.mark.parametrize("head", ["residual", "direct", "edit", "chunk", "noise"])
-def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
-    run = build(config_of(tmp_path / "run", "trainer.max_steps=2", f"algorithm.head.name={head}"))
+@pytest.mark.parametrize("actor", ["residual", "direct", "expo", "rlt", "dsrl"])
+def test_the_exported_policy_acts_as_the_trained_one(tmp_path, actor):
+    run = build(config_of(tmp_path / "run", "trainer.max_steps=2", f"algorithm.actor.name={actor}"))
     run.execute()
-    written = any("train/at_bound" in line for line in read_metrics(tmp_path / "run"))
-    assert written == (head != "direct"), "numbers at the bounds of the env are not those that a scale cuts"
+    written = any("train/action_saturation" in line for line in read_metrics(tmp_path / "run"))
+    assert written == (actor != "direct"), "numbers at the bounds of the env are not those that a scale cuts"
     trained = run.rl.policy.eval()
     export(tmp_path / "run", tmp_path / "export")
     loaded = rlinf.load_policy(tmp_path / "export")
@@ -134,9 +134,9 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
     assert np.array_equal(rlinf.load_policy(tmp_path / "run").act(observation), actions)
     base = trained.base.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
     assert not np.allclose(base, actions, atol=1e-3)  # the control
-    settings = json.loads((tmp_path / "export" / "head.json").read_text())
-    assert settings["head"]["name"] == head
-    (tmp_path / "export" / "head.safetensors").unlink()
+    settings = json.loads((tmp_path / "export" / "actor.json").read_text())
+    assert settings["actor"]["name"] == actor
+    (tmp_path / "export" / "actor.safetensors").unlink()
     with pytest.raises(CheckpointError):
         rlinf.load_policy(tmp_path / "export")
 
@@ -151,30 +151,30 @@ def test_each_observation_of_an_evaluation_has_candidates_of_its_own_and_always_
     torch.testing.assert_close(drawn.mean(0), torch.full((6,), 0.5), atol=0.06, rtol=0)  # 4 deviations of a mean
     other = inputs | {"images": inputs["images"].bfloat16()}
     assert not torch.equal(uniforms_by_row(other, 400, 6), drawn), "the control: other images"
-    pictures = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "words": inputs["tokens"]}
-    assert len(uniforms_by_row(pictures, 400, 6).unique(dim=0)) == 400, "a policy that takes pictures as bytes"
+    images = {"images": torch.arange(400, dtype=torch.int32)[:, None].view(torch.uint8), "words": inputs["tokens"]}
+    assert len(uniforms_by_row(images, 400, 6).unique(dim=0)) == 400, "a policy that takes images as bytes"
     assert uniforms_by_row(inputs, 400, 0).shape == (400, 0)
 
 
 @pytest.mark.parametrize(
-    ("head", "wanted"),
-    [("residual", [0.5, 0.2]), ("edit", [0.5, 0.2]), ("chunk", [0.5, 0.2]), ("direct", [-0.5, 0.2])],
+    ("actor", "wanted"),
+    [("residual", [0.5, 0.2]), ("expo", [0.5, 0.2]), ("rlt", [0.5, 0.2]), ("direct", [-0.5, 0.2])],
 )
-def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(tmp_path, head, wanted):
+def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(tmp_path, actor, wanted):
     """Bounds -1 and 1, base (1.5, 0), r (-0.5, 0.2): the base counts as (1, 0)."""
-    trainer = build(config_of(tmp_path, f"algorithm.head.name={head}")).rl
+    trainer = build(config_of(tmp_path, f"algorithm.actor.name={actor}")).rl
     trainer.make_parts(trainer.parts.worker.model)
     policy = trainer.policy
-    num_candidates = policy.head.num_candidates
+    num_candidates = policy.actor.num_candidates
     chunks = torch.tensor([1.5, 0.0]).expand(1, num_candidates, 1, 2)
     assert policy.action_low.tolist() == [-1, -1] and policy.action_high.tolist() == [1, 1]
-    stored = policy.head.compose(policy.normalize(chunks), torch.tensor([[-0.5, 0.2]]))
+    stored = policy.actor.compose(policy.normalize(chunks), torch.tensor([[-0.5, 0.2]]))
     torch.testing.assert_close(stored, torch.tensor([wanted]))
     torch.testing.assert_close(policy.executed(Proposal(chunks, torch.zeros(1, 1)), stored).flatten(1), stored)
 
 
 def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
-    trainer = build(config_of(tmp_path, "algorithm.head.name=noise", "algorithm.head.scale=1.5")).rl
+    trainer = build(config_of(tmp_path, "algorithm.actor.name=dsrl", "algorithm.actor.scale=1.5")).rl
     trainer.make_parts(trainer.parts.worker.model)
     policy, base = trainer.policy, trainer.policy.base
     observation = random_observation(trainer.parts.config, base, num_rows=5)
@@ -182,23 +182,23 @@ def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
     greedy = base.predict_action_batch(do_sample=False, **inputs).actions
     started = policy.predict_action_batch(do_sample=False, **inputs).actions  # the median of a Gaussian is its mode
     torch.testing.assert_close(started, greedy.clamp(policy.action_low, policy.action_high))
-    r = torch.rand(5, policy.head.num_numbers) * 2 - 1
-    executed = policy.executed(policy.propose_to_head(inputs, torch.empty(5, 0)), r)
+    r = torch.rand(5, policy.actor.num_numbers) * 2 - 1
+    executed = policy.executed(policy.propose_to_actor(inputs, torch.empty(5, 0)), r)
     wanted = base.predict_action_batch(uniforms=torch.special.ndtr(1.5 * r), **inputs).actions
     torch.testing.assert_close(executed, wanted.clamp(policy.action_low, policy.action_high), atol=1e-5, rtol=1e-5)
     assert (executed - started).abs().max() > 0.1
-    assert policy.propose_to_head(inputs, torch.empty(5, 0)).sample is not None
+    assert policy.propose_to_actor(inputs, torch.empty(5, 0)).sample is not None
     other = build(config_of(tmp_path / "residual")).rl
     other.make_parts(other.parts.worker.model)
-    assert other.policy.propose_to_head(inputs, torch.empty(5, 0)).sample is None, "memory of images is given back"
+    assert other.policy.propose_to_actor(inputs, torch.empty(5, 0)).sample is None, "memory of images is given back"
 
 
 def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
     with pytest.raises(
-        ConfigError, match="draws none; required: a policy that samples.*Set algorithm.head.name=residual"
+        ConfigError, match="draws none; required: a policy that samples.*Set algorithm.actor.name=residual"
     ):
-        config_of(tmp_path, "algorithm.head.name=noise")
+        config_of(tmp_path, "algorithm.actor.name=dsrl")
 
 
 def test_features_of_a_token_need_one_that_cloning_has_trained(tmp_path):
@@ -227,18 +227,18 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "fragment"),
     [
-        (["algorithm.head.name=residul"], "Set algorithm.head.name=residual"),
+        (["algorithm.actor.name=residul"], "Set algorithm.actor.name=residual"),
         (["algorithm.num_target_critics=3"], "algorithm.num_target_critics=3 of 2 critics.*Set algorithm.num_target_critics=2"),
         (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
-        (["algorithm.updates_per_env_step=1e6"], "about .* s; required: at most 60 s.*Set algorithm.updates_per_env_step="),
+        (["algorithm.utd_ratio=1e6"], "about .* s; required: at most 60 s.*Set algorithm.utd_ratio="),
         (["algorithm.replay_capacity=4"], "2 observations or more for each env"),
         (["algorithm.replay_capacity=4000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
         (["rollout.num_chunks=7"], "7 env steps per iteration.*Set rollout.num_chunks=8"),
         (["rollout.auto_reset=false"], "Set rollout.auto_reset=true"),
-        (["algorithm.updates_per_env_step=0"], "Set algorithm.updates_per_env_step=0.5"),
+        (["algorithm.utd_ratio=0"], "Set algorithm.utd_ratio=0.5"),
         (["algorithm.learning_rate=0"], "Set algorithm.learning_rate=0.0005"),
         (["algorithm.tau=0"], "Set algorithm.tau=0.01"),
-        (["algorithm.warmup_env_steps=160"], "run of at most 160 env steps.*Set algorithm.warmup_env_steps=40"),
+        (["algorithm.learning_starts=160"], "run of at most 160 env steps.*Set algorithm.learning_starts=40"),
         (["cluster.num_processes=3"], "rollout.num_envs=4; required: a multiple of cluster.num_processes=3"),
         (["cluster.max_staleness=1"], "algorithm.overlap=true updates while the envs play. Set cluster.max_staleness=0"),
         (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
@@ -252,17 +252,17 @@ def test_what_cannot_be_trained_is_refused(tmp_path, overrides, fragment):
 
 
 @pytest.mark.parametrize(
-    "more", [["algorithm.batch_size=128"], ["algorithm.num_critics=10"], ["algorithm.head.hidden_size=512"]]
+    "more", [["algorithm.batch_size=128"], ["algorithm.num_critics=10"], ["algorithm.actor.hidden_size=512"]]
 )
 def test_the_number_of_updates_that_is_named_is_accepted(tmp_path, more):
     """Also where two digits would round it up. The estimate grows with the critics and their width."""
     with pytest.raises(ConfigError, match="after each policy call") as error:
-        config_of(tmp_path, *more, "algorithm.updates_per_env_step=1e6")
+        config_of(tmp_path, *more, "algorithm.utd_ratio=1e6")
     override = str(error.value).rpartition("Set ")[2]
     config_of(tmp_path, *more, override)
-    rate = 1.2 * float(override.partition("=")[2])  # the control: little more is refused
+    rate = 1.2 * float(override.partition("=")[2])  # the control: little more is rejected
     with pytest.raises(ConfigError, match="after each policy call"):
-        config_of(tmp_path, *more, f"algorithm.updates_per_env_step={rate}")
+        config_of(tmp_path, *more, f"algorithm.utd_ratio={rate}")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_limits_are_rounded_down(number, text):
 
 def test_an_update_takes_longer_with_more_and_wider_critics():
     model = SimpleNamespace(feature_dim=256, action_dim=2, action_chunks_len=1)
-    of = [update_seconds(SACConfig(num_critics=n, head=HeadConfig(name="residual", hidden_size=w), batch_size=b), model) for n, w, b in
+    of = [update_seconds(SACConfig(num_critics=n, actor=ActorConfig(name="residual", hidden_size=w), batch_size=b), model) for n, w, b in
           ((2, 128, 128), (10, 128, 128), (10, 512, 128), (10, 512, 256))]  # fmt: skip
     assert of == sorted(of) and of[-1] > 10 * of[0]
 
@@ -282,26 +282,26 @@ def test_an_update_takes_longer_with_more_and_wider_critics():
 def test_an_update_takes_longer_where_the_critics_choose_among_more(monkeypatch):
     """118 ms were measured with 64 candidates, 5.4 ms without any."""
     model = SimpleNamespace(feature_dim=256, action_dim=2, action_chunks_len=1)
-    heads = [
-        HeadConfig(name=name, num_candidates=count) for name, count in (("residual", 64), ("edit", 4), ("edit", 64))
+    actors = [
+        ActorConfig(name=name, num_candidates=count) for name, count in (("residual", 64), ("expo", 4), ("expo", 64))
     ]
-    without, few, many = (update_seconds(SACConfig(head=head), model) for head in heads)
+    without, few, many = (update_seconds(SACConfig(actor=actor), model) for actor in actors)
     assert without < few < many and many == pytest.approx(0.118, rel=0.25)
 
 
 def test_updates_on_a_gpu_are_not_timed_as_those_of_one_core(tmp_path, monkeypatch):
     wide = [
-        "algorithm.head.hidden_size=1024",
+        "algorithm.actor.hidden_size=1024",
         "algorithm.num_critics=10",
         "algorithm.batch_size=256",
-        "algorithm.updates_per_env_step=100",
+        "algorithm.utd_ratio=100",
     ]
     with pytest.raises(ConfigError, match="after each policy call"):
         config_of(tmp_path, *wide)
     monkeypatch.setattr("rlinf.offpolicy.checks.resolve_device", lambda *_: "cuda")
     config_of(tmp_path, *wide)
     with pytest.raises(ConfigError, match="after each policy call"):  # the control: too many for a GPU, too
-        config_of(tmp_path, *wide, "algorithm.updates_per_env_step=1e5")
+        config_of(tmp_path, *wide, "algorithm.utd_ratio=1e5")
 
 
 def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch):
@@ -318,9 +318,9 @@ def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch)
 
 def test_copies_are_no_candidates(tmp_path, monkeypatch):
     monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
-    with pytest.raises(ConfigError, match="all are equal.*Set algorithm.head.num_candidates=1"):
-        config_of(tmp_path, "algorithm.head.name=edit")
-    config_of(tmp_path, "algorithm.head.name=edit", "algorithm.head.num_candidates=1")
+    with pytest.raises(ConfigError, match="all are equal.*Set algorithm.actor.num_candidates=1"):
+        config_of(tmp_path, "algorithm.actor.name=expo")
+    config_of(tmp_path, "algorithm.actor.name=expo", "algorithm.actor.num_candidates=1")
     config_of(tmp_path)
 
 
@@ -333,7 +333,7 @@ def test_an_env_without_bounds_is_refused_before_anything_is_cloned(tmp_path, mo
         env.action_high = np.array([1.0, np.inf], dtype=np.float32)
         return env
 
-    monkeypatch.setattr("rlinf.offpolicy.head_trainer.env_maker", lambda *_: endless)
+    monkeypatch.setattr("rlinf.offpolicy.trainer.env_maker", lambda *_: endless)
     with pytest.raises(ConfigError, match="required: finite bounds"):
         build(config)
 
@@ -347,7 +347,7 @@ def test_a_policy_that_does_not_propose_is_refused(tmp_path, monkeypatch):
 def test_policy_gradients_do_not_take_a_policy_with_a_head(tmp_path):
     train(config_of(tmp_path / "run", "trainer.max_steps=1"))
     on_policy = [item for item in SMALL if not item.startswith("algorithm")]
-    with pytest.raises(ConfigError, match="holds a head.*Set algorithm=sac"):
+    with pytest.raises(ConfigError, match="holds an actor.*Set algorithm=sac"):
         validate(run_config(tmp_path / "ppo", *on_policy, f"init_from={tmp_path / 'run'}", "trainer.minibatch_size=40"))
 
 
@@ -356,13 +356,13 @@ def test_critics_that_diverge_and_a_scale_that_is_too_small_are_named_once(tmp_p
     trainer.make_parts(trainer.parts.worker.model)
     trainer.replay.rewards[0, 0] = -1.0  # with gamma 0.95, no return is beyond 20
     for expected, share in ((-39.0, 0.4), (-41.0, 0.6), (-41.0, 0.6)):
-        trainer._warn({"train/q_mean": expected, "train/at_bound": share})
+        trainer._warn({"train/q_mean": expected, "train/action_saturation": share})
         if share == 0.4:
             assert not caplog.records
     lines = [record.getMessage() for record in caplog.records if record.name == "rlinf"]
     assert len(lines) == 2 and trainer.largest_return == 0
     assert "expect -41 on average" in lines[0] and "allow 20 at most" in lines[0]
-    assert "60% of the numbers" in lines[1] and lines[1].endswith("Set algorithm.head.scale=2")
+    assert "60% of the numbers" in lines[1] and lines[1].endswith("Set algorithm.actor.scale=2")
 
 
 def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_path, caplog):
@@ -387,7 +387,7 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
 
 
 def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_what_it_had():
-    """Four envs, gamma 0.5: an end, a cut, a simulator that is lost, and an episode that goes on. The second call ends a second episode."""
+    """Four envs, gamma 0.5: an end, a cut, a simulator that is lost, and an episode that continues. The second call ends a second episode."""
     episodes = _Episodes(4, gamma=0.5)
     episodes.values = np.array([0.5, 0.25, 9.0, 9.0])
     rewards, ran = np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]), np.ones((4, 2), dtype=bool)
@@ -401,7 +401,7 @@ def test_the_calibration_counts_first_episodes_that_ended_one_that_was_cut_with_
         "1 + 0.5, and 0.5 * 1 with nothing for what follows the cut"
     )
     metrics = episodes.metrics()
-    assert (metrics["train/q_first"], metrics["train/return_first"]) == (0.375, 1.0)
+    assert (metrics["train/q_initial"], metrics["train/return_initial"]) == (0.375, 1.0)
 
 
 def test_features_that_are_not_finite_stop_the_run_already_in_the_warm_up(tmp_path, monkeypatch):
@@ -421,20 +421,20 @@ def test_features_that_are_not_finite_stop_the_run_already_in_the_warm_up(tmp_pa
 
 def test_weights_that_an_update_has_spoilt_are_not_saved(tmp_path, monkeypatch):
     """A finite loss with an infinite gradient, in the last update of an iteration."""
-    head_loss = SAC.head_loss
+    actor_loss = SAC.actor_loss
 
     def root_of_zero(self, batch):
-        loss, metrics = head_loss(self, batch)
-        return loss + (0 * next(self.head.parameters()).sum()).sqrt(), metrics
+        loss, metrics = actor_loss(self, batch)
+        return loss + (0 * next(self.actor.parameters()).sum()).sqrt(), metrics
 
-    one_update = ["algorithm.warmup_env_steps=35", "algorithm.updates_per_env_step=0.25"]
+    one_update = ["algorithm.learning_starts=35", "algorithm.utd_ratio=0.25"]
     trainer = build(config_of(tmp_path, *one_update)).rl
     trainer.make_parts(trainer.parts.worker.model)
     trainer.iteration(0)
     assert trainer.learner.num_updates == 1  # the control
-    monkeypatch.setattr(SAC, "head_loss", root_of_zero)
-    trainer.config.updates_per_env_step = 0.026  # 1.04 updates, owed after the last policy call
-    with pytest.raises(NonFiniteError, match="of the head is not finite after 2 updates"):
+    monkeypatch.setattr(SAC, "actor_loss", root_of_zero)
+    trainer.config.utd_ratio = 0.026  # 1.04 updates, owed after the last policy call
+    with pytest.raises(NonFiniteError, match="of the actor is not finite after 2 updates"):
         trainer.iteration(1)
 
 
@@ -447,55 +447,55 @@ def test_the_largest_value_of_an_episode_is_that_of_any_step_and_of_what_would_f
 
 
 def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
-    """With the override of the message the run goes on, as a resumed one and as a new one."""
-    sac = ["algorithm.head.scale=0.5", "trainer.max_steps=1"]
+    """With the override of the message the run continues, as a resumed one and as a new one."""
+    sac = ["algorithm.actor.scale=0.5", "trainer.max_steps=1"]
     train(config_of(tmp_path / "sac", *sac))
     td3 = ["algorithm=td3", "algorithm.noise_std=0.3", *sac]
     train(config_of(tmp_path / "td3", *td3))
 
-    def refused(*overrides: str, match: str) -> str:
+    def rejected(*overrides: str, match: str) -> str:
         with pytest.raises(ConfigError, match=match) as error:
             config_of(tmp_path / "new", "trainer.max_steps=2", *overrides)
         return str(error.value).rpartition("Set ")[2].partition(", or for a new run")[0]
 
     for key in ("resume", "init_from"):
         source = f"{key}={tmp_path / 'sac'}"
-        override = refused(source, match="head.scale=0.5, here 1.0; required: the head that is there")
-        assert override == "algorithm.head.scale=0.5"
+        override = rejected(source, match="actor.scale=0.5, here 1.0; required: the actor that is there")
+        assert override == "algorithm.actor.scale=0.5"
         config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
-        for more in ("algorithm.head.name=direct", "algorithm.head.hidden_size=32", "model.features=pooled"):
-            assert "=" in refused(source, override, more, match="made with " + more.partition("=")[0])
+        for more in ("algorithm.actor.name=direct", "algorithm.actor.hidden_size=32", "model.features=pooled"):
+            assert "=" in rejected(source, override, more, match="made with " + more.partition("=")[0])
         source = f"{key}={tmp_path / 'td3'}"
-        override = refused(source, "algorithm.head.scale=0.5", match="algorithm.name=td3|noise of 0.3")
+        override = rejected(source, "algorithm.actor.scale=0.5", match="algorithm.name=td3|noise of 0.3")
         assert override.startswith("algorithm=td3")
         config_of(
             tmp_path / "new",
             "trainer.max_steps=2",
             source,
-            "algorithm.head.scale=0.5",
+            "algorithm.actor.scale=0.5",
             *override.split(),
             "algorithm.noise_std=0.3",
         )
-        refused(
+        rejected(
             source,
             "algorithm=td3",
-            "algorithm.head.scale=0.5",
+            "algorithm.actor.scale=0.5",
             match="noise of 0.3, here noise of 0.2.*Set algorithm.noise_std=0.3$",
         )
-    refused(
+    rejected(
         f"init_from={tmp_path / 'sac'}",
         "algorithm=td3",
-        "algorithm.head.scale=0.5",
+        "algorithm.actor.scale=0.5",
         match="noise that it learns.*Set algorithm=sac$",
     )
-    override = refused(f"resume={tmp_path / 'sac'}", *sac, "algorithm.num_critics=4", match="num_critics=2, here 4")
+    override = rejected(f"resume={tmp_path / 'sac'}", *sac, "algorithm.num_critics=4", match="num_critics=2, here 4")
     assert override == "algorithm.num_critics=2"
     resumed = (f"resume={tmp_path / 'sac'}", *sac)
     changed, match = (
         ("env.reward_mode=sparse", "env.success_bonus=2"),
         "rewards of env.reward_mode=shaped env.success_bonus=1.*one reward",
     )
-    override = refused(*resumed, *changed, match=match)
+    override = rejected(*resumed, *changed, match=match)
     config_of(tmp_path / "new", "trainer.max_steps=2", *resumed, *changed, *override.rstrip(",").split())
     config_of(
         tmp_path / "new", "trainer.max_steps=2", f"init_from={tmp_path / 'sac'}", *sac, *changed
@@ -516,21 +516,21 @@ def test_a_run_of_another_algorithm_is_not_resumed(tmp_path):
 
 
 def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
-    edit = ["algorithm.head.name=edit", "trainer.max_steps=2"]
+    edit = ["algorithm.actor.name=expo", "trainer.max_steps=2"]
     train(config_of(tmp_path / "one", *edit))
     source = f"init_from={tmp_path / 'one'}"
     trainer = build(config_of(tmp_path / "two", *edit, source)).rl
     trainer.make_parts(trainer.parts.worker.model)
-    saved = load_file(tmp_path / "one" / "checkpoints" / "rl_000002" / "model" / "head.safetensors")
+    saved = load_file(tmp_path / "one" / "checkpoints" / "rl_000002" / "model" / "actor.safetensors")
     for critics in (trainer.learner.critics, trainer.learner.targets, trainer.policy.critics):
         for name, tensor in critics.state_dict().items():
             assert torch.equal(tensor, saved[f"critics.{name}"]), name
     assert trainer.policy.critics is trainer.learner.critics
     with pytest.raises(ConfigError, match="num_critics=2, here 3; .*Set algorithm.num_critics=2"):
         config_of(tmp_path / "two", *edit, source, "algorithm.num_critics=3")
-    fewer = HeadConfig(hidden_size=16)
+    fewer = ActorConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
-        trainer.learner.begin_with(Critics(fewer, trainer.policy.head.num_critic_inputs, 5))
+        trainer.learner.begin_with(Critics(fewer, trainer.policy.actor.num_critic_inputs, 5))
 
 
 def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_policy(tmp_path, monkeypatch, capsys):
@@ -541,10 +541,10 @@ def test_a_resumed_run_notes_the_warm_up_once_and_compares_it_with_the_frozen_po
         compared.append(begins_as_base)
         note_warmup(parts, begins_as_base)
 
-    monkeypatch.setattr("rlinf.offpolicy.head_trainer.note_warmup", noting)
-    warm_up = "algorithm.warmup_env_steps=40"  # the first iteration
+    monkeypatch.setattr("rlinf.offpolicy.trainer.note_warmup", noting)
+    warm_up = "algorithm.learning_starts=40"  # the first iteration
     run = config_of(tmp_path, warm_up, "trainer.max_steps=2")
-    run.trainer.max_steps = 1  # a run of the warm-up alone would be refused
+    run.trainer.max_steps = 1  # a run of the warm-up alone would be rejected
     train(run)
     assert compared == []
     for num_steps in (2, 3):
@@ -561,7 +561,7 @@ def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):
         read.update(held)
         return read_tensors(folder, held)
 
-    monkeypatch.setattr("rlinf.offpolicy.head_trainer.read_tensors", reading)
+    monkeypatch.setattr("rlinf.offpolicy.trainer.read_tensors", reading)
     trainer.make_parts(trainer.parts.worker.model)
     for name, tensor in trainer.replay.tensors.items():
         assert read[f"replay.{name}"].data_ptr() == tensor.data_ptr()

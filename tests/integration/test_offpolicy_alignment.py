@@ -7,7 +7,7 @@ from offpolicy_runs import config_of
 
 from rlinf.commands.train import build
 from rlinf.envs.tabletop.env import TabletopVectorEnv
-from rlinf.offpolicy.head_trainer import HeadTrainer
+from rlinf.offpolicy.trainer import OffPolicyTrainer
 
 NUM_ITERATIONS, NUM_CALLS, NUM_ENVS = 2, 10, 4
 
@@ -68,7 +68,7 @@ def played(folder, *overrides):
     return run.rl, record
 
 
-def differences(trainer: HeadTrainer, record: Record) -> set[str]:
+def differences(trainer: OffPolicyTrainer, record: Record) -> set[str]:
     """Return which tensors of the buffer are not as the record says."""
     replay, policy, found = trainer.replay, trainer.policy, set()
     if replay.counts.tolist() != [len(slots) for slots in record.slots]:
@@ -76,7 +76,7 @@ def differences(trainer: HeadTrainer, record: Record) -> set[str]:
     for env, slots in enumerate(record.slots):
         for slot, told in enumerate(slots):
             inputs = {"state": torch.from_numpy(told["state"])[None]}
-            said = policy.propose_to_head(inputs, torch.empty(1, policy.num_candidate_numbers))
+            said = policy.propose_to_actor(inputs, torch.empty(1, policy.num_candidate_numbers))
             pairs = {
                 "features": (replay.features[slot, env], said.features[0]),
                 "base": (replay.base[slot, env], policy.normalize(said.chunks)[0]),
@@ -112,11 +112,11 @@ def test_the_buffer_holds_what_env_and_policy_were_told(tmp_path, episodes_of_bo
 
 
 def test_a_control_that_stores_time_limits_as_ends_is_noticed(tmp_path, episodes_of_both_ends, monkeypatch):
-    store = HeadTrainer._store
+    store = OffPolicyTrainer._store
 
     def with_limits_as_ends(self, actions, outcome, episodes):
         outcome.terminated[outcome.ended] = True
         store(self, actions, outcome, episodes)
 
-    monkeypatch.setattr(HeadTrainer, "_store", with_limits_as_ends)
+    monkeypatch.setattr(OffPolicyTrainer, "_store", with_limits_as_ends)
     assert differences(*played(tmp_path)) == {"terminated"}

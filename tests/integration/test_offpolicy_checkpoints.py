@@ -1,4 +1,4 @@
-"""Checkpoints of a head: the frozen policy lies once in the run folder, and a kill while one is written loses nothing before it."""
+"""Checkpoints of an actor: the frozen policy lies once in the run folder, and a kill while one is written loses nothing before it."""
 
 import shutil
 
@@ -19,7 +19,7 @@ CLONED = ["sft.max_steps=2", "sft.num_demonstrations=4", "sft.batch_size=8", "en
 
 @pytest.fixture(scope="module")
 def cloned(tmp_path_factory):
-    """A run that clones and trains a head on the clone; returns its folder and the policy in memory."""
+    """A run that clones and trains an actor on the clone; returns its folder and the policy in memory."""
     folder = tmp_path_factory.mktemp("cloned") / "run"
     run = build(config_of(folder, *CLONED, "trainer.max_steps=4", "trainer.max_keep=2"))
     run.execute()
@@ -36,9 +36,9 @@ def test_checkpoints_hold_the_head_and_the_run_folder_the_policy_below_it(tmp_pa
     assert sorted(kept) == ["rl_000003", "rl_000004"]
     for name in kept:
         files = {path.name for path in (source / "checkpoints" / name / "model").iterdir()}
-        assert files == {"head.json", "head.safetensors"}
+        assert files == {"actor.json", "actor.safetensors"}
         entries = read_entries(source / "checkpoints" / name / "trainer_state")
-        assert "model.head.network.0.weight" in entries and not any(
+        assert "model.actor.network.0.weight" in entries and not any(
             entry.startswith("model.base.") for entry in entries
         )
     (base,) = (source / "frozen").iterdir()
@@ -46,7 +46,7 @@ def test_checkpoints_hold_the_head_and_the_run_folder_the_policy_below_it(tmp_pa
     assert all(torch.equal(weights[name], tensor) for name, tensor in trained.base.state_dict().items())
     moved = tmp_path / "moved"
     shutil.copytree(source, moved)
-    for path in (moved / "checkpoints").glob("sft_*"):  # what the head learnt on does not need them
+    for path in (moved / "checkpoints").glob("sft_*"):  # what the actor learnt on does not need them
         shutil.rmtree(path)
     (moved / "checkpoints" / "superseded_1").mkdir()
     aside = (moved / "checkpoints" / "rl_000004").rename(moved / "checkpoints" / "superseded_1" / "rl_000004")
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_the_policy_there(tmp_path, cloned, m
     def written(*_):
         raise AssertionError("the run folder has it already")
 
-    monkeypatch.setattr("rlinf.checkpoints.kept_base.write_policy", written)
+    monkeypatch.setattr("rlinf.checkpoints.base_store.write_policy", written)
     resumed = build(config_of(tmp_path / "same", *CLONED, "trainer.max_steps=5", f"resume={tmp_path / 'same'}"))
     resumed.execute()
     with pytest.raises(AssertionError, match="has it already"):  # the control

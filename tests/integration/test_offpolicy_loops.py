@@ -1,4 +1,4 @@
-"""Who plays and who updates when a head learns off-policy: threads and ranks. What is learnt does not depend on either."""
+"""Who plays and who updates when an actor learns off-policy: threads and ranks. What is learnt does not depend on either."""
 
 import sys
 import threading
@@ -12,20 +12,20 @@ import torch
 from offpolicy_runs import all_tensors, collected, config_of
 from run_results import untimed_metrics
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.commands.train import build, train
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.launch import launch
 from rlinf.errors import NonFiniteError, RLinfError
-from rlinf.models.heads.kinds import ResidualHead
-from rlinf.offpolicy.head_trainer import HeadTrainer
+from rlinf.models.actors.kinds import ResidualActor
+from rlinf.offpolicy.trainer import OffPolicyTrainer
 
 PLUGIN = Path(__file__).parents[1] / "fixtures" / "mlp_by_rows.py"
 EDIT = [
-    f"plugins=[{PLUGIN}]", "model.model_type=mlp_by_rows", "algorithm.head.name=edit", "trainer.save_every=2", "trainer.max_keep=-1"
+    f"plugins=[{PLUGIN}]", "model.model_type=mlp_by_rows", "algorithm.actor.name=expo", "trainer.save_every=2", "trainer.max_keep=-1"
 ]  # fmt: skip
-"""The head that takes most random numbers: candidates, corrections, draws of the target. Other numbers of rows are no other products."""
+"""The actor that takes most random numbers: candidates, corrections, draws of the target. Other numbers of rows are no other products."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def edit(tmp_path_factory):
     folder = collected(tmp_path_factory.mktemp("demonstrations") / "data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
-        yield [*EDIT, f"algorithm.offline_dataset={folder}", "algorithm.offline_share=0.25"]
+        yield [*EDIT, f"algorithm.offline_dataset={folder}", "algorithm.offline_ratio=0.25"]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_ranks_whose_heads_differ_end_the_run(tmp_path, monkeypatch):
     trainer = build(config_of(tmp_path)).rl
     trainer.make_parts(trainer.parts.worker.model)
     trainer._check_equal_on_ranks()
-    monkeypatch.setattr("rlinf.offpolicy.head_trainer.gather_objects", lambda own: [own, own + 1])
+    monkeypatch.setattr("rlinf.offpolicy.trainer.gather_objects", lambda own: [own, own + 1])
     with pytest.raises(RLinfError, match="no longer equal.*set cluster.num_processes=1"):
         trainer._check_equal_on_ranks()
 
@@ -107,16 +107,16 @@ class AtOnce:
 
 
 def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_path, in_turn, edit, monkeypatch):
-    """A thread next to the envs and, as the other extreme, updates that are done before the envs begin; the latter resumed."""
+    """A thread next to the envs and, as the other extreme, updates that are done before the envs start; the latter resumed."""
     train(config_of(tmp_path / "threads", *edit, "algorithm.overlap=true"))
-    init = HeadTrainer.__init__
+    init = OffPolicyTrainer.__init__
 
     def in_one_thread(self, *arguments):
         init(self, *arguments)
         self._updating.shutdown()
         self._updating = AtOnce()
 
-    monkeypatch.setattr(HeadTrainer, "__init__", in_one_thread)
+    monkeypatch.setattr(OffPolicyTrainer, "__init__", in_one_thread)
     for more in (["trainer.max_steps=2"], [f"resume={tmp_path / 'halves'}"]):
         train(config_of(tmp_path / "halves", *edit, "algorithm.overlap=true", *more))
     check_equal(*(tmp_path / name / "checkpoints" / "rl_000004" for name in ("threads", "halves")))
@@ -130,12 +130,12 @@ def test_updates_next_to_the_envs_learn_the_same_however_long_either_takes(tmp_p
 
 
 def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
-    """Each step of the envs for which updates are owed waits until one of them has begun, and that one until the step has."""
+    """Each step of the envs for which updates are owed waits until one of them has started, and that one until the step has."""
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1", "evaluation.num_episodes=1"))
     trainer, met = run.rl, []
     stepping, updating = threading.Semaphore(0), threading.Semaphore(0)
     monkeypatch.setattr(run.loop, "evaluate_once", lambda tag: None)
-    real_step, real_update = trainer.env.chunk_step, HeadTrainer._update
+    real_step, real_update = trainer.env.chunk_step, OffPolicyTrainer._update
 
     def step(actions):
         if trainer.owed >= 1:
@@ -150,22 +150,22 @@ def test_envs_play_while_updates_are_made(tmp_path, monkeypatch):
         real_update(self, updates)
 
     monkeypatch.setattr(trainer.env, "chunk_step", step)
-    monkeypatch.setattr(HeadTrainer, "_update", update)
+    monkeypatch.setattr(OffPolicyTrainer, "_update", update)
     run.execute()
     assert len(met) > 0 and all(met)
-    assert run.rl.played_by() == "a thread next to the one that updates"
+    assert run.rl.rollout_workers() == "a thread next to the one that updates"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_from_its_thread(tmp_path, monkeypatch):
     run = build(config_of(tmp_path, "algorithm.overlap=true", "trainer.max_steps=1"))
-    real = HeadTrainer._store
+    real = OffPolicyTrainer._store
 
     def damaged(self, actions, outcome, episodes):
         outcome.rewards[:] = float("nan")
         real(self, actions, outcome, episodes)
 
     monkeypatch.setattr(run.loop, "evaluate_once", lambda tag: None)
-    monkeypatch.setattr(HeadTrainer, "_store", damaged)
+    monkeypatch.setattr(OffPolicyTrainer, "_store", damaged)
     with pytest.raises(NonFiniteError, match="The loss of the critics is nan at update 0"):
         run.execute()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("update")]
@@ -180,24 +180,24 @@ def test_env_steps_earn_updates_and_policy_calls_do_not():
     )
     trainer = SimpleNamespace(
         loop=SimpleNamespace(state=SimpleNamespace(env_steps=0)), replay=SimpleNamespace(act=lambda *stored: None),
-        config=SimpleNamespace(updates_per_env_step=0.5), owed=0.0, _observe=lambda said: None,
+        config=SimpleNamespace(utd_ratio=0.5), owed=0.0, _observe=lambda said: None,
     )  # fmt: skip
     for is_warm_up, owed, env_steps in ((True, 0.0, 4), (False, 2.0, 8), (False, 4.0, 12)):
         trainer._is_warm_up = lambda is_warm_up=is_warm_up: is_warm_up
-        HeadTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
+        OffPolicyTrainer._store(trainer, torch.zeros(2, 6), outcome, SimpleNamespace(add=lambda outcome: None))
         assert (trainer.owed, trainer.loop.state.env_steps) == (owed, env_steps)
 
 
 def test_the_noise_of_the_warm_up_goes_to_both_sides():
-    """``2 u - 1`` of uniform numbers, times the scale, around the frozen policy; the head is not asked for it."""
-    head = ResidualHead.__new__(ResidualHead)
-    torch.nn.Module.__init__(head)
-    head.config, head.num_numbers = HeadConfig(scale=0.5), 2
+    """``2 u - 1`` of uniform numbers, times the scale, around the frozen policy; the actor is not asked for it."""
+    actor = ResidualActor.__new__(ResidualActor)
+    torch.nn.Module.__init__(actor)
+    actor.config, actor.num_numbers = ActorConfig(scale=0.5), 2
     base, uniforms = torch.tensor([[[0.1, 0.2]], [[0.0, -0.9]]]), torch.tensor([[0.0, 0.25, 0.9], [0.5, 0.1, 0.9]])
     policy = SimpleNamespace(
-        device="cpu", head=head, base_of=lambda chunks: base, decide=lambda features, base, noise: (base[:, 0], None)
+        device="cpu", actor=actor, base_of=lambda chunks: base, decide=lambda features, base, noise: (base[:, 0], None)
     )
     trainer = SimpleNamespace(policy=policy, _is_warm_up=lambda: True)
     said = SimpleNamespace(features=torch.zeros(2, 1), chunks=base)
-    actions, _ = HeadTrainer._decide(trainer, said, uniforms, SimpleNamespace(values=0))
+    actions, _ = OffPolicyTrainer._decide(trainer, said, uniforms, SimpleNamespace(values=0))
     assert actions.tolist() == [pytest.approx([-0.4, -0.05]), pytest.approx([0.0, -1.0])], "the last one at its bound"

@@ -266,7 +266,7 @@ def test_adapters_on_two_ranks_need_no_replica_and_no_push(tmp_path):
     for number in range(2):
         result = torch.load(tmp_path / f"{number}.pt")
         assert not result["replica"]
-        assert sum(result["sent"]) <= 64, "flags of refusals only"
+        assert sum(result["sent"]) <= 64, "flags of rejections only"
         distance = torch.cat([(result["gradients"][name] - expected[name]).flatten() for name in expected]).norm()
         assert distance < 1e-6 * norm
         assert result["gradients"].keys() == expected.keys()
@@ -310,7 +310,7 @@ def test_shards_in_16_bits_add_micro_batches_in_float32():
 
 
 def state_of(worker):
-    """All that training goes on from: weights, masters and moments by name."""
+    """All that training continues from: weights, masters and moments by name."""
     names = {id(master): name for name, master in worker.named_masters.items()}
     tensors = dict(worker.named_masters)
     for stepped, values in worker.optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Weights on their way to players: stored by one rank for all, frozen ones once, and freed when nobody asks for them any more."""
+"""Weights on their way to rollout workers: stored by one rank for all, frozen ones once, and freed when nobody asks for them any more."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs whose rollouts and evaluations are played by actors of Ray: equal to those of ranks that play, also when players die."""
+"""Runs whose rollouts and evaluations are played by actors of Ray: equal to those of ranks that play, also when rollout workers die."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ray_clusters import two_machines
 from ray_references import counted, is_freed
 from run_results import check_equal_runs, check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
-from rlinf.cluster.players import Players
 from rlinf.cluster.reservation import Reservation, reserved
+from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.commands.train import build, train
 from rlinf.errors import ConfigError, RankError
 from rlinf.evaluation.result import EvaluationResult
@@ -34,7 +34,7 @@ GRPO = ["experiment=quickstart_grpo", "rollout.group_size=2", *SHORT]
 STATE = ["model=mlp", "env.tasks=[reach]", "env.cameras=[]", *SHORT]
 NORMALISED = [*STATE, "model.init_config.normalize_state=true", "algorithm.scale_rewards=true"]
 SHARDED = [*PPO, "cluster.num_processes=2", "trainer.sharding=fsdp2"]
-SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def test_a_run_with_two_players_is_bit_for_bit_the_run_of_one_process(runs, over
     colocated = runs(f"colocated {overrides[0]}", *overrides)
     split = runs(f"split {overrides[0]}", *overrides, *SPLIT)
     check_equal(split, colocated)
-    assert json.loads((split / "summary.json").read_text())["played_by"] == "2 players"
+    assert json.loads((split / "summary.json").read_text())["rollout_workers"] == "2 rollout workers"
 
 
 def test_control_another_seed_is_another_run(runs):
@@ -63,8 +63,8 @@ def test_control_another_seed_is_another_run(runs):
 
 @contextmanager
 def disturbed(monkeypatch, moments):
-    """Call ``moments[(method, count)](players, player)`` right after a player was called for the ``count``-th time in a run."""
-    call, counts, done = Players.call, {}, []
+    """Call ``moments[(method, count)](workers, worker)`` right after a rollout worker was called for the ``count``-th time in a run."""
+    call, counts, done = RolloutWorkers.call, {}, []
 
     def noted(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
@@ -75,36 +75,36 @@ def disturbed(monkeypatch, moments):
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(Players, "call", noted)
+        patch.setattr(RolloutWorkers, "call", noted)
         yield done
     assert len(done) == len(moments), "all of it happened"
 
 
 def send(number):
-    def signal_player(players, player):
+    def signal_player(workers, worker):
         import ray
 
-        where = ray.get(players._where[player])
+        where = ray.get(workers._where[worker])
         os.kill(where.pid, number)
         return where.pid
 
     return signal_player
 
 
-def in_a_hurry(players, player):
-    """Let a player's time pass a hundred thousand times faster until it is replaced."""
-    watch, before = players._watch, players.num_replaced
+def in_a_hurry(workers, worker):
+    """Let a rollout worker's time pass a hundred thousand times faster until it is replaced."""
+    watch, before = workers._watch, workers.num_replaced
 
     def fast(number, waited_s):
-        watch(number, waited_s * (1e5 if number == player and players.num_replaced == before else 1))
+        watch(number, waited_s * (1e5 if number == worker and workers.num_replaced == before else 1))
 
-    players._watch = fast
+    workers._watch = fast
 
 
-def stop_the_other(players, player):
-    """Stop player 1 before it is asked to play."""
-    in_a_hurry(players, 1 - player)
-    return send(signal.SIGSTOP)(players, 1 - player)
+def stop_the_other(workers, worker):
+    """Stop rollout worker 1 before it is asked to play."""
+    in_a_hurry(workers, 1 - worker)
+    return send(signal.SIGSTOP)(workers, 1 - worker)
 
 
 def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, caplog):
@@ -136,15 +136,15 @@ def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(r
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
 def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch, ahead):
-    """Bit for bit as the run that was not interrupted, from a checkpoint of players and from one of ranks that play."""
+    """Bit for bit as the run that was not interrupted, from a checkpoint of rollout workers and from one of ranks that play."""
     trained = note_trained(monkeypatch)
     more = [*STATE, "trainer.max_steps=4", "trainer.save_every=1", "trainer.max_keep=-1"]
     more += ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"] if ahead else []  # rollouts wait in the checkpoint
     whole = runs(f"whole {ahead}", *more, *SPLIT)
     check_staleness(trained, int(ahead))
     goes_on = [("colocated", whole, 1, ["rollout.worker_processes=2"] if ahead else [])]
-    players = ["cluster.num_players=1"] if ahead else []
-    goes_on += [("split again", tmp_path / "colocated", 3, [*SPLIT, *players])]
+    workers = ["cluster.num_rollout_workers=1"] if ahead else []
+    goes_on += [("split again", tmp_path / "colocated", 3, [*SPLIT, *workers])]
     for name, before, step, where in goes_on:
         folder = tmp_path / name.replace(" ", "_")
         train(run_config(folder, *more, *where, f"resume={before}/checkpoints/rl_{step:06d}"))
@@ -158,7 +158,7 @@ def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch, a
 
 @pytest.fixture(scope="class")
 def built(cluster, tmp_path_factory):
-    """A run with players that has not begun."""
+    """A run with rollout workers that has not started."""
     config = run_config(tmp_path_factory.mktemp("built"), *STATE, *SPLIT, "cluster.deadlines.rollout=600")
     with reserved(config) as reservation:
         run = build(config, reservation)
@@ -180,7 +180,7 @@ class TestPlayersOfARunThatHasNotBegun:
     def test_a_rollout_that_waits_to_be_taken_survives_its_player(self, built, monkeypatch, answers_are_lost):
         """If the answers are lost with the machine, they are played again with the weights of then."""
         collector, sync, policy = built.rl.collector, built.rl.sync, built.parts.worker.model
-        players, version = collector.players, 10 * (1 + answers_are_lost)
+        workers, version = collector.workers, 10 * (1 + answers_are_lost)
         sync.push(version)
         expected = collector.collect(None, 3, version, True)
         calls = collector.issue(None, 3, version, True)
@@ -191,8 +191,8 @@ class TestPlayersOfARunThatHasNotBegun:
                 parameter.mul_(0.5)
         sync.push(version + 1)
         if answers_are_lost:
-            monkeypatch.setattr("rlinf.cluster.players._has_answer", lambda call: False)
-        send(signal.SIGKILL)(players, 0)
+            monkeypatch.setattr("rlinf.cluster.rollout_workers._has_answer", lambda call: False)
+        send(signal.SIGKILL)(workers, 0)
         newer = collector.collect(None, 3, version + 1, True)
         assert newer.policy_version.unique().tolist() == [version + 1]
         assert [call.ref for call in calls[1:]] == refs[1:] and (calls[0].ref == refs[0]) == (not answers_are_lost)
@@ -203,78 +203,82 @@ class TestPlayersOfARunThatHasNotBegun:
         assert not torch.equal(newer.rollout_logprobs, expected.rollout_logprobs), "control: the weights differ"
 
     def test_weights_are_stored_as_long_as_a_question_may_need_them(self, built):
-        collector, players = built.rl.collector, built.rl.collector.players
+        collector, workers = built.rl.collector, built.rl.collector.workers
         built.rl.sync.push(20)
-        old = players.weights.trained[0].hex()
+        old = workers.weights.trained[0].hex()
         calls = collector.issue(None, 0, 20, True)
         wait_for(calls)
         built.rl.sync.push(21)
-        assert old in counted(), "a player that is lost now plays with them"
+        assert old in counted(), "a rollout worker that is lost now plays with them"
         collector.take(calls)
         del calls
-        assert is_freed(old) and players.weights.trained[0].hex() in counted()
+        assert is_freed(old) and workers.weights.trained[0].hex() in counted()
 
     def test_a_rollout_that_waits_to_be_taken_is_not_late(self, built):
         """The time that an evaluation takes is that of the evaluation, and its deadline is longer."""
-        collector, players = built.rl.collector, built.rl.collector.players
+        collector, workers = built.rl.collector, built.rl.collector.workers
         built.rl.sync.push(30)
         calls = collector.issue(None, 0, 30, True)
         wait_for(calls)
-        evaluation = players.ask(0, "evaluate", "evaluate", [])
-        lost = players.num_replaced
-        players._watch(0, 601.0)
-        assert players.num_replaced == lost
-        assert players.answers([evaluation]) == [([], 0)]
+        evaluation = workers.ask(0, "evaluate", "evaluate", [])
+        lost = workers.num_replaced
+        workers._watch(0, 601.0)
+        assert workers.num_replaced == lost
+        assert workers.answers([evaluation]) == [([], 0)]
         collector.take(calls)
 
     def test_a_player_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
         """Instead of as many replacements as are allowed, each after a whole deadline."""
         import ray
 
-        players, everywhere = built.rl.collector.players, {"num_cpus": 1000}
+        workers, everywhere = built.rl.collector.workers, {"num_cpus": 1000}
         built.rl.sync.push(40)
-        send(signal.SIGKILL)(players, 0)
-        call = players.ask(0, "evaluate", "evaluate", [])
+        send(signal.SIGKILL)(workers, 0)
+        call = workers.ask(0, "evaluate", "evaluate", [])
         with monkeypatch.context() as patch:
             patch.setattr(Reservation, "start", lambda self, actor, number: ray.remote(**everywhere)(actor).remote())
-            players._replace(0, "its machine is lost")
-            players._watch(0, 899.0)
-            with pytest.raises(RankError, match=r"No machine .* has had room for player 0 for 900 s\..*resume="):
-                players._watch(0, 2.0)
-        players._replace(0, "there is room again")
-        assert players.answers([call]) == [([], 0)]
+            workers._replace(0, "its machine is lost")
+            workers._watch(0, 899.0)
+            with pytest.raises(
+                RankError, match=r"No machine .* has had room for rollout worker 0 for 900 s\..*resume="
+            ):
+                workers._watch(0, 2.0)
+        workers._replace(0, "there is room again")
+        assert workers.answers([call]) == [([], 0)]
 
     def test_where_several_ranks_train_a_silent_player_has_half_of_a_deadline(self, built, monkeypatch):
         """Its rank has to play again before the others have waited for the whole of it."""
-        monkeypatch.setattr("rlinf.cluster.players.DUMP_S", 0.0)  # nobody reads the stacks
-        players = built.rl.collector.players
+        monkeypatch.setattr("rlinf.cluster.rollout_workers.DUMP_S", 0.0)  # nobody reads the stacks
+        workers = built.rl.collector.workers
         built.rl.sync.push(45)
-        send(signal.SIGSTOP)(players, 0)
-        call = players.ask(0, "rollout", "evaluate", [])
+        send(signal.SIGSTOP)(workers, 0)
+        call = workers.ask(0, "rollout", "evaluate", [])
         with monkeypatch.context() as patch:
-            patch.setattr(players, "placement", replace(players.placement, num_ranks=2))
-            players._watch(0, 299.0)
+            patch.setattr(workers, "placement", replace(workers.placement, num_ranks=2))
+            workers._watch(0, 299.0)
             assert not call.missed
-            players._watch(0, 2.0)
+            workers._watch(0, 2.0)
             assert call.missed
-        assert players.answers([call]) == [([], 0)]
+        assert workers.answers([call]) == [([], 0)]
 
     def test_a_player_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
-        monkeypatch.setattr("rlinf.cluster.players.DUMP_S", 0.0)  # nobody reads the stacks
-        players = built.rl.collector.players
+        monkeypatch.setattr("rlinf.cluster.rollout_workers.DUMP_S", 0.0)  # nobody reads the stacks
+        workers = built.rl.collector.workers
         built.rl.sync.push(50)
         for repeats in (False, True):  # it may be late with other work as often as others may be lost
-            send(signal.SIGSTOP)(players, 1)
-            call = players.ask(1, "rollout", "evaluate", [])
-            players._watch(1, 599.0)
+            send(signal.SIGSTOP)(workers, 1)
+            call = workers.ask(1, "rollout", "evaluate", [])
+            workers._watch(1, 599.0)
             assert not call.missed
-            players._watch(1, 2.0)
+            workers._watch(1, 2.0)
             assert call.missed
             if not repeats:
-                players.answers([call])
-        send(signal.SIGSTOP)(players, 1)  # while it is built
-        with pytest.raises(RankError, match=r"Player 1 was lost: .* So was the one before it, with the same work"):
-            players._watch(1, 1000.0)
+                workers.answers([call])
+        send(signal.SIGSTOP)(workers, 1)  # while it is built
+        with pytest.raises(
+            RankError, match=r"RolloutWorker 1 was lost: .* So was the one before it, with the same work"
+        ):
+            workers._watch(1, 1000.0)
 
 
 def test_two_ranks_that_share_the_weights_play_with_players_what_they_play_themselves(runs):
@@ -306,7 +310,10 @@ def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(t
 
 def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):
     moments = {("collect", 1): send(signal.SIGKILL)}
-    with disturbed(monkeypatch, moments), pytest.raises(RankError, match=r"Player 0 was lost.*cluster.max_restarts=0"):
+    with (
+        disturbed(monkeypatch, moments),
+        pytest.raises(RankError, match=r"RolloutWorker 0 was lost.*cluster.max_restarts=0"),
+    ):
         train(run_config(tmp_path, *STATE, *SPLIT, "cluster.max_restarts=0"))
 
 
@@ -319,7 +326,7 @@ def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluste
     node = cluster.add_node(num_cpus=2, object_store_memory=100 << 20, env_vars={"PYTHONPATH": path})
     try:
         monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
-        spread = ["cluster.num_players=4", "rollout.num_envs=8"]
+        spread = ["cluster.num_rollout_workers=4", "rollout.num_envs=8"]
         with pytest.raises(
             ConfigError, match=r"machines of this run are not alike:\n.*version of another-package.*has 1.0"
         ):
@@ -329,13 +336,15 @@ def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluste
 
 
 def test_a_gpu_that_a_rank_uses_is_refused(cluster, tmp_path, monkeypatch):
-    """Ray counts GPUs that are not there, and gives the only one of the third machine to the player."""
-    config = run_config(tmp_path, *STATE, *SPLIT, "cluster.num_players=1")
+    """Ray counts GPUs that are not there, and gives the only one of the third machine to the rollout worker."""
+    config = run_config(tmp_path, *STATE, *SPLIT, "cluster.num_rollout_workers=1")
     monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: "cuda")
     node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20)
     try:
         monkeypatch.setattr("rlinf.cluster.reservation._gpus", lambda _: ["0", "1"])  # the first is that of rank 0
-        with pytest.raises(ConfigError, match="Ray gives a player GPU 0 of .*, which a rank uses.*--num-gpus=0"):
+        with pytest.raises(
+            ConfigError, match="Ray gives a rollout worker GPU 0 of .*, which a rank uses.*--num-gpus=0"
+        ):
             with reserved(config):
                 pytest.fail("a model would be built")
         monkeypatch.setattr("rlinf.cluster.reservation._gpus", lambda _: ["1", "0"])
@@ -348,7 +357,7 @@ def test_a_gpu_that_a_rank_uses_is_refused(cluster, tmp_path, monkeypatch):
 def test_a_machine_that_is_lost_changes_nothing_where_another_one_has_room(cluster, runs, monkeypatch, caplog):
     (second,) = cluster.worker_nodes
 
-    def lose(players, _):
+    def lose(workers, _):
         cluster.remove_node(second, allow_graceful=False)
 
     try:

@@ -1,4 +1,4 @@
-"""The commands of a run with players, as a user types them: what they print, and what they leave behind."""
+"""The commands of a run with rollout workers, as a user types them: what they print, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = [
     "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
     "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray",
 ]  # fmt: skip
-PLAYERS = ["cluster.placement=split", "cluster.num_players=2"]
+PLAYERS = ["cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 RANKS = ["cluster.num_processes=2"]
 
 MARK = "RUN_OF_THIS_TEST"
@@ -46,7 +46,7 @@ def test_nothing_of_a_run_outlives_it(tmp_path, more, number, status):
         lines.append(line)
         if line.startswith("eval before_rl"):
             break
-    assert len(processes_of(mark)) > 3, "".join(lines)  # control: Ray's daemons, and the players or ranks
+    assert len(processes_of(mark)) > 3, "".join(lines)  # control: Ray's daemons, and the rollout workers or ranks
     process.send_signal(number)
     rest = process.communicate(timeout=120)[0]
     assert process.returncode == status, rest

@@ -1,4 +1,4 @@
-"""Players with a vLLM engine each: the run of a rank with its engine, also when engines and players are killed."""
+"""RolloutWorkers with a vLLM engine each: the run of a rank with its engine, also when engines and rollout workers are killed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from processes import engines_of, is_running, wait_until
 from run_results import run_config, untimed_metrics, weights_of
 
-from rlinf.cluster.player import Player
-from rlinf.cluster.players import Players
+from rlinf.cluster.rollout_worker import RolloutWorker
+from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.cluster.weights import stored_buckets
 from rlinf.commands.train import build, train
 from rlinf.engines.weight_transfer import PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -31,7 +31,7 @@ SHORT = [
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
     "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
 ]  # fmt: skip
-SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+SPLIT = ["cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 
 
 def check_equal(folder, other):
@@ -41,10 +41,10 @@ def check_equal(folder, other):
 
 
 def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_rank(tmp_path, monkeypatch, caplog):
-    """Although an engine is killed in one iteration, and a player with a kill -9 in the next."""
+    """Although an engine is killed in one iteration, and a rollout worker with a kill -9 in the next."""
     import ray
 
-    call, engines, counts = Players.call, {}, []
+    call, engines, counts = RolloutWorkers.call, {}, []
 
     def disturbing(self, number, deadline, method, *arguments):
         made = call(self, number, deadline, method, *arguments)
@@ -61,9 +61,9 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
 
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     with monkeypatch.context() as patch:
-        patch.setattr(Players, "call", disturbing)
+        patch.setattr(RolloutWorkers, "call", disturbing)
         split = train(run_config(tmp_path / "split", *SHORT, *SPLIT))
-    assert counts == [0, 1, 0, 1], "the player is asked again without Players.call"
+    assert counts == [0, 1, 0, 1], "the rollout worker is asked again without RolloutWorkers.call"
     assert caplog.text.count("was lost: The actor died") == 1
     assert wait_until(lambda: not any(map(is_running, engines.values())), 60) and len(engines) == 2
     colocated = train(run_config(tmp_path / "colocated", *SHORT))
@@ -74,51 +74,53 @@ def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_ran
         check_equal(train(run_config(tmp_path / "torch", *SHORT, "rollout.backend=torch")), colocated)
 
 
-def push(player, model, version, base=None, end=True):
+def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    player.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.begin(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
-        player.load(bucket)
-    return player.commit() if end else None
+        worker.load(bucket)
+    return worker.commit() if end else None
 
 
 def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_back(tmp_path):
     before = set(engines_of(os.getpid()))
     run = build(run_config(tmp_path, *SHORT, "rollout.backend=torch"))
-    config = run_config(tmp_path, *SHORT, *SPLIT, "cluster.num_players=1", "rollout.vllm.tensor_parallel_size=2")
-    model, worker = run.parts.worker.model, run.parts.worker
-    player = Player(config, PolicyShell.of(model), Placement.of(config), 0, 1)
+    config = run_config(
+        tmp_path, *SHORT, *SPLIT, "cluster.num_rollout_workers=1", "rollout.vllm.tensor_parallel_size=2"
+    )
+    model, trainer = run.parts.worker.model, run.parts.worker
+    worker = RolloutWorker(config, PolicySkeleton.of(model), Placement.of(config), 0, 1)
 
     def play():
         """Return a rollout, and how far the log-probabilities of the engine are from those of the trained policy."""
-        batch = player.collect(0, True, 0, range(8))
-        logprobs, _ = worker.evaluate(batch)
+        batch = worker.collect(0, True, 0, range(8))
+        logprobs, _ = trainer.evaluate(batch)
         gap = (batch.rollout_logprobs - logprobs)[batch.loss_mask].abs().max()
         return batch, float(gap)
 
     try:
         with pytest.raises(RLinfError, match="no complete weights"):
             play()
-        assert push(player, model, 1) == 1
+        assert push(worker, model, 1) == 1
         first, gap = play()
         assert 0 < gap <= 1e-4 and first.policy_version.unique().tolist() == [1]
         (engine,) = set(engines_of(os.getpid())) - before
         os.kill(engine, signal.SIGKILL)
         again, _ = play()
         assert torch.equal(again.rollout_logprobs, first.rollout_logprobs)
-        assert player.engine.engine.num_starts == 2 and not is_running(engine)
+        assert worker.engine.engine.num_starts == 2 and not is_running(engine)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.05)
         assert play()[1] > 1e-3, "control: stale weights"
-        push(player, model, 2, base=1, end=False)
+        push(worker, model, 2, base=1, end=False)
         with pytest.raises(RLinfError, match="no complete weights"):
             play()
-        assert player.engine.engine.version == 1, "the engine takes a version as a whole"
-        assert player.commit() == 2
+        assert worker.engine.engine.version == 1, "the engine takes a version as a whole"
+        assert worker.commit() == 2
         newer, gap = play()
         assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
     finally:
-        player.close()
+        worker.close()
         run.close()
     assert set(engines_of(os.getpid())) <= before

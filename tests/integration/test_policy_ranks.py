@@ -59,14 +59,14 @@ def train_one_rank(arguments) -> None:
 
 
 def check_refusals(folder, batch, second, sharding) -> None:
-    """Rows of the second rank are refused while they are counted and dealt, and by the loss after it."""
+    """Rows of the second rank are rejected while they are counted and dealt, and by the loss after it."""
     policy = HuggingFacePolicy(folder, learning_rate=1e-3, sharding=sharding)
     before = policy.get_logprobs(batch)["logprobs"]
     long = BatchedDataDict({key: torch.ones(1, 65, dtype=torch.long) for key in ("input_ids", "attention_mask")})
     bare = BatchedDataDict({key: value for key, value in batch.items() if key != "advantages"})
     cases = [(long, NLLLossFn(), "A row has 65 tokens"), (bare, GRPOLossFn(), "needs data..advantages")]
     for bad, loss_fn, words in cases:
-        with pytest.raises(ConfigError, match=words if second else r"1 other rank\(s\) refused"):
+        with pytest.raises(ConfigError, match=words if second else r"1 other rank\(s\) rejected"):
             policy.train(bad if second else batch, loss_fn)
     assert policy.get_logprobs(batch)["logprobs"].equal(before)
     policy.train(batch, NLLLossFn())
@@ -182,7 +182,7 @@ def step_with_uneven_shares(arguments):
         assert all(isinstance(p, DTensor) for p in policy.model.parameters()), (
             "trying the head leaves no weights behind"
         )
-        assert logprobs.has_separable_head(policy.model) is not does_more
+        assert logprobs.has_separable_actor(policy.model) is not does_more
         for attempt in range(2):
             rows = uneven_rows((rank() + attempt) % 2)  # each rank has few tokens once
             with Collectives() as collectives:

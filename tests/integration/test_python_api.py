@@ -72,13 +72,13 @@ def image_policy():
     return rlinf.Policy(build_policy(config).eval(), config)
 
 
-def pictures(num_rows: int, size: int = 64) -> np.ndarray:
+def random_images(num_rows: int, size: int = 64) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (num_rows, size, size, 3), np.uint8)
 
 
 def one(image_policy, **changes) -> dict:
     """One observation of ``image_policy``, with changes; None leaves a key out."""
-    good = {"images": {"front": pictures(1)[0]}, "state": None, "instruction": "reach the red block"}
+    good = {"images": {"front": random_images(1)[0]}, "state": None, "instruction": "reach the red block"}
     return {name: value for name, value in (good | changes).items() if value is not None}
 
 
@@ -121,7 +121,10 @@ def test_one_observation_is_a_row_of_a_batch(policy, image_policy):
     rows, _ = env.reset(seed=1)
     single = policy.act({"state": rows.state[1].astype(np.float64), "instruction": rows.instruction[1]})
     np.testing.assert_allclose(single, policy.act(rows)[1], atol=1e-6)
-    images, sentences = {"front": pictures(2), "wrist": pictures(2)}, ["reach the red block", "go to the cyan zone"]
+    images, sentences = (
+        {"front": random_images(2), "wrist": random_images(2)},
+        ["reach the red block", "go to the cyan zone"],
+    )
     batch = image_policy.act({"images": images, "instruction": sentences})
     for row in range(2):
         given = {"images": {"front": images["front"][row]}, "instruction": sentences[row]}
@@ -142,12 +145,12 @@ def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"images": {"wrist": pictures(1)[0]}}, r"cameras \['wrist'\]; required: \['front'\]"),
-        ({"images": pictures(1)}, r"images is a ndarray; required: a mapping.*{'images': {'front': picture}}"),
+        ({"images": {"wrist": random_images(1)[0]}}, r"cameras \['wrist'\]; required: \['front'\]"),
+        ({"images": random_images(1)}, r"images is a ndarray; required: a mapping.*{'images': {'front': image}}"),
         ({"images": None}, r"cameras \[\]; required: \['front'\]"),
-        ({"images": {"front": pictures(1)[0] / 255}}, r"images\['front'\] is float64; required: uint8"),
-        ({"images": {"front": pictures(1, 32)[0]}}, r"shape \[32, 32, 3\]; required with one instruction: \[64, 64, 3\]"),
-        ({"images": {"front": pictures(1)}}, r"shape \[1, 64, 64, 3\]; required with one instruction"),
+        ({"images": {"front": random_images(1)[0] / 255}}, r"images\['front'\] is float64; required: uint8"),
+        ({"images": {"front": random_images(1, 32)[0]}}, r"shape \[32, 32, 3\]; required with one instruction: \[64, 64, 3\]"),
+        ({"images": {"front": random_images(1)}}, r"shape \[1, 64, 64, 3\]; required with one instruction"),
         ({"instruction": ["reach the red block"] * 2}, r"shape \[64, 64, 3\]; required with 2 instructions"),
         ({"instruction": None}, "instruction is None; required: a sentence"),
         ({"instruction": "  "}, "required: a sentence"),
@@ -155,7 +158,7 @@ def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
         ({"state": np.zeros(3, np.float32)}, r"state has the shape \[3\]; required with one instruction: \[31\]"),
         ({"state": np.array(["a"] * 31)}, "state is <U1; required: numbers"),
         ({"state": np.full(31, np.nan)}, "31 numbers that are NaN or infinite"),
-        ({"image": pictures(1)[0]}, "key 'image'. Did you mean 'images'"),
+        ({"image": random_images(1)[0]}, "key 'image'. Did you mean 'images'"),
     ],
 )  # fmt: skip
 def test_bad_inputs_are_refused_in_one_sentence(image_policy, changes, said):
@@ -481,7 +484,7 @@ def test_latest_names_the_newest_run_in_every_command(here, capsys):
     first = rlinf.train([*TINY, "experiment_name=mine", "output_dir=outputs/mine/1"])
     latest = here / "outputs" / "mine" / "latest"
     assert os.readlink(latest) == "1"
-    # A run that begins from the latest one becomes the latest one itself.
+    # A run that starts from the latest one becomes the latest one itself.
     second = rlinf.train([*TINY, "init_from=outputs/mine/latest", "output_dir=outputs/mine/2"])
     assert os.readlink(latest) == "2" and second != first
     assert "outputs/mine/1" in (second / "checkpoints" / "rl_000001" / "config.yaml").read_text()

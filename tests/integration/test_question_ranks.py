@@ -33,7 +33,7 @@ NUM_QUESTIONS = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Five questions about pictures: two calls of the model on the first of two ranks, and one on the second."""
+    """Five questions about images: two calls of the model on the first of two ranks, and one on the second."""
     folder = tmp_path_factory.mktemp("questions")
     make_shapes_vqa.make(folder / "shapes", 4, NUM_QUESTIONS, hidden_size=32, num_layers=1)
     return folder
@@ -82,7 +82,7 @@ def test_ranks_write_the_file_of_one(folder, monkeypatch, capfd):
     for row, answer in zip(rows, expected["answers"], strict=True):
         (name,) = answer["images"]
         assert (folder / "two" / name).read_bytes() == preview(Image.open(folder / "shapes" / row["images"][0]))
-        assert base64.b64encode((folder / "two" / name).read_bytes()).decode() in report, "the picture of each question"
+        assert base64.b64encode((folder / "two" / name).read_bytes()).decode() in report, "the image of each question"
     assert AnswerResult.from_json(folder / "two" / "result.json").total.episodes == NUM_QUESTIONS
 
 

@@ -1,4 +1,4 @@
-"""The race of methods (``benchmarks/race.py``): what it reads from runs, what it calls better, and that it goes on where it was stopped."""
+"""The race of methods (``benchmarks/race.py``): what it reads from runs, what it calls better, and that it continues where it was stopped."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ from rlinf.errors import ConfigError
 TINY = ["sft.num_demonstrations=4", "sft.max_steps=1", "trainer.max_steps=1", "evaluation.num_episodes=2"]
 TINY_HEAD = (
     "rollout.num_envs=2",
-    "algorithm.warmup_env_steps=4",
+    "algorithm.learning_starts=4",
     "algorithm.batch_size=4",
-    "algorithm.head.hidden_size=8",
+    "algorithm.actor.hidden_size=8",
 )
 
 
@@ -30,7 +30,7 @@ def write_run(folder, rates, *, frozen=True, env_steps=1024):
     for number, rate in enumerate(rates):
         steps = number * env_steps
         if number:
-            costs = {"time/cpu_s": 2.0} | ({"rollout/base_calls_total": steps + 10} if frozen else {})
+            costs = {"time/cpu_s": 2.0} | ({"rollout/base_policy_queries": steps + 10} if frozen else {})
             lines.append({"step": number - 1, "phase": "rl", "time_s": number, **costs})
         found = {"eval/success_rate": rate, "eval/successes": round(50 * rate), "eval/episodes": 50}
         lines.append({"step": number, "phase": "rl", "time_s": number, **found, "rollout/env_steps_total": steps})
@@ -39,9 +39,9 @@ def write_run(folder, rates, *, frozen=True, env_steps=1024):
 
 
 def test_costs_of_an_evaluation_are_those_of_the_training_before_it(tmp_path):
-    write_run(tmp_path / "head", [0.3, 0.92, 0.96])
+    write_run(tmp_path / "actor", [0.3, 0.92, 0.96])
     write_run(tmp_path / "whole", [0.3, 0.92], frozen=False)
-    first, second, last = race.curve(tmp_path / "head")
+    first, second, last = race.curve(tmp_path / "actor")
     assert (first.env_steps, first.cpu_s, first.passes) == (0, 0.0, 0)
     assert (last.env_steps, last.cpu_s, last.passes, last.successes) == (2048, 4.0, 2058, 48)
     assert race.to_target([first, second, last]) is second
@@ -58,7 +58,7 @@ def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
     (group / "ppo_seed3" / "summary.json").unlink()  # it was stopped
     runs = race.runs_of(group)
     seeds = {method: sorted(by_seed) for method, by_seed in runs.items()}
-    assert seeds == dict.fromkeys(("ppo", "residual", "edit"), [0, 1, 2])
+    assert seeds == dict.fromkeys(("ppo", "residual", "expo"), [0, 1, 2])
     table = race.table("quickstart", {"uniform noise 1": [(39, 50), (41, 50), (40, 50)]}, runs)
     rows = {row.split(" | ")[0]: row for row in table}
     # 94 % and s = 2 points over three seeds: 94 +- 4.303 * 2 / sqrt(3); noise 80 +- the same

@@ -10,7 +10,7 @@ import torch
 from ray_clusters import one_machine
 from transformers import AutoModelForCausalLM
 
-from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.models.generation import VllmGenerationWorker
 
 MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
@@ -78,14 +78,14 @@ def test_an_actor_generates_takes_weights_and_refuses_incomplete_ones(actor, tin
     buffer = WeightBuffer()
     try:
         norm, head = "model.norm.weight", "lm_head.weight"
-        refused = {
+        rejected = {
             f"missing {norm}": {name: tensor for name, tensor in weights.items() if name != norm},
             "unknown value_head.weight": weights | {"value_head.weight": torch.zeros(3)},
             rf"{head} is \[49, 64\] instead of \[48, 64\]": weights | {head: torch.zeros(49, 64)},
             f"{norm} is torch.int8 instead of torch.float32": weights | {norm: torch.ones(64, dtype=torch.int8)},
         }
-        for message, tensors in refused.items():
-            with pytest.raises(WeightsRefusedError, match=message):
+        for message, tensors in rejected.items():
+            with pytest.raises(WeightsRejectedError, match=message):
                 call(actor.update_weights, buffer.write(tensors, version=1))
         assert rows_of(call(actor.generate, PROMPTS, MASK, greedy=True)) == first, "the old weights stay"
         assert call(actor.update_weights, buffer.write(weights, version=2)) == 2

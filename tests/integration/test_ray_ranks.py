@@ -30,12 +30,12 @@ SMALL = [
     "cluster.num_threads=1", "cluster.num_processes=2",
 ]  # fmt: skip
 RAY = ["cluster.start=ray"]
-PLAYERS = [*RAY, "cluster.placement=split", "cluster.num_players=2"]
+PLAYERS = [*RAY, "cluster.placement=disaggregated", "cluster.num_rollout_workers=2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    """Two machines; a rank and a player have room on each."""
+    """Two machines; a rank and a rollout worker have room on each."""
     with two_machines() as cluster:
         yield cluster
 
@@ -169,7 +169,7 @@ def test_a_loss_more_than_allowed_ends_the_run_with_its_cause(tmp_path, monkeypa
 def test_two_ranks_and_two_players_that_ray_places_are_bit_for_bit_two_ranks_that_play(runs):
     folder = runs("split", *SMALL, *PLAYERS)
     check_equal(folder, runs("own", *SMALL))
-    assert json.loads((folder / "summary.json").read_text())["played_by"] == "1 player"
+    assert json.loads((folder / "summary.json").read_text())["rollout_workers"] == "1 rollout worker"
 
 
 def test_control_another_seed_is_another_run(runs):

@@ -24,7 +24,7 @@ class Letters:
         return "".join(chr(0xE000 + token) for token in tokens)
 
 
-def even_share(text, prompt, **facts):
+def even_fraction(text, prompt, **facts):
     """Reward even letters; answers to the one prompt of 8 tokens are rewarded alike."""
     values = [ord(letter) for letter in text]
     share = 0.5 if len(prompt.input_ids) == 8 else sum(value % 2 == 0 for value in values) / max(1, len(values))
@@ -32,7 +32,7 @@ def even_share(text, prompt, **facts):
 
 
 class Counted(TorchGenerator):
-    """Counts its calls, in which ranks that share a player wait for each other."""
+    """Counts its calls, in which ranks that share a rollout worker wait for each other."""
 
     calls = 0
 
@@ -67,7 +67,7 @@ def make(kind, folder, lora, sharding):
         pairs = rows_of(lambda ids: (sample(ids), sample([*ids[:2], *ids[:1:-1], 5])))
         return DPOTrainer(policy, pairs, loss=DPOLossFn(), validation_rows=pairs, **sizes)
     prompts = rows_of(lambda ids: Prompt(ids, reference="even"))
-    completer = Completer(Counted(policy), Letters(), even_share, batch_size=8, max_new_tokens=4, end_tokens=[2])
+    completer = Completer(Counted(policy), Letters(), even_fraction, batch_size=8, max_new_tokens=4, end_tokens=[2])
     sizes["batch_size"] = 16
     answers = Answers(completer, [prompts[number] for number in range(5)])
     return GRPOTrainer(

@@ -1,4 +1,4 @@
-"""What two ranks of a recipe refuse: all of them, with one message, and none waits for another."""
+"""What two ranks of a recipe reject: all of them, with one message, and none waits for another."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ class Ids:
         return Prompt(row["ids"])
 
 
-def share_of_rows():
+def fraction_of_rows():
     """The rows of a script that divides them itself, unevenly."""
     return ROWS[:5] if rank() == 0 else ROWS[5:]
 
@@ -71,7 +71,7 @@ def other_second_epoch():
 
 CASES = {
     "too few rows": ("sft", 4, lambda: ROWS[:3], "The dataset has 3 rows, too few for one batch of .*=4"),
-    "rows by rank, unevenly": ("sft", 2, share_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
+    "rows by rank, unevenly": ("sft", 2, fraction_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
     "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
     "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 is not that of rank 0"),
     "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 is not that of rank 0"),
@@ -90,7 +90,7 @@ def recipe(model: str, output: Path, kind: str, batch_size: int) -> RecipeConfig
     })  # fmt: skip
 
 
-def refuse_on_a_rank(arguments) -> None:
+def reject_on_a_rank(arguments) -> None:
     model, folder = arguments
     found = {}
     for name, (kind, batch_size, rows, _) in CASES.items():
@@ -115,14 +115,14 @@ def model(tiny_lm):
 
 
 def test_all_ranks_refuse_with_the_same_words_and_leave_nothing(model, tmp_path):
-    launch(refuse_on_a_rank, (model, tmp_path), 2, "cpu")
+    launch(reject_on_a_rank, (model, tmp_path), 2, "cpu")
     one, two = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
     assert one == two and one.keys() == CASES.keys()
     for name, (*_, message) in CASES.items():
         with pytest.raises(ConfigError, match=message):
             raise ConfigError(one[name])
     assert not (tmp_path / "out").exists()
-    assert list(tmp_path.glob("begun/*/metrics.jsonl")) and not list(tmp_path.glob("begun/*/checkpoints/step_*"))
+    assert list(tmp_path.glob("started/*/metrics.jsonl")) and not list(tmp_path.glob("started/*/checkpoints/step_*"))
 
 
 class OwnRows(PackedRows):
@@ -155,7 +155,7 @@ def test_a_stream_is_compared_block_by_block(tmp_path):
     one, two = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
     assert one == two and one.keys() == {"another block"}, "equal streams are no error, over two epochs"
     step, message = one["another block"]
-    assert step == 3, "row 7 is of the third block, which begins with the seventh row"
+    assert step == 3, "row 7 is of the third block, which starts with the seventh row"
     assert "in its rows up to 8. On every rank a script must give all rows" in message
 
 

@@ -30,7 +30,7 @@ from rlinf.tracking.tracker import read_metrics
 
 
 def digits(completion, reference, **row):
-    """Share of digits: a reward that random answers differ in."""
+    """Fraction of digits: a reward that random answers differ in."""
     return sum(letter.isdigit() for letter in completion) / 5
 
 
@@ -104,7 +104,7 @@ def test_other_data_are_refused_when_a_run_goes_on(model, tmp_path):
 
 @pytest.mark.parametrize("lora", [None, {"r": 2, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}])
 def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora, capsys):
-    """``rlinf export`` on the last checkpoint of a run; the model that training began with may have moved."""
+    """``rlinf export`` on the last checkpoint of a run; the model that training started with may have moved."""
     config = config_of(model, tmp_path / "runs", "sft", 2)
     config.train.ckpt.chunk_bytes = 16_000
     if lora is not None:
@@ -125,8 +125,8 @@ def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora,
         assert main(["export", *words]) == 0
         assert (tmp_path / "adapter" / "adapter_config.json").is_file()
         words[2] = f"policy.model_name_or_path={other_weights(model, tmp_path / 'other')}"
-        assert main(["export", *words[:1], f"output={tmp_path / 'refused'}", words[2]]) == 2
-        assert "belong to other base weights" in capsys.readouterr().err and not (tmp_path / "refused").exists()
+        assert main(["export", *words[:1], f"output={tmp_path / 'rejected'}", words[2]]) == 2
+        assert "belong to other base weights" in capsys.readouterr().err and not (tmp_path / "rejected").exists()
 
 
 def all_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -209,7 +209,7 @@ def test_later_checkpoints_are_set_aside_when_a_run_goes_on_from_an_older_one(mo
 )
 def test_a_run_that_its_data_refuse_leaves_nothing_behind(model, tmp_path, rows, message):
     class Strict(Sums):
-        """Refuses rows as the packers of rlinf do."""
+        """Rejects rows as the packers of rlinf do."""
 
         def sample(self, row):
             if "answer" not in row:
@@ -267,7 +267,7 @@ def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):
     assert start(config_of(model, tmp_path, "sft", 3, timestamp="mine", resume=True)) == tmp_path / "mine"
     assert start(config_of(model, tmp_path, "sft", 4, resume=True)) == tmp_path / "mine"
     steps = [line["step"] for line in read_metrics(tmp_path / "mine") if "sft/loss" in line]
-    assert steps == [0, 1, 2, 3], "it went on each time"
+    assert steps == [0, 1, 2, 3], "it continued each time"
     other = start(config_of(model, tmp_path, "sft", 1, timestamp="other", resume=True))
     assert other == tmp_path / "other" and (other / "checkpoints" / "step_1").is_dir()
     assert checkpoint_manager.newest_checkpoint(tmp_path, "mine").name == "step_4"

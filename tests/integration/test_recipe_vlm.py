@@ -35,7 +35,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Pictures, questions and a tiny model, as the recipes expect them."""
+    """Images, questions and a tiny model, as the recipes expect them."""
     folder = tmp_path_factory.mktemp("shapes")
     make_shapes_vqa.make(folder / "shapes", 24, NUM_TEST, hidden_size=32, num_layers=1)
     return folder
@@ -72,7 +72,7 @@ def test_grpo_learns_from_the_export_and_its_report_shows_the_pictures(shapes, c
     samples = [json.loads(line) for line in (run / "samples" / "step_2.jsonl").read_text().splitlines()]
     assert len(samples) == NUM_TEST
     assert all((run / "samples" / name).is_file() for each in samples for name in each["images"])
-    assert all(each["prompt"].count("<image>") == 1 for each in samples), "one mark for each picture"
+    assert all(each["prompt"].count("<image>") == 1 for each in samples), "one mark for each image"
     report = (run / "report.html").read_text()
     assert report.count("data:image/jpeg;base64,") == NUM_TEST
 
@@ -107,7 +107,7 @@ def test_questions_with_pictures_are_counted_with_an_interval(shapes, monkeypatc
     result = AnswerResult.from_json(shapes / "result" / "result.json")
     assert [answer.completion for answer in result.answers] == expected
     moved = [{**row, "images": rows[number - 1]["images"]} for number, row in enumerate(rows)]
-    assert transformers_answers(folder, moved) != expected, "control: other pictures, other answers"
+    assert transformers_answers(folder, moved) != expected, "control: other images, other answers"
     right = sum(
         answer.strip().lower() == row["answer"].strip().lower() for answer, row in zip(expected, rows, strict=True)
     )

@@ -15,11 +15,11 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import players as recipe_players
+from rlinf.recipes import workers as recipe_players
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.grpo import Groups, GRPOTrainer
-from rlinf.recipes.players import RemoteGenerator
+from rlinf.recipes.rollout_workers import RemoteGenerator
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt
 
@@ -74,7 +74,7 @@ def update_on_one_rank(work) -> None:
 
 
 def test_a_rank_waits_for_the_answers_of_another_under_the_deadline_of_the_rollout(tiny_lm, tmp_path):
-    """That of the update ends a run before a silent player is replaced."""
+    """That of the update ends a run before a silent rollout worker is replaced."""
     launch(update_on_one_rank, (tiny_lm(), tmp_path), 2, "cpu")
     assert (tmp_path / "names").read_text() == "rollout"
 

@@ -276,7 +276,7 @@ def test_share_of_solved_episodes_over_env_steps_is_that_of_the_results(tmp_path
     result.to_json(tmp_path / "result.json")
     page = write_report(tmp_path).read_text()
     assert "Solved within t env steps" in page
-    assert page.count("share of episodes against t (env steps): evaluation") == 1
+    assert page.count("fraction of episodes against t (env steps): evaluation") == 1
     assert "t 2" in page and "evaluation 50%" in page and "evaluation 75%" in page
 
 

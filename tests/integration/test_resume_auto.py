@@ -23,7 +23,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_same_command_begins_a_run_and_goes_on_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert start("output_dir=mine", "trainer.max_steps=1") == 0
-    assert "there is no whole checkpoint, so a new run begins" in capsys.readouterr().out
+    assert "there is no whole checkpoint, so a new run starts" in capsys.readouterr().out
     assert start("output_dir=mine", "trainer.max_steps=2") == 0
     assert f"resume=auto: mine/checkpoints/rl_000001 (searched: {Path.cwd() / 'mine'})" in capsys.readouterr().out
     assert steps_in(tmp_path / "mine") == [1, 2]
@@ -37,7 +37,7 @@ def test_without_a_folder_the_newest_run_of_the_experiment_goes_on(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert start("experiment_name=one", "trainer.max_steps=1") == 0
     (run,) = (path for path in (tmp_path / "outputs" / "one").iterdir() if path.name != "latest")
-    assert start("experiment_name=other", "trainer.max_steps=1") == 0, "another experiment starts from the beginning"
-    assert capsys.readouterr().out.count("a new run begins") == 2
+    assert start("experiment_name=other", "trainer.max_steps=1") == 0, "another experiment starts from the start"
+    assert capsys.readouterr().out.count("a new run starts") == 2
     assert start("experiment_name=one", "trainer.max_steps=2") == 0
     assert steps_in(run) == [1, 2]

@@ -29,7 +29,7 @@ def test_two_and_two_steps_are_four(name, tmp_path, tiny_lm):
     if name in RECIPES:
         start(name, tmp_path / "other", 4, model, seed=1)
         other = tensors(name, tmp_path / "other", 4)
-    else:  # what goes on from the weights alone, without optimiser, buffer and counters, ends elsewhere
+    else:  # what continues from the weights alone, without optimiser, buffer and counters, ends elsewhere
         source = checkpoint(name, tmp_path / "whole", 2)
         start(name, tmp_path / "other", 2, model, f"init_from={source}")
         other = tensors(name, tmp_path / "other", 2)

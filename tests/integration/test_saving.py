@@ -72,7 +72,7 @@ def test_a_run_saves_by_the_clock_and_no_number_changes(tmp_path):
 
 
 def test_asynchronous_checkpoints_change_no_number_and_are_resumed(tmp_path):
-    """The whole run with checkpoints after every step, written by a thread; and a run that goes on from one of these."""
+    """The whole run with checkpoints after every step, written by a thread; and a run that continues from one of these."""
     often = ("trainer.save_every=1", "trainer.save_every_minutes=0", "trainer.max_keep=-1")
     train(config_of(tmp_path / "async", *SFT, *often, "trainer.save_mode=async"))
     train(config_of(tmp_path / "sync", *SFT, *often))

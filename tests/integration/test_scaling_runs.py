@@ -42,7 +42,7 @@ def test_runs_of_one_process_give_the_model_and_the_others_are_compared_with_it(
     run_script(monkeypatch, "--runs", *folders.values())
     lines = capsys.readouterr().out.splitlines()
     compared = {found["run"]: found for found in map(json.loads, lines[:3])}
-    assert [(found["ranks"], found["players"]) for found in compared.values()] == [(1, 1), (1, 1), (1, 2)]
+    assert [(found["ranks"], found["workers"]) for found in compared.values()] == [(1, 1), (1, 1), (1, 2)]
     for name, folder in folders.items():
         seconds = sum(measured(metrics_of(folder)).values())
         assert compared[name]["measured_s"] == pytest.approx(seconds, abs=1e-3)

@@ -1,4 +1,4 @@
-"""``rlinf serve`` and ``model=remote``: a policy over the network acts as it does here, or is refused in one sentence."""
+"""``rlinf serve`` and ``model=remote``: a policy over the network acts as it does here, or is rejected in one sentence."""
 
 import json
 import signal
@@ -128,8 +128,8 @@ def test_replies_do_not_depend_on_who_else_asks_and_are_those_of_an_evaluation(s
     url, rows = served
     generator, model = np.random.default_rng(0), rows.policy.model
     prompts = ["reach the red block", "push it", "push the blue block to the left"]
-    pictures = generator.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8)
-    seen = Observation({"front": pictures}, None, [prompts[row % 3] for row in range(16)])
+    images = generator.integers(0, 256, (16, 64, 64, 3), dtype=np.uint8)
+    seen = Observation({"front": images}, None, [prompts[row % 3] for row in range(16)])
     uniforms = generator.uniform(0.01, 0.99, (16, model.num_uniforms)).astype(np.float32)
     requests = [{"images": {"front": seen.images["front"][row]}, "prompt": seen.instruction[row]} for row in range(16)]
     for row in range(8):  # half are greedy
@@ -152,10 +152,10 @@ def test_the_raw_format_of_the_page_gets_the_same_actions_and_no_manifests(serve
     """The page's lines, with another address. Its first message is small; a client of ours asks for the manifests."""
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     code = next(block for block in page.split("```python\n") if block.startswith("import msgpack")).partition("```")[0]
-    names = {"picture": np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)}
+    names = {"image": np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)}
     exec(code.replace("ws://127.0.0.1:8000", served[0]), names)
     client = PolicyClient(served[0], 20, 20)
-    reply = client.ask({"images": {"front": names["picture"]}, "prompt": "reach the red block"})
+    reply = client.ask({"images": {"front": names["image"]}, "prompt": "reach the red block"})
     client.close()
     assert np.array_equal(names["actions"], reply["actions"]) and names["actions"].any()
     own = client.metadata["rlinf"]
@@ -286,7 +286,7 @@ def test_a_prompt_of_any_length_is_refused_before_it_costs_anything_and_other_cl
             ("go there " * 2**16, "required: at most 4096 (max_prompt_bytes of the server)"),
             (b"go there " * 600, "The prompt has 5400 bytes; required: at most 4096"),  # as openpi's DROID may send it
             ("x y " * 1000, "the language model was made for 256 positions"),
-            ("x" * (2**26 - 2**15), "takes no message of 64.0 MiB"),  # together with the picture below 64 MiB
+            ("x" * (2**26 - 2**15), "takes no message of 64.0 MiB"),  # together with the image below 64 MiB
             ("x" * 2**26, "takes no message of 64.0 MiB"),
         ):
             with closing(PolicyClient(url, 60, 60)) as hostile, pytest.raises(PolicyServerError) as error:
@@ -303,10 +303,10 @@ def test_a_prompt_that_is_too_long_is_refused_alone_and_the_rows_beside_it_share
     rows, calls = served[1], []
     act = rows.policy.model.predict_action_batch
     monkeypatch.setattr(rows.policy.model, "predict_action_batch", lambda **given: calls.append(1) or act(**given))
-    picture = np.zeros((64, 64, 3), np.uint8)
+    image = np.zeros((64, 64, 3), np.uint8)
     prompts = ["go", "x y " * 1000, "go", "go"]
-    first, refused, *others = rows.act([rows.read({"images": {"front": picture}, "prompt": each}) for each in prompts])
-    assert isinstance(refused, ConfigError) and "256 positions" in str(refused) and len(calls) == 1
+    first, rejected, *others = rows.act([rows.read({"images": {"front": image}, "prompt": each}) for each in prompts])
+    assert isinstance(rejected, ConfigError) and "256 positions" in str(rejected) and len(calls) == 1
     assert all(np.array_equal(each, first) for each in others)
 
 
@@ -316,8 +316,8 @@ def test_more_observations_than_a_call_has_rows_are_asked_for_in_several_message
     policy, sizes = build_policy(remote(url)), []
     ask = policy.client.ask
     monkeypatch.setattr(policy.client, "ask", lambda message: sizes.append(len(encode(message))) or ask(message))
-    pictures = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
-    observation = Observation({"front": pictures}, None, ["go"] * 40)
+    images = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
+    observation = Observation({"front": images}, None, ["go"] * 40)
     actions = policy.predict_action_batch(do_sample=False, observation=observation).actions
     assert np.array_equal(actions, act_for_rows(rows.policy.model, observation, None, 1.0))
     assert len(sizes) == 3 and max(sizes) <= rows.largest_message
@@ -407,7 +407,7 @@ def foreign(reply, is_silent=False, asked=None):
     [
         ("{image: [a, b], prompt: p}", [], "model.keys has 'b', which names nothing in the observation: .* Leave 'b' out"),
         ("{image: a, state: s}", ["env.state=none"], "model.keys has 's', which names nothing in the observation: .* no state"),
-        ("{picture: a}", [], "no key 'model.keys.picture'.* Known: channels_first, image, prompt, state"),
+        ("{image: a}", [], "no key 'model.keys.image'.* Known: channels_first, image, prompt, state"),
         ("{image: 3}", [], "model.keys.image is '3'"),
         ("{image: a, prompt: a}", [], "names a for two parts"),
         ("{image: [[images, a]], state: images}", ["env.state=full"], "names images for two parts"),
@@ -499,7 +499,7 @@ def test_only_commands_that_act_take_a_policy_elsewhere(tmp_path):
         (["model=remote"], "model.url=null.* Set model.url=ws://"),
         (["model=openvla_tiny", "model.url=ws://a:1"], "Set model=remote"),
         (["model=remote", "model.url=ws://a:1", "model.is_lora=true"], "model.is_lora=true"),
-        (["model=remote", "model.url=ws://a:1", "cluster.num_players=2"], "cluster.num_players=null"),
+        (["model=remote", "model.url=ws://a:1", "cluster.num_rollout_workers=2"], "cluster.num_rollout_workers=null"),
         (["model=remote", "model.url=ws://a:1", "model.keys=droid", "env.state=full"], "a state of width .*; required: 8"),
     ],
 )  # fmt: skip
@@ -531,24 +531,24 @@ def test_the_command_refuses_open_addresses_taken_ports_and_names_that_do_not_fi
 
 def test_requests_that_do_not_fit_the_policy_are_refused_by_name(served):
     url, rows = served
-    picture = np.zeros((64, 64, 3), np.uint8)
+    image = np.zeros((64, 64, 3), np.uint8)
     for request, said in (
-        ({"images": {"front": picture[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
-        ({"images": {"front": picture.astype(np.int64)}, "prompt": "go"}, "is int64; required: uint8"),
-        ({"images": {"wrist": picture}, "prompt": "go"}, "no images['front']; there is wrist"),
-        ({"images": {"front": picture}, "prompt": 3}, "The prompt is a int"),
-        ({"images": {"front": picture}, "prompt": "go", "uniforms": np.zeros(3)}, "uniforms have the shape [3]"),
-        ({"images": {"front": picture}, "prompt": "go", "temperature": 0}, "temperature is 0"),
+        ({"images": {"front": image[:32]}, "prompt": "go"}, r"images['front'] has the shape [32, 64, 3]; required"),
+        ({"images": {"front": image.astype(np.int64)}, "prompt": "go"}, "is int64; required: uint8"),
+        ({"images": {"wrist": image}, "prompt": "go"}, "no images['front']; there is wrist"),
+        ({"images": {"front": image}, "prompt": 3}, "The prompt is a int"),
+        ({"images": {"front": image}, "prompt": "go", "uniforms": np.zeros(3)}, "uniforms have the shape [3]"),
+        ({"images": {"front": image}, "prompt": "go", "temperature": 0}, "temperature is 0"),
     ):
         with pytest.raises(PolicyServerError) as error:
             PolicyClient(url, 20, 20).ask(request)
         assert said in str(error.value)
     robot = PolicyRows(rows.policy, ServeConfig(keys="libero"))
-    assert robot.read_named({"images": {"front": picture}, "prompt": "go"}).observation.instruction == ["go"]
+    assert robot.read_named({"images": {"front": image}, "prompt": "go"}).observation.instruction == ["go"]
     with pytest.raises(MessageError, match="no observation/image"):
-        robot.read({"images": {"front": picture}, "prompt": "go"})
+        robot.read({"images": {"front": image}, "prompt": "go"})
     names = PolicyRows(rows.policy, ServeConfig(cameras=["agentview"]))
-    row = names.read({"images": {"agentview": picture}, "prompt": "go"})
+    row = names.read({"images": {"agentview": image}, "prompt": "go"})
     assert list(row.observation.images) == ["front"] and row.observation.instruction == ["go"]
-    unsaid = names.read({"images": {"agentview": picture}, "prompt": ""})
+    unsaid = names.read({"images": {"agentview": image}, "prompt": ""})
     assert unsaid.observation.instruction == [""], "as an audit asks"

@@ -92,13 +92,13 @@ def test_a_refused_word_does_not_go_back_into_the_queue(slurm, tmp_path):
 
 
 def test_ray_starts_on_the_nodes_of_a_job(slurm, tmp_path):
-    """A rank and a player, which Ray places on two nodes."""
+    """A rank and a rollout worker, which Ray places on two nodes."""
     pytest.importorskip("ray", reason="Ray is not installed: bash scripts/setup.sh --ray")
     words = [
         *SMALL,
         "trainer.max_steps=2",
         "cluster.num_processes=1",
-        "cluster.num_players=1",
+        "cluster.num_rollout_workers=1",
         f"output_dir={tmp_path}/run",
     ]
     with slurm_cluster.held_ports(1) as (port,):

@@ -78,12 +78,12 @@ def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert sum("after RL " in out for _, out, _ in ends) == 1
     assert (tmp_path / "run" / "summary.json").is_file()
-    words = ["train", *SMALL, "output_dir=refused"]
+    words = ["train", *SMALL, "output_dir=rejected"]
     ends = two_ranks(tmp_path, words, [*words, "seed=4"])
     found = {tuple(re.findall(r"ConfigError: .*\n.*", err)) for _, _, err in ends}
     assert len(found) == 1 and len(next(iter(found))) == 1, "the same error once on both"
     assert re.search(r"the word seed: rank \d on .* has .*rank 0 on ", str(found))
-    assert 0 not in [status for status, _, _ in ends] and not (tmp_path / "refused").exists()
+    assert 0 not in [status for status, _, _ in ends] and not (tmp_path / "rejected").exists()
 
 
 def test_srun_starts_ranks_too(tmp_path):
@@ -96,7 +96,7 @@ def test_srun_starts_ranks_too(tmp_path):
 
 
 def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp_path):
-    """Other refusals: tests/unit/test_start.py."""
+    """Other rejections: tests/unit/test_start.py."""
     for status, out, err in two_ranks(tmp_path, ["train", *SMALL, "cluster.num_processes=3"]):
         assert status != 0 and out == "" and not list(tmp_path.iterdir())
         errors = re.findall("^ConfigError: .*", err, re.MULTILINE)

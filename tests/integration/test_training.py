@@ -77,7 +77,12 @@ def one_step(tmp_path_factory):
     return folder
 
 
-CUTS = ("model.micro_batch_size=5", "model.val_micro_batch_size=7", "rollout.num_lanes=1", "rollout.worker_processes=2")
+CUTS = (
+    "model.micro_batch_size=5",
+    "model.val_micro_batch_size=7",
+    "rollout.pipeline_stages=1",
+    "rollout.worker_processes=2",
+)
 
 
 @pytest.mark.parametrize("overrides", CUTS)
@@ -136,16 +141,16 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
     monkeypatch.setattr(run_module, "resolve_device", lambda *_: "cuda")
 
     class BegunError(Exception):
-        """The ranks have begun to build the run."""
+        """The ranks have started to build the run."""
 
     def build(config, _reservation):
         raise BegunError(config.rollout.backend)
 
     monkeypatch.setattr(run_module, "build", build)
     torch_run, vllm_run = (config_of(tmp_path / name, f"rollout.backend={name}") for name in ("torch", "vllm"))
-    for run, refused in ((vllm_run, False), (torch_run, False), (vllm_run, True), (torch_run, False)):
+    for run, rejected in ((vllm_run, False), (torch_run, False), (vllm_run, True), (torch_run, False)):
         words = r"PYTORCH_ALLOC_CONF is 'expandable_segments:True' on rank 0.*rollout\.backend=torch"
-        with pytest.raises(ConfigError if refused else BegunError, match=words if refused else run.rollout.backend):
+        with pytest.raises(ConfigError if rejected else BegunError, match=words if rejected else run.rollout.backend):
             train(run)
 
 
@@ -348,7 +353,7 @@ def assert_goes_on_as_one_without_a_stop(tmp_path: Path, overrides: list[str], c
     [(1, True, "rl_000000"), (1, False, "rl_000000"), (2, True, "rl_000002"), (3, True, "rl_000004")],
 )
 def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, number, within, checkpoint):
-    """Before RL, every two steps of it, after it: the evaluation is given up, and made when the run goes on."""
+    """Before RL, every two steps of it, after it: the evaluation is given up, and made when the run continues."""
     steps = ["trainer.eval_every=2"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         stop_in_evaluation(patch, number, within)
@@ -452,7 +457,7 @@ def test_a_state_policy_draws_pictures_for_videos_only(tmp_path, monkeypatch):
     monkeypatch.setattr(StateRenderer, "render", counted)
     base = [item for item in SMALL if not item.startswith("env.cameras")]
     short = ["trainer.max_steps=1", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=2"]  # a failure too
-    for name, more in (("state", []), ("pictures", ["env.cameras=[front]"])):
+    for name, more in (("state", []), ("images", ["env.cameras=[front]"])):
         drawn.clear()
         config = build_config(compose_config([*base, *short, *more]))
         config.output_dir = str(tmp_path / name)

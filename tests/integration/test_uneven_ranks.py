@@ -1,4 +1,4 @@
-"""Ranks that differ: one has no row of a minibatch, begins with other weights, or holds the numbers that are not finite."""
+"""Ranks that differ: one has no row of a minibatch, starts with other weights, or holds the numbers that are not finite."""
 
 import json
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ def weights(run) -> dict[str, torch.Tensor]:
 def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     """Take one iteration in which the second half of the envs, those of rank 1 of 2, has few rows and no return that differs.
 
-    The gradient of the loss is multiplied by a factor; if that is 0, every rank must refuse it.
+    The gradient of the loss is multiplied by a factor; if that is 0, every rank must reject it.
     """
     folder, sharding, factor = argument
     name = f"run {sharding} {factor} {world_size()}"
@@ -76,8 +76,8 @@ def train_with_equal_last_groups(argument: tuple[Path, str, float]) -> None:
     algorithm.compute_advantages, run.rl._score, algorithm.loss = equal_returns, score_fewer, scaled
     before = weights(run)
     run.rl.sync.push(0)
-    refused = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
-    with waiting("update"), refused:
+    rejected = nullcontext() if factor else pytest.raises(ConfigError, match="No gradient reaches the policy")
+    with waiting("update"), rejected:
         loss = run.rl.iteration(0)["train/loss"]
     run.close()
     if not factor:
@@ -149,14 +149,14 @@ def begin_apart(folder: Path) -> None:
             run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
             found[case] = weights(run)
             run.close()
-    torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
+    torch.save((found, generators), folder / f"started {rank()} of {world_size()}")
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
     begin_apart(tmp_path)
     on_two_ranks(begin_apart, tmp_path)
-    expected = torch.load(tmp_path / "begun 0 of 1")[0]["one"]
-    (first, its_states), (second, other_states) = (torch.load(tmp_path / f"begun {r} of 2") for r in (0, 1))
+    expected = torch.load(tmp_path / "started 0 of 1")[0]["one"]
+    (first, its_states), (second, other_states) = (torch.load(tmp_path / f"started {r} of 2") for r in (0, 1))
     assert all(torch.equal(*states) for states in zip(its_states, other_states, strict=True))
     for case in ("replicate", "fsdp2"):
         for found in (first[case], second[case]):

@@ -1,4 +1,4 @@
-"""Uploads against a hub that runs here and against moto's S3: what arrives, what is refused before training, what is tried again."""
+"""Uploads against a hub that runs here and against moto's S3: what arrives, what is rejected before training, what is tried again."""
 
 import base64
 import json
@@ -62,7 +62,7 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         calls: ``METHOD path`` of each request.
         files: Content by path in the repository.
-        failures: Commits that are still to be refused.
+        failures: Commits that are still to be rejected.
         role: Of the token.
         closes_after_whoami: It cannot be reached any more after it has said whose the token is.
     """
@@ -166,7 +166,7 @@ logging.basicConfig(level=logging.DEBUG)
 upload.BACKOFF_S = 0.01
 try:
     hub = upload.HubUpload("policy")
-    print("begun", flush=True)
+    print("started", flush=True)
     run = Path(sys.argv[1])
     hub.upload(run, [run / "checkpoints" / "step_7", run / "safetensors" / "final"], is_final=True)
     print("done")
@@ -217,8 +217,8 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     said = upload_to(hub, run, token="hf_wrong")
     assert "ConfigError" in said and "begun" not in said and "hf_wrong" not in said
     hub.role = "read"
-    refused = "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
-    assert refused in upload_to(hub, run)
+    rejected = "ConfigError: train.ckpt.upload_hf=true needs a token with write access; the token of 'me' may only read"
+    assert rejected in upload_to(hub, run)
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
     assert "begun" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
@@ -370,11 +370,11 @@ def test_only_the_last_checkpoint_is_sent_unless_all_are_asked_for_and_its_manif
 
 
 def test_what_s3_refuses_is_said_before_training(s3, tmp_path, monkeypatch):
-    refusals = {
+    rejections = {
         None: "needs a bucket. Set train.ckpt.s3_bucket=",
         "absent": "Cannot use the S3 bucket 'absent', tried 3 times .*404.*Set train.ckpt.s3_bucket",
     }
-    for bucket, words in refusals.items():
+    for bucket, words in rejections.items():
         with pytest.raises(ConfigError, match=words):
             S3Upload(bucket)
     with monkeypatch.context() as patch:
@@ -388,13 +388,13 @@ def test_wrong_keys_are_refused_and_no_key_is_shown(s3, monkeypatch, caplog):
     from moto.core import set_initial_no_auth_action_count
 
     @set_initial_no_auth_action_count(0)
-    def refused() -> str:
+    def rejected() -> str:
         with pytest.raises(ConfigError, match="Cannot use the S3 bucket 'mine', tried 3 times .*403") as error:
             S3Upload("mine")
         return str(error.value)
 
     with caplog.at_level(logging.DEBUG, "rlinf"):
-        said = refused() + caplog.text
+        said = rejected() + caplog.text
     assert "very secret" not in said and "a key" not in said
     S3Upload("mine")  # a control
 
@@ -476,7 +476,7 @@ def test_at_the_end_every_checkpoint_on_the_disk_is_uploaded_that_is_not_there(s
     manager.close()
     assert set(keys(s3)) == files_of(run)
     assert not any("step_5" in path.parts for path in sent), "it was there"
-    (second[0] / "00000.safetensors").write_bytes(b"a run that went on wrote it again")
+    (second[0] / "00000.safetensors").write_bytes(b"a run that continued wrote it again")
     Manifest(**{**vars(MANIFEST), "files": hash_files(second[0])}).save(second[0])
     sent.clear()
     upload.upload(run, [*last, *second], is_final=True)

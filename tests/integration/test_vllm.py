@@ -39,7 +39,7 @@ from rlinf.contracts import generation as generation_contract
 from rlinf.engines import vllm_engine
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineError, GenerateRequest, VllmEngine
-from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import VllmGeneration, VllmGenerationWorker
@@ -172,16 +172,16 @@ def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(p
     weights, buffer = weights_of(policy), WeightBuffer()
     names = ["language_model.model.layers.1.self_attn.k_proj.weight", "projector.fc1.bias"]
     partial = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if name not in names}
-    with pytest.raises(WeightsRefusedError) as error:
+    with pytest.raises(WeightsRejectedError) as error:
         policy.engine.update_weights(buffer.write(partial, 90))
     assert all(name in str(error.value) for name in names) and "missing" in str(error.value)
-    with pytest.raises(WeightsRefusedError, match="unknown value_head"):
+    with pytest.raises(WeightsRejectedError, match="unknown value_head"):
         policy.engine.update_weights(buffer.write(weights | {"value_head.weight": torch.zeros(3)}, 91))
     reshaped = weights | {"projector.fc1.bias": torch.zeros(3)}
-    with pytest.raises(WeightsRefusedError, match=r"projector.fc1.bias is \[3\]"):
+    with pytest.raises(WeightsRejectedError, match=r"projector.fc1.bias is \[3\]"):
         policy.engine.update_weights(buffer.write(reshaped, 92))
     spoilt = weights | {"projector.fc1.bias": torch.full_like(weights["projector.fc1.bias"], float("nan"))}
-    with pytest.raises(WeightsRefusedError, match="'projector.fc1.bias' holds nan .1 of"):
+    with pytest.raises(WeightsRejectedError, match="'projector.fc1.bias' holds nan .1 of"):
         policy.engine.update_weights(buffer.write(spoilt, 93))
     assert torch.equal(act(policy, inputs).logits, before.logits)
     buffer.close()
@@ -221,14 +221,14 @@ def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
 
 def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
     sampling = {"max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
-    refusals = {
-        "vLLM refuses a prompt of 300 tokens.*set rollout.vllm.max_model_len=<more than 300>": (
+    rejections = {
+        "vLLM rejects a prompt of 300 tokens.*set rollout.vllm.max_model_len=<more than 300>": (
             (300,),
             {"max_tokens": 1},
         ),
         "=256 leaves room for 6 tokens.*required: 9. Set rollout.vllm.max_model_len=259": ((250, 5), sampling),
     }
-    for words, (lengths, arguments) in refusals.items():
+    for words, (lengths, arguments) in rejections.items():
         with pytest.raises(ConfigError, match=words):
             policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * n} for n in lengths], arguments))
 
@@ -360,7 +360,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         buffer = WeightBuffer()
         weights = dict(other.state_dict())
         assert "model.layers.0.self_attn.qkv_proj.weight" in weights
-        with pytest.raises(WeightsRefusedError, match=r"missing model.norm.weight \(1 in all\)"):
+        with pytest.raises(WeightsRejectedError, match=r"missing model.norm.weight \(1 in all\)"):
             generation.update_weights(buffer.write({k: v for k, v in weights.items() if k != "model.norm.weight"}, 3))
         check_rows(generation.generate(data, greedy=True), model, prompts, 5)
         assert generation.update_weights(buffer.write(weights, 4)) == 4
@@ -368,11 +368,11 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         buffer.close()
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
-        refusals = {
+        rejections = {
             r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*the model's own tokenizer": [[5, 96, 200]],
             "a prompt of 24 tokens.*max_model_len=24.*set vllm_cfg.max_model_len=<more than 24>": [[1] * 24],
         }
-        for words, rows in refusals.items():
+        for words, rows in rejections.items():
             with pytest.raises(ConfigError, match=words):
                 generation.worker.generate(torch.tensor(rows))
     finally:

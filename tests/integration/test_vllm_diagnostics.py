@@ -28,50 +28,50 @@ UPDATE = ["vllm: rollout against training, after an update", "vllm: before the u
 
 
 @pytest.fixture(scope="module")
-def player():
+def worker():
     torch.manual_seed(0)
     model = build_policy(build_config(compose_config(["experiment=quickstart_vllm"]))).eval()
     with torch.no_grad():
         model.language_model.lm_head.weight.mul_(5.0)  # tokens that are far from equally likely
-    player = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
-    yield player
-    player.close()
+    worker = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture
-def checker(player):
+def checker(worker):
     images = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, 64, 64, 3), dtype=np.uint8)
     instructions = ["reach the red block", "push the blue block into the zone"] * (NUM_ROWS // 2)
     observation = Observation({"front": images}, None, instructions)
-    return PolicyChecker(player.model, observation, torch.full((2,), 0.1), temperature=1.3, is_exact=True)
+    return PolicyChecker(worker.model, observation, torch.full((2,), 0.1), temperature=1.3, is_exact=True)
 
 
 def failed(checks):
     return [check.name for check in checks if not check.passed]
 
 
-def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(checker, player):
-    checks = checker.vllm_checks(player)
+def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(checker, worker):
+    checks = checker.vllm_checks(worker)
     assert not failed(checks) and len(checks) == 10 + 2 + 3 + 1 + 2
     for word in ("batch 1, short prompts, greedy", "batch 4, whole prompts, sampled", "temperature 0.867, greedy"):
         assert any(word in check.name for check in checks)
     assert {check.name for check in checks} >= set(UPDATE)
 
 
-def test_an_engine_at_another_temperature_is_found(checker, player, monkeypatch):
-    act = player.predict_action_batch
+def test_an_engine_at_another_temperature_is_found(checker, worker, monkeypatch):
+    act = worker.predict_action_batch
 
     def hotter(temperature=1.0, **inputs):
         return act(temperature=1.2 * temperature, **inputs)
 
-    player.update_weights(3)
-    monkeypatch.setattr(player, "predict_action_batch", hotter)
-    names = failed(checker.rollout_checks(player, "vllm"))
+    worker.update_weights(3)
+    monkeypatch.setattr(worker, "predict_action_batch", hotter)
+    names = failed(checker.rollout_checks(worker, "vllm"))
     assert len(names) == 10 and all(name.startswith("vllm: rollout against training") for name in names)
 
 
-def test_an_engine_that_leaves_out_unlikely_tokens_is_found(checker, player, monkeypatch):
-    act = player.predict_action_batch
+def test_an_engine_that_leaves_out_unlikely_tokens_is_found(checker, worker, monkeypatch):
+    act = worker.predict_action_batch
 
     def only_likely(**inputs):
         """Of four draws the most likely one, scored as all are."""
@@ -83,22 +83,22 @@ def test_an_engine_that_leaves_out_unlikely_tokens_is_found(checker, player, mon
         parts = [torch.stack(each)[best, torch.arange(len(best))] for each in zip(*drawn, strict=True)]
         return type(drawn[0])(*parts)
 
-    player.update_weights(4)
-    monkeypatch.setattr(player, "predict_action_batch", only_likely)
-    assert failed(checker.rollout_checks(player, "vllm")) == ["vllm: samples are as surprising as scored"]
+    worker.update_weights(4)
+    monkeypatch.setattr(worker, "predict_action_batch", only_likely)
+    assert failed(checker.rollout_checks(worker, "vllm")) == ["vllm: samples are as surprising as scored"]
 
 
-def test_an_update_that_never_arrives_is_found(checker, player, monkeypatch):
-    send = player.update_weights
-    monkeypatch.setattr(player, "update_weights", lambda version: None if version == 2 else send(version))
-    assert failed(checker.vllm_checks(player)) == UPDATE
+def test_an_update_that_never_arrives_is_found(checker, worker, monkeypatch):
+    send = worker.update_weights
+    monkeypatch.setattr(worker, "update_weights", lambda version: None if version == 2 else send(version))
+    assert failed(checker.vllm_checks(worker)) == UPDATE
 
 
 def test_an_engine_that_does_not_start_is_a_failed_check(capsys, monkeypatch):
-    def refuse(self):
+    def reject(self):
         raise EngineError("no memory today")
 
-    monkeypatch.setattr("rlinf.engines.vllm_engine.VllmEngine.start", refuse)
+    monkeypatch.setattr("rlinf.engines.vllm_engine.VllmEngine.start", reject)
     assert main(["diagnose", "experiment=quickstart_vllm", "cluster.num_threads=1"]) == 1
     *rows, note = capsys.readouterr().out.splitlines()
     assert [row.split()[4] for row in rows if row.startswith("vllm: runs the model")] == ["FAIL"]
@@ -125,13 +125,13 @@ TRAINING = [
 
 
 @pytest.fixture
-def sends(monkeypatch, player):
+def sends(monkeypatch, worker):
     """Let a run play in the engine that runs already, and send what ``change(name, tensor)`` makes of each tensor."""
 
-    class Player(VllmPolicy):
+    class RolloutWorker(VllmPolicy):
         def __init__(self, *args):
             super().__init__(*args)
-            self.engine = player.engine
+            self.engine = worker.engine
 
         def close(self):
             self.buckets.close()
@@ -142,8 +142,8 @@ def sends(monkeypatch, player):
                 yield name, change(name, tensor)
 
         monkeypatch.setattr("rlinf.models.merged_weights.merged_tensors", changed)
-        monkeypatch.setattr("rlinf.rollout.vllm_policy.VllmPolicy", Player)
-        player.engine.version = None
+        monkeypatch.setattr("rlinf.rollout.vllm_policy.VllmPolicy", RolloutWorker)
+        worker.engine.version = None
 
     return use
 

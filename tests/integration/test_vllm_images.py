@@ -74,19 +74,19 @@ def torchvision(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_engine, "engine_environment", with_stand_in)
 
 
-def picture(seed, height=32, width=32):
+def image(seed, height=32, width=32):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def make_prompt(processor, text, pictures):
-    content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": text}]
+def make_prompt(processor, text, images):
+    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": text}]
     words = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    made = processor(text=[words], images=[pictures] if pictures else None, return_tensors="pt")
+    made = processor(text=[words], images=[images] if images else None, return_tensors="pt")
     ids = made.pop("input_ids")[0].tolist()
     made.pop("attention_mask")
-    return Prompt(ids, dict(made) if pictures else {})
+    return Prompt(ids, dict(made) if images else {})
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def test_the_engine_sees_what_the_trainer_sees(family, tp_size, tmp_path, monkey
     folder = make_tiny_vlm(family, tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = load_vlm_processor(folder, model.config)
-    two = [picture(1), picture(2, 16, 64)]
+    two = [image(1), image(2, 16, 64)]
     prompts = [make_prompt(processor, *each) for each in (("what is it", two[:1]), ("hello", []), ("and these", two))]
     swapped = (("what is it", two[1:]), ("hello", []), ("and these", two[::-1]))
     others = [make_prompt(processor, *each) for each in swapped]

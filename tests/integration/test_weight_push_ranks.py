@@ -1,4 +1,4 @@
-"""A sharded trainer pushes one unit at a time: few collective calls, never a second copy, and the same refusal on every rank."""
+"""A sharded trainer pushes one unit at a time: few collective calls, never a second copy, and the same rejection on every rank."""
 
 from functools import partial
 from pathlib import Path
@@ -120,9 +120,9 @@ def push_on_two_ranks(folder):
     with torch.no_grad():
         if rank() == 1:
             trained.blocks[3].down.bias.to_local().fill_(float("nan"))
-    with pytest.raises(NonFiniteError) as refused:
+    with pytest.raises(NonFiniteError) as rejected:
         sync.push(2)
-    found["refused"] = str(refused.value)
+    found["rejected"] = str(rejected.value)
     with pytest.raises(RLinfError, match="no complete weights"):
         sync.rollout_policy
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_units_are_gathered_one_by_one_frozen_ones_once_and_all_ranks_refuse_ali
         assert found[dtype]["numbers"] == [NUM_UNITS + 2, NUM_UNITS - 2 + 2, 2]
         assert found[dtype]["equals"] == [True] * 3
         assert found[dtype]["most_whole"] == 1 and found[dtype]["whole"] == 0
-    assert "'blocks.3.down.bias' holds nan" in found["refused"] and found["mended"]
+    assert "'blocks.3.down.bias' holds nan" in found["rejected"] and found["mended"]
 
 
 def push_of_one_object(folder):

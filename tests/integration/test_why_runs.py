@@ -45,7 +45,7 @@ def test_the_outcome_of_a_recorded_run_is_right_and_no_wrong_cause_is_named(run)
 def test_most_faults_are_named():
     faulty = [run for run in RECORDED if run["causes"]]
     silent = {run["name"] for run in faulty if not names_its_cause(run)}
-    # Noise in rewards or observations, closed clip ranges, a small head and a critic of a wrong rate have no physical threshold.
+    # Noise in rewards or observations, closed clip ranges, a small actor and a critic of a wrong rate have no physical threshold.
     assert len(faulty) - len(silent) == 29 and len(silent) == 9, silent
     assert sum(run["causes"] is None for run in RECORDED) >= 18
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
-from rlinf.models.heads.kinds import ActorHead
+from rlinf.algorithms.offpolicy_config import ActorConfig
+from rlinf.models.actors.kinds import ScratchActor
 from rlinf.offpolicy.replay import Batch, ReplayBuffer
 from rlinf.offpolicy.sac import SAC
 from rlinf.offpolicy.td3 import TD3
@@ -19,7 +19,7 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples  # noqa: E
 F, A, B, WIDTH, UPDATES = 3, 2, 32, 16, 100
 GAMMA, TAU, RATE = 0.9, 0.05, 1e-3
 HEAD = {
-    "name": "actor",
+    "name": "scratch",
     "hidden_size": WIDTH,
     "layer_norm": False,
     "log_std_min": -20.0,
@@ -32,10 +32,10 @@ THEIRS = {
         "initial_alpha": 0.3,
         "target_entropy": -A,
         "entropy_in_target": True,
-        "policy_value": "min",
+        "actor_q": "min",
         "critic_loss_weight": 0.5,
     },
-    TD3: {"target_policy": True, "target_every": 2, "policy_value": "first"},
+    TD3: {"target_policy": True, "target_update_interval": 2, "actor_q": "first"},
 }
 """Settings with which our update is theirs."""
 
@@ -111,9 +111,9 @@ def test_both_buffers_hold_the_same_transitions():
 
 def a_pair(kind: type, **changed):
     """Return our learner and their model, in float64 and with equal weights; ``changed`` are settings of ours."""
-    head_settings = HEAD | {name: changed.pop(name) for name in list(changed) if name in HEAD}
-    config = kind.config_class(head=HeadConfig(**head_settings), **(SHARED | THEIRS[kind] | changed))
-    learner = kind(config, ActorHead(config.head, F, 0, kind.noise_std(config), A).double(), seed=0)
+    actor_settings = HEAD | {name: changed.pop(name) for name in list(changed) if name in HEAD}
+    config = kind.config_class(actor=ActorConfig(**actor_settings), **(SHARED | THEIRS[kind] | changed))
+    learner = kind(config, ScratchActor(config.actor, F, 0, kind.noise_std(config), A).double(), seed=0)
     for module in (learner.critics, learner.targets):
         module.double()
     settings = {
@@ -129,7 +129,7 @@ def a_pair(kind: type, **changed):
     model = getattr(sb3, kind.__name__)("MlpPolicy", Spaces(), policy_kwargs={"net_arch": [WIDTH, WIDTH]}, **settings)
     model.set_logger(logger.configure(None, []))
     model.policy.double()
-    actor = learner.head.network
+    actor = learner.actor.network
     if kind is SAC:
         model.log_ent_coef = nn.Parameter(learner.log_alpha.detach().double())
         model.ent_coef_optimizer = torch.optim.Adam([model.log_ent_coef], RATE)
@@ -142,12 +142,12 @@ def a_pair(kind: type, **changed):
             held.copy_(tensor)
         learner.targets.load_state_dict(learner.critics.state_dict())
         if kind is TD3:
-            learner.target_head.network.load_state_dict(actor.state_dict())
+            learner.target_actor.network.load_state_dict(actor.state_dict())
     return learner, model
 
 
 def ours_of(learner) -> dict[str, torch.Tensor]:
-    found = {f"actor.{name}": each for name, each in learner.head.network.named_parameters()}
+    found = {f"actor.{name}": each for name, each in learner.actor.network.named_parameters()}
     return found | {f"critics.{name}": each for name, each in learner.critics.named_parameters()}
 
 
@@ -220,7 +220,7 @@ def run_both(kind: type, monkeypatch, num_updates: int, **changed) -> dict[str, 
 
 def note_gradients(learner, model, ours: dict, theirs: dict) -> None:
     """Note the gradients of the first step of each optimiser."""
-    parts = {"head": ("actor", model.actor.optimizer), "critics": ("critics", model.critic.optimizer)}
+    parts = {"actor": ("actor", model.actor.optimizer), "critics": ("critics", model.critic.optimizer)}
     for part, (prefix, optimizer) in parts.items():
         step, their_step = learner.steps[part].step, optimizer.step
 
@@ -259,8 +259,8 @@ def test_losses_targets_gradients_and_weights_are_theirs(kind, monkeypatch):
     ("kind", "ours"),
     [
         (SAC, {"tanh_epsilon": 0.0}), (SAC, {"entropy_in_target": False}), (SAC, {"target_entropy": None}),
-        (SAC, {"policy_value": "mean"}), (SAC, {"critic_loss_weight": 1.0}), (SAC, {"log_std_max": -1.0}),
-        (TD3, {"target_policy": False}), (TD3, {"target_every": 1}), (TD3, {"policy_value": "mean"}),
+        (SAC, {"actor_q": "mean"}), (SAC, {"critic_loss_weight": 1.0}), (SAC, {"log_std_max": -1.0}),
+        (TD3, {"target_policy": False}), (TD3, {"target_update_interval": 1}), (TD3, {"actor_q": "mean"}),
     ],
 )  # fmt: skip
 def test_each_difference_by_choice_is_seen(kind, ours, monkeypatch):

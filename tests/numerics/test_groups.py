@@ -22,7 +22,7 @@ def rollout(rewards, groups, ends=None, lost=(), num_actions=2, width=2):
         rewards: By call and env.
         groups: Group of each env.
         ends: Last call of each env's episode; None: the last one.
-        lost: Envs whose simulator is lost after the first call: that call is void, and a new episode begins.
+        lost: Envs whose simulator is lost after the first call: that call is void, and a new episode starts.
         num_actions: Of a call; the last one is never executed, where there are several.
         width: Tokens of an action.
     """
@@ -179,9 +179,9 @@ def test_episodes_that_change_inside_a_column_are_refused():
     batch.episode_ids[1, 1] = 77
     check_one_episode(batch)  # nor does a call after the end
     batch.episode_ids[1, 2] = 77
-    for refuse in (check_one_episode, check_groups, RLOO(RLOOConfig()).compute_advantages):
+    for reject in (check_one_episode, check_groups, RLOO(RLOOConfig()).compute_advantages):
         with pytest.raises(ValueError, match="rollout.auto_reset=false"):
-            refuse(batch)
+            reject(batch)
     with pytest.raises(ValueError, match="rollout.auto_reset=false"):
         ReinforcePP(ReinforcePPConfig()).compute_advantages(batch)
 
@@ -190,9 +190,9 @@ def test_a_group_of_several_initial_states_is_refused():
     batch = rollout([[1.0, 5.0, 2.0, 2.0]], [0, 0, 1, 1])
     check_groups(batch)
     batch.specs[3] = EpisodeSpec("t", 0, 9, 0)
-    for refuse in (check_groups, GRPO(GRPOConfig()).compute_advantages):
+    for reject in (check_groups, GRPO(GRPOConfig()).compute_advantages):
         with pytest.raises(ValueError, match=r"Group 1 mixes episodes of .*init_state_id=1.* and .*init_state_id=9"):
-            refuse(batch)
+            reject(batch)
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 1], [0, 1, 1], [0, 1, 2]])

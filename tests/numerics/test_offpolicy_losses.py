@@ -1,4 +1,4 @@
-"""SAC and TD3 of a head, next to hand calculations and slow implementations."""
+"""SAC and TD3 of an actor, next to hand calculations and slow implementations."""
 
 import copy
 import json
@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
+from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
-from rlinf.models.heads import HEADS
-from rlinf.models.heads.base import squashed_logprobs
-from rlinf.models.heads.critic import Critics
-from rlinf.models.heads.kinds import ChunkHead, DirectHead, EditHead, NoiseHead, ResidualHead
+from rlinf.models.actors import ACTORS
+from rlinf.models.actors.base import squashed_logprobs
+from rlinf.models.actors.critic import Critics
+from rlinf.models.actors.kinds import DirectActor, DSRLActor, EXPOActor, ResidualActor, RLTActor
 from rlinf.offpolicy.replay import Batch
 from rlinf.offpolicy.sac import SAC
 from rlinf.offpolicy.td3 import TD3
@@ -36,19 +36,19 @@ def a_batch(seed: int = 0) -> Batch:
 
 
 def a_learner(kind: type, seed: int = 0, deviation: float = 0.3, width: int = 8, scale: float = 0.5, **settings):
-    """Return a learner whose head is no longer the frozen policy: its weights are shifted by noise of this deviation."""
-    config = kind.config_class(head=HeadConfig(hidden_size=width, scale=scale), **settings)
+    """Return a learner whose actor is no longer the frozen policy: its weights are shifted by noise of this deviation."""
+    config = kind.config_class(actor=ActorConfig(hidden_size=width, scale=scale), **settings)
     torch.manual_seed(seed)
-    head = ResidualHead(config.head, F, A, kind.noise_std(config))
+    actor = ResidualActor(config.actor, F, A, kind.noise_std(config))
     with torch.no_grad():
-        for parameter in head.parameters():
+        for parameter in actor.parameters():
             parameter += deviation * torch.randn_like(parameter)
-    return kind(config, head, seed=1)
+    return kind(config, actor, seed=1)
 
 
 def test_critics_are_networks_that_share_nothing():
     torch.manual_seed(0)
-    critics = Critics(HeadConfig(hidden_size=8, num_layers=2), F + 2 * A, num_critics=3)
+    critics = Critics(ActorConfig(hidden_size=8, num_layers=2), F + 2 * A, num_critics=3)
     for gain, shift in zip(critics.gains, critics.shifts, strict=True):
         nn.init.normal_(gain), nn.init.normal_(shift)
     batch = a_batch()
@@ -72,7 +72,7 @@ def test_critics_are_networks_that_share_nothing():
 
 def test_critics_compute_in_float32_also_under_autocast():
     torch.manual_seed(0)
-    critics, batch = Critics(HeadConfig(hidden_size=64), F + 2 * A, num_critics=2), a_batch()
+    critics, batch = Critics(ActorConfig(hidden_size=64), F + 2 * A, num_critics=2), a_batch()
     options = torch.rand(B, 8, A) * 2 - 1
     wanted = critics.of_options(batch.features, batch.base, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -119,7 +119,7 @@ def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without
     learner.generator.set_state(state)
     noise = torch.randn(B, A, generator=learner.generator)
     chosen = torch.randperm(4, generator=learner.generator)[:2]
-    out = learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1))
+    out = learner.actor.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1))
     r = torch.tanh(out[:, :A] + out[:, A:].clamp(-5, 1).exp() * noise)
     actions = (batch.next_base[:, 0] + 0.5 * r).clamp(-1, 1)
     values = learner.targets(batch.next_features, batch.next_base[:, 0], actions)[chosen]
@@ -129,7 +129,7 @@ def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without
 
 def test_the_target_of_td3_has_clipped_noise_around_the_mode():
     learner, batch = a_learner(TD3, target_noise_std=3.0, target_noise_clip=0.1), a_batch()
-    mode = torch.tanh(learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1)))
+    mode = torch.tanh(learner.actor.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1)))
     found = learner.next_actions(batch)[0][:, 0]
     lowest, highest = (batch.next_base[:, 0] + 0.5 * (mode + each).clamp(-1, 1) for each in (-0.1, 0.1))
     lowest, highest = lowest.clamp(-1, 1) - 1e-6, highest.clamp(-1, 1) + 1e-6
@@ -140,14 +140,14 @@ def test_the_target_of_td3_has_clipped_noise_around_the_mode():
 
 def test_an_update_of_sac_by_hand():
     learner, batch = a_learner(SAC, learning_rate=1e-3), a_batch()
-    slow, state = copy.deepcopy((learner.head, learner.critics, learner.targets)), learner.generator.get_state()
+    slow, state = copy.deepcopy((learner.actor, learner.critics, learner.targets)), learner.generator.get_state()
     metrics = learner.update(batch)
-    head, critics, targets = slow
+    actor, critics, targets = slow
     generator = torch.Generator()
     generator.set_state(state)
 
     def act(features, base):
-        mean, log_std = head.network(torch.cat([features, base[:, 0]], 1)).chunk(2, 1)
+        mean, log_std = actor.network(torch.cat([features, base[:, 0]], 1)).chunk(2, 1)
         log_std, noise = log_std.clamp(-5, 1), torch.randn(B, A, generator=generator)
         normal = torch.distributions.Normal(mean, log_std.exp())
         u = mean + log_std.exp() * noise
@@ -166,13 +166,13 @@ def test_an_update_of_sac_by_hand():
     loss = ((values[0] - target) ** 2).mean() + ((values[1] - target) ** 2).mean()
     loss.backward()
     optimizer.step()
-    optimizer = adam(head)
+    optimizer = adam(actor)
     actions, logprob = act(batch.features, batch.base)
     value = critics(batch.features, batch.base[:, 0], actions).mean(0)
     (0.05 * logprob - value).mean().backward()
     optimizer.step()
     assert float(metrics["critic_loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
-    for mine, theirs in ((learner.head, head), (learner.critics, critics)):
+    for mine, theirs in ((learner.actor, actor), (learner.critics, critics)):
         for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
     for before, now, live in zip(targets.parameters(), learner.targets.parameters(), critics.parameters(), strict=True):
@@ -192,12 +192,12 @@ def test_values_of_own_transitions_and_of_demonstrations_are_told_apart_also_whe
 
 def test_the_head_waits_for_the_critics():
     learner = a_learner(SAC, critic_only_updates=2)
-    before = copy.deepcopy(learner.head.state_dict())
+    before = copy.deepcopy(learner.actor.state_dict())
     for number in range(3):
         metrics = learner.update(a_batch(number))
-        moved = any(not torch.equal(before[name], tensor) for name, tensor in learner.head.state_dict().items())
+        moved = any(not torch.equal(before[name], tensor) for name, tensor in learner.actor.state_dict().items())
         assert moved == ("policy_loss" in metrics) == (number == 2)
-    delayed = a_learner(TD3, actor_every=3)
+    delayed = a_learner(TD3, policy_delay=3)
     assert ["policy_loss" in delayed.update(a_batch(n)) for n in range(5)] == [True, False, False, True, False]
 
 
@@ -206,18 +206,18 @@ def test_a_restored_learner_goes_on_bit_for_bit(kind):
     learner = a_learner(kind)
     for number in range(3):
         learner.update(a_batch(number))
-    head = copy.deepcopy(learner.head.state_dict())
+    actor = copy.deepcopy(learner.actor.state_dict())
     state = {name: tensor.clone() for name, tensor in learner.state_dict().items()}
     other = a_learner(kind, seed=5)
-    other.head.load_state_dict(head)
+    other.actor.load_state_dict(actor)
     other.load_state_dict(state)
     for each in (learner, other):
         for number in range(3, 6):
             each.update(a_batch(number))
     for name, tensor in learner.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
-    for name, tensor in learner.head.state_dict().items():
-        assert torch.equal(tensor, other.head.state_dict()[name]), name
+    for name, tensor in learner.actor.state_dict().items():
+        assert torch.equal(tensor, other.actor.state_dict()[name]), name
 
 
 def test_a_loss_that_is_not_finite_takes_no_step():
@@ -239,24 +239,24 @@ def test_a_head_learns_the_correction_that_pays_if_its_scale_reaches_it(kind, sc
         actions = (base[:, 0] + scale * (2 * torch.rand(256, A, generator=draw) - 1)).clamp(-1, 1)
         rewards = 1 - (actions[:, 0] - base[:, 0, 0] - 0.6).abs()
         learner.update(Batch(features, base, actions, rewards, torch.zeros(256), features, base))
-    found = (learner.head.compose(base, learner.head.mode(features, base)) - base[:, 0])[:, 0].mean().item()
+    found = (learner.actor.compose(base, learner.actor.mode(features, base)) - base[:, 0])[:, 0].mean().item()
     assert (abs(found - 0.6) < 0.25) == learns
 
 
 def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_takes_the_best():
-    config = SACConfig(head=HeadConfig(name="edit", hidden_size=8, scale=0.5, num_candidates=3), num_critics=2)
+    config = SACConfig(actor=ActorConfig(name="expo", hidden_size=8, scale=0.5, num_candidates=3), num_critics=2)
     torch.manual_seed(0)
-    head = EditHead(config.head, F, A)
+    actor = EXPOActor(config.actor, F, A)
     with torch.no_grad():
-        head.network[-1].weight.normal_()
-    learner, batch = SAC(config, head, seed=1), a_batch()
+        actor.network[-1].weight.normal_()
+    learner, batch = SAC(config, actor, seed=1), a_batch()
     batch.base, batch.next_base = torch.rand(B, 3, A) * 2 - 1, torch.rand(B, 3, A) * 2 - 1
     noise = torch.randn(B, 3 * A)
-    options = head.options(batch.features, batch.base, noise)
+    options = actor.options(batch.features, batch.base, noise)
     assert torch.equal(options[:, :3], batch.base)
     for number in range(3):
         one = batch.base[:, number : number + 1]
-        r, _ = head.draw(batch.features, one, noise[:, A * number : A * number + A])
+        r, _ = actor.draw(batch.features, one, noise[:, A * number : A * number + A])
         torch.testing.assert_close(options[:, 3 + number], (one[:, 0] + 0.5 * r).clamp(-1, 1))
     best, chosen = learner.critics.best(batch.features, batch.base, options)
     for row in range(B):
@@ -272,7 +272,7 @@ def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_ta
     state = learner.generator.get_state()
     found = learner.target(batch)
     learner.generator.set_state(state)
-    after = head.options(batch.next_features, batch.next_base, torch.randn(B, 3 * A, generator=learner.generator))
+    after = actor.options(batch.next_features, batch.next_base, torch.randn(B, 3 * A, generator=learner.generator))
     values = torch.stack(
         [learner.targets(batch.next_features, batch.next_base[:, 0], after[:, k]) for k in range(6)], -1
     )
@@ -281,25 +281,25 @@ def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_ta
 
 
 def test_the_direct_head_reads_the_features_alone():
-    head = DirectHead(HeadConfig(name="direct", hidden_size=8), F, A)
+    actor = DirectActor(ActorConfig(name="direct", hidden_size=8), F, A)
     with torch.no_grad():
-        head.network[-1].weight.normal_()
+        actor.network[-1].weight.normal_()
     features, one, other = torch.randn(4, F), torch.rand(4, 1, A), torch.rand(4, 1, A)
-    assert torch.equal(head.options(features, one), head.options(features, other))
-    assert not torch.equal(head.options(features, one), head.options(features + 1, one))
+    assert torch.equal(actor.options(features, one), actor.options(features, other))
+    assert not torch.equal(actor.options(features, one), actor.options(features + 1, one))
 
 
 def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_reference():
-    settings = HeadConfig(name="chunk", hidden_size=8, scale=0.5, reference_dropout=0.25, reference_weight=0.3)
+    settings = ActorConfig(name="rlt", hidden_size=8, scale=0.5, reference_dropout=0.25, reference_weight=0.3)
     torch.manual_seed(0)
-    config, batch = TD3Config(head=settings), a_batch()
-    head = ChunkHead(settings, F, A, config.noise_std)
-    assert torch.equal(head.options(batch.features, batch.base)[:, 0], batch.base[:, 0])  # begins as the frozen policy
+    config, batch = TD3Config(actor=settings), a_batch()
+    actor = RLTActor(settings, F, A, config.noise_std)
+    assert torch.equal(actor.options(batch.features, batch.base)[:, 0], batch.base[:, 0])  # starts as the frozen policy
     with torch.no_grad():
-        head.network[-1].weight.normal_()
-    learner = TD3(config, head, seed=1)
+        actor.network[-1].weight.normal_()
+    learner = TD3(config, actor, seed=1)
     state = learner.generator.get_state()
-    loss, _ = learner.head_loss(batch)
+    loss, _ = learner.actor_loss(batch)
     learner.generator.set_state(state)
     kept = torch.rand(B, generator=learner.generator) >= 0.25
     assert 0 < kept.sum() < B
@@ -307,11 +307,11 @@ def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_r
     for row in range(B):
         b, features = batch.base[row : row + 1, 0], batch.features[row : row + 1]
         seen = b if kept[row] else torch.zeros_like(b)
-        a = (seen + 0.5 * torch.tanh(head.network(torch.cat([features, seen], 1)))).clamp(-1, 1)
+        a = (seen + 0.5 * torch.tanh(actor.network(torch.cat([features, seen], 1)))).clamp(-1, 1)
         value = learner.critics(features, b, a).mean()  # the critics see what the loss asks about: the true reference
         total = total - value + 0.3 * ((a - b) ** 2).sum()
     torch.testing.assert_close(loss, total / B)
-    everything = ChunkHead(replace(settings, reference_dropout=0.0), F, A, config.noise_std)
+    everything = RLTActor(replace(settings, reference_dropout=0.0), F, A, config.noise_std)
     assert torch.equal(everything.trained_on(batch.base, torch.Generator()), batch.base)
 
 
@@ -319,45 +319,45 @@ def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_r
 def test_a_penalty_keeps_the_chunk_near_the_reference(kind):
     found = {}
     for weight in (0.0, 10.0):
-        settings = HeadConfig(name="chunk", hidden_size=16, reference_weight=weight)
-        config, draw = kind.config_class(head=settings, learning_rate=3e-3), torch.Generator().manual_seed(0)
+        settings = ActorConfig(name="rlt", hidden_size=16, reference_weight=weight)
+        config, draw = kind.config_class(actor=settings, learning_rate=3e-3), torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-        head = ChunkHead(settings, F, A, kind.noise_std(config))
-        learner, features, base = kind(config, head, seed=1), torch.zeros(64, F), torch.zeros(64, 1, A)
+        actor = RLTActor(settings, F, A, kind.noise_std(config))
+        learner, features, base = kind(config, actor, seed=1), torch.zeros(64, F), torch.zeros(64, 1, A)
         for _ in range(150):
             actions = 2 * torch.rand(64, A, generator=draw) - 1
             rewards = 1 - (actions[:, 0] - 0.6).abs()
             learner.update(Batch(features, base, actions, rewards, torch.zeros(64), features, base))
-        found[weight] = head.options(features, base)[0, 0, 0].item()
+        found[weight] = actor.options(features, base)[0, 0, 0].item()
     assert found[0.0] > 0.3 and abs(found[10.0]) < 0.1
 
 
 def test_noise_is_valued_as_it_is_and_may_have_another_width_than_a_chunk():
-    settings = HeadConfig(name="noise", hidden_size=8)
-    head = NoiseHead(settings, F, A, num_numbers=5)
+    settings = ActorConfig(name="dsrl", hidden_size=8)
+    actor = DSRLActor(settings, F, A, num_numbers=5)
     r = torch.rand(B, 5) * 2 - 1
-    assert head.compose(torch.rand(B, 1, A), r) is r and head.num_critic_inputs == F + A + 5
-    learner, batch = SAC(SACConfig(head=settings), head, seed=1), a_batch()
+    assert actor.compose(torch.rand(B, 1, A), r) is r and actor.num_critic_inputs == F + A + 5
+    learner, batch = SAC(SACConfig(actor=settings), actor, seed=1), a_batch()
     batch.actions = r
     assert learner.target_entropy == -2.5 and learner.next_actions(batch)[0].shape == (B, 1, 5)
     assert not learner.next_actions(batch)[0].isnan().any() and torch.equal(
-        head.options(batch.features, batch.base), torch.zeros(B, 1, 5)
+        actor.options(batch.features, batch.base), torch.zeros(B, 1, 5)
     )
     learner.update(batch)
 
 
-@pytest.mark.parametrize("name", list(HEADS))
+@pytest.mark.parametrize("name", list(ACTORS))
 @pytest.mark.parametrize("kind", [SAC, TD3])
 def test_the_gradient_reaches_every_weight_of_a_head(kind, name):
-    config = kind.config_class(head=HeadConfig(name=name, hidden_size=8, num_candidates=1))
+    config = kind.config_class(actor=ActorConfig(name=name, hidden_size=8, num_candidates=1))
     torch.manual_seed(0)
-    learner = kind(config, HEADS.get(name)(config.head, F, A, kind.noise_std(config)), seed=1)
-    for number in range(4):  # the last layer begins at 0, the others follow it; TD3 trains the head every second time
+    learner = kind(config, ACTORS.get(name)(config.actor, F, A, kind.noise_std(config)), seed=1)
+    for number in range(4):  # the last layer starts at 0, the others follow it; TD3 trains the actor every second time
         learner.update(a_batch(number))
-    moments = learner.steps["head"].optimizer.state  # a step forgets the gradients themselves
-    for key, parameter in learner.head.named_parameters():
+    moments = learner.steps["actor"].optimizer.state  # a step forgets the gradients themselves
+    for key, parameter in learner.actor.named_parameters():
         assert moments[parameter]["exp_avg"].abs().sum() > 0, key
-    r = learner.head.mode(a_batch().features, a_batch().base)
+    r = learner.actor.mode(a_batch().features, a_batch().base)
     assert (r.abs() < 1).all() and (r != 0).any()
 
 

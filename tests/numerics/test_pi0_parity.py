@@ -97,11 +97,11 @@ def load(name, method="flow_sde", joint=False, num_steps=None, attn_implementati
                 "num_steps": num_steps or len(arrays["step_eps"]),
                 "noise_level": noise_level(name),
                 "value_hidden_sizes": hidden_sizes(heads, "value_head."),
-                "noise_hidden_sizes": hidden_sizes(heads, "noise_head."),
+                "noise_hidden_sizes": hidden_sizes(heads, "dsrl_actor."),
             },
         }
     )
-    for head in ("value_head", "noise_head"):
+    for head in ("value_head", "dsrl_actor"):
         module = getattr(model, head)
         if module is not None:
             module.load_state_dict(
@@ -135,7 +135,7 @@ def prefix_inputs(name):
 
 
 def array_named(name, stem):
-    """The array whose name begins with ``stem`` and its times: numbers in the name, or an array ``..._time``."""
+    """The array whose name starts with ``stem`` and its times: numbers in the name, or an array ``..._time``."""
     arrays = fixture(name)
     key = next(key for key in arrays if re.fullmatch(rf"{stem}(_t?[\d._]+)?", key))
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", key)]

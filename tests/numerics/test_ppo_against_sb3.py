@@ -139,7 +139,7 @@ def run_both(monkeypatch, num_updates: int, share: float = 1.0, **changed) -> di
     batch, told = recorded(model)
     other = their_model(told, batch, model, 0.2 * share)
     algorithm = PPO(PPOConfig(**section(settings, "algorithm")))
-    algorithm.clip_share = share
+    algorithm.clip_fraction = share
     worker = TrainWorker(
         model, TrainerConfig(**section(settings, "trainer")), temperature=1.0, micro_batch_size=MINIBATCH // 2 + 3,
         val_micro_batch_size=T * B, precision="fp32",

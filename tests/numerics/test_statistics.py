@@ -71,7 +71,7 @@ def test_returns_that_do_not_vary_have_no_explained_variance():
 def test_a_number_that_is_not_finite_does_not_pass_for_equal_advantages():
     for bad in (torch.nan, torch.inf):
         result = masked_normalize(torch.tensor([1.0, 2.0, bad]), torch.ones(3, dtype=torch.bool))
-        assert result.isnan().any(), "the loss then is not finite, and the step is refused"
+        assert result.isnan().any(), "the loss then is not finite, and the step is rejected"
 
 
 def test_the_explained_variance_is_that_of_numpy():

@@ -11,14 +11,14 @@ TOWERS = {
     "dinov2 with registers": {"timm_model_ids": ["vit_large_patch14_reg4_dinov2"]},
     "dinov2 without registers": {"timm_model_ids": ["vit_base_patch14_dinov2"]},
     "siglip": {"timm_model_ids": ["vit_so400m_patch14_siglip_224"]},
-    "siglip of small pictures": {"timm_model_ids": ["vit_so400m_patch14_siglip_224"], "mlp_stem_dim": 10},
+    "siglip of small images": {"timm_model_ids": ["vit_so400m_patch14_siglip_224"], "mlp_stem_dim": 10},
 }
 
 
 @pytest.mark.parametrize("is_modulated", [False, True], ids=["plain", "modulated"])
 @pytest.mark.parametrize("name", TOWERS)
 def test_gradients_of_features_are_central_differences(name, is_modulated):
-    """In float64, along a random direction of the pictures, of the text and of every weight that is used."""
+    """In float64, along a random direction of the images, of the text and of every weight that is used."""
     small = {"embed_dim": 8, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
     text = {
         "hidden_size": TEXT_DIM,
@@ -41,14 +41,14 @@ def test_gradients_of_features_are_central_differences(name, is_modulated):
     with torch.no_grad():
         for weight in tower.parameters():
             weight.copy_(0.3 * drawn(*weight.shape))
-    inputs = {"pictures": drawn(2, 3, 28, 28), "text": drawn(2, TEXT_DIM)}
-    moved = dict(tower.named_parameters()) | (inputs if is_modulated else {"pictures": inputs["pictures"]})
+    inputs = {"images": drawn(2, 3, 28, 28), "text": drawn(2, TEXT_DIM)}
+    moved = dict(tower.named_parameters()) | (inputs if is_modulated else {"images": inputs["images"]})
     for tensor in moved.values():
         tensor.requires_grad_()
     projection = drawn(2, 4, 8)
 
     def loss():
-        return (tower(inputs["pictures"], inputs["text"]) * projection).sum()
+        return (tower(inputs["images"], inputs["text"]) * projection).sum()
 
     gradients = torch.autograd.grad(loss(), list(moved.values()))
     with torch.no_grad():

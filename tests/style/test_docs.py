@@ -208,7 +208,7 @@ def test_errors_are_printed_as_the_page_says(command, printed, capsys, tmp_path,
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 2
     assert capsys.readouterr().err == printed
-    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "a rejected command leaves nothing behind"
 
 
 def test_the_loop_of_the_architecture_page_is_that_of_the_trainer():

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_LINE, MAX_CELL = 120, 300
 UNIT = re.compile(r"!?\[[^\]]*\]\([^)]*\)|`[^`]*`")
-"""Links, pictures and code, in which a line is not broken."""
+"""Links, images and code, in which a line is not broken."""
 
 
 def too_long(text: str) -> list[str]:

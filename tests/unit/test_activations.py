@@ -86,14 +86,14 @@ def test_a_loop_until_a_number_changes_ends(monkeypatch):
     (torch.bfloat16, False, "flash"), (torch.float32, False, "efficient"), (torch.bfloat16, True, "efficient"),
 ])  # fmt: skip
 def test_attention_keeps_no_scores(dtype, masked, kept):
-    rows, heads, length, width = 2, 4, 1024, 64
-    query = torch.empty(rows, heads, length, width, dtype=dtype, device="meta", requires_grad=True)
+    rows, actors, length, width = 2, 4, 1024, 64
+    query = torch.empty(rows, actors, length, width, dtype=dtype, device="meta", requires_grad=True)
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta") if masked else None
     with MetaBytes(nn.Identity()) as memory, AsOnGpu():
         before = memory.now
         nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask).sum()
         given = 2 * length * length * rows * (2 if dtype == torch.bfloat16 else 4) if masked else 0
-    assert memory.peak - before - given < heads * rows * length * length * 2 / 4, kept
+    assert memory.peak - before - given < actors * rows * length * length * 2 / 4, kept
     assert attend(query, query, query).shape == query.shape
 
 
@@ -175,8 +175,8 @@ def test_a_phase_that_clones_and_one_that_proposes_are_counted():
     model, rl, _ = measure(config)
     of_both = measure_passes(model, lambda rows: observation(config, rows), "fp32", ["sft", "rl"])
     assert of_both.updates.at(activations.MORE) >= rl.updates.at(activations.MORE)
-    head = measure_passes(model, lambda rows: observation(config, rows), "fp32", ["head"])
-    assert head.updates.at(8) == 0 < head.acts.at(8)
+    actor = measure_passes(model, lambda rows: observation(config, rows), "fp32", ["actor"])
+    assert actor.updates.at(8) == 0 < actor.acts.at(8)
 
 
 def test_sixteen_bits_by_autocast_keep_less():

@@ -93,7 +93,7 @@ def labels(dataset, seed=0, **settings):
 
 def test_a_step_back_is_labelled_as_bad(monkeypatch):
     dataset = walks()
-    is_good, is_back = labels(dataset, advantage_share=0.8, advantage_steps=1), dataset.actions[:, 0] < 0
+    is_good, is_back = labels(dataset, advantage_top_fraction=0.8, advantage_steps=1), dataset.actions[:, 0] < 0
     assert not is_good[is_back].any() and is_good.sum() == round(0.8 * len(dataset))
     returns, _ = steps_to_success(dataset.outcomes.success, dataset.last_rows)
     values = cross_fitted_values(torch.from_numpy(dataset.state), returns, dataset.last_rows, 0)
@@ -101,7 +101,7 @@ def test_a_step_back_is_labelled_as_bad(monkeypatch):
     # A person's rows are good whatever their values are.
     dataset.outcomes = replace(dataset.outcomes, intervention=is_back)
     monkeypatch.setattr(module, "cross_fitted_values", lambda features, returns, *rest: returns)
-    assert labels(dataset, advantage_share=0.0).tolist() == is_back.tolist()
+    assert labels(dataset, advantage_top_fraction=0.0).tolist() == is_back.tolist()
 
 
 def test_an_episode_is_valued_by_a_network_that_has_not_seen_it():
@@ -133,7 +133,7 @@ def test_each_instruction_has_its_share_of_good_rows(monkeypatch):
     monkeypatch.setattr(
         module, "cross_fitted_values", lambda features, returns, *rest: np.where(dataset.task_ids == 0, -9.0, 9.0)
     )
-    is_good = labels(dataset, advantage_share=0.5)
+    is_good = labels(dataset, advantage_top_fraction=0.5)
     counts = [
         (int(is_good[own].sum()), round(0.5 * own.sum())) for own in (dataset.task_ids == 0, dataset.task_ids == 1)
     ]
@@ -143,19 +143,19 @@ def test_each_instruction_has_its_share_of_good_rows(monkeypatch):
 def test_no_success_and_few_episodes_and_no_good_row_are_refused(monkeypatch):
     monkeypatch.setattr(module, "cross_fitted_values", lambda features, returns, *rest: returns)
     with pytest.raises(ConfigError, match="has 3 episodes, 3 of them with success"):
-        labels(walks(3), advantage_share=0.3)
+        labels(walks(3), advantage_top_fraction=0.3)
     dataset = walks(5)
     with pytest.raises(ConfigError, match="no row"):
-        labels(dataset, advantage_share=0.0)
+        labels(dataset, advantage_top_fraction=0.0)
     dataset.outcomes = replace(dataset.outcomes, success=np.zeros(len(dataset), bool))
     with pytest.raises(ConfigError, match="0 of them with success"):
-        labels(dataset, advantage_share=0.3)
+        labels(dataset, advantage_top_fraction=0.3)
 
 
 def test_rows_have_their_labels_two_times_of_three():
     dataset = walks(4)
     is_good = dataset.actions[:, 0] > 0
-    source = chosen(dataset, SFTConfig(advantage_share=0.3), is_good)
+    source = chosen(dataset, SFTConfig(advantage_top_fraction=0.3), is_good)
     observation, actions = source.rows(np.arange(len(source)))
     found = [
         (suffix, action > 0) for suffix, action in zip(observation.suffixes, actions[:, 0, 0].tolist(), strict=True)
@@ -213,7 +213,7 @@ def test_words_that_a_tokenizer_does_not_tell_apart_are_refused(policy, monkeypa
             return {"input_ids": [2 + known.index(word) if word in known else 9 for word in prompt.split()]}
 
     monkeypatch.setattr(model.processor, "tokenizer", Vocabulary())
-    with pytest.raises(ConfigError, match="sft.advantage_share"):
+    with pytest.raises(ConfigError, match="sft.advantage_top_fraction"):
         check_labels_are_read(model, seen())
 
 
@@ -222,12 +222,12 @@ def test_a_policy_that_reads_no_prompt_is_refused(tmp_path):
     config = run_config(tmp_path / "run", *words)
     model = build_policy(config)
     state = np.zeros((2, model.config.state_dim), np.float32)
-    with pytest.raises(ConfigError, match="sft.advantage_share"):
+    with pytest.raises(ConfigError, match="sft.advantage_top_fraction"):
         check_labels_are_read(model, replace(seen(), state=state))
 
 
 def test_cloning_with_labels_sets_the_words_by_which_the_policy_acts(tmp_path):
-    words = ("model=openvla_tiny", "env=tabletop", "sft.max_steps=1", "sft.advantage_share=0.3")
+    words = ("model=openvla_tiny", "env=tabletop", "sft.max_steps=1", "sft.advantage_top_fraction=0.3")
     assert run_config(tmp_path, *words).model.prompt_suffix == GOOD
     assert run_config(tmp_path, *words, "sft.max_steps=0").model.prompt_suffix is None
     for typed in (BAD, ""):
@@ -249,9 +249,10 @@ def test_players_are_refused(tmp_path):
     words = ("experiment=quickstart_recap", "sft.dataset=x")
     policy = (OpenVLAForRLActionPrediction, None)
     with pytest.raises(
-        ConfigError, match="advantage_share=0.2 with cluster.placement=split.*cluster.placement=colocated"
+        ConfigError,
+        match="advantage_top_fraction=0.2 with cluster.placement=disaggregated.*cluster.placement=colocated",
     ):
-        check_sft(run_config(tmp_path, *words, "trainer.max_steps=1", "cluster.placement=split"), policy)
+        check_sft(run_config(tmp_path, *words, "trainer.max_steps=1", "cluster.placement=disaggregated"), policy)
     with pytest.raises(ConfigError, match="not a folder"):  # the control gets further
         check_sft(run_config(tmp_path, *words), policy)
 
@@ -262,9 +263,11 @@ def test_a_run_keeps_its_labels_and_its_policy_acts_by_the_good_one(tmp_path, mo
         "evaluation.num_episodes=4", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
         "tracking.progress=false", "cluster.num_threads=1",
     )  # fmt: skip
-    settings = RobotConfig(real_time=False, teleoperator="scripted", record=str(tmp_path / "made"), person_error=0.1)
+    settings = RobotConfig(
+        real_time=False, teleoperator="scripted", record=str(tmp_path / "made"), expert_threshold=0.1
+    )
     robot(run_config(tmp_path / "eval", *words), settings)
-    labelled = (*words, "sft.advantage_share=0.5", "model.features=pooled", "sft.batch_size=4")
+    labelled = (*words, "sft.advantage_top_fraction=0.5", "model.features=pooled", "sft.batch_size=4")
     clone(tmp_path / "run", tmp_path / "made", *labelled, "sft.max_steps=1")
     kept = read_loop_state(resolve_checkpoint(tmp_path / "run"))["labels"]
     assert kept is not None and load_policy(tmp_path / "run", device="cpu").model.prompt_suffix == GOOD

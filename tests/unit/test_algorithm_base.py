@@ -1,4 +1,4 @@
-"""What a run asks the class of an algorithm: counts, bytes, and which runs are refused."""
+"""What a run asks the class of an algorithm: counts, bytes, and which runs are rejected."""
 
 from types import SimpleNamespace
 
@@ -66,7 +66,7 @@ GOOD, BAD = (Policy, {"values": True}), (Policy, {"values": False})
 
 
 @pytest.mark.parametrize(
-    "algorithm, policy, changes, refused",
+    "algorithm, policy, changes, rejected",
     [
         (Critic, GOOD, {}, None),
         (Critic, None, {}, None),
@@ -81,7 +81,7 @@ GOOD, BAD = (Policy, {"values": True}), (Policy, {"values": False})
     ],
 )
 def test_log_probabilities_of_the_rollout_are_refused_where_they_cannot_stand_for_the_trainers(
-    algorithm, policy, changes, refused
+    algorithm, policy, changes, rejected
 ):
     given = {"old_logprobs": "rollout", "ahead": 0, "tis_cap": None, "kl_coef": 0.0, "backend": "torch"} | changes
     config = SimpleNamespace(
@@ -89,8 +89,8 @@ def test_log_probabilities_of_the_rollout_are_refused_where_they_cannot_stand_fo
         cluster=SimpleNamespace(max_staleness=given["ahead"]),
         rollout=SimpleNamespace(backend=given["backend"]),
     )
-    if refused is None:
+    if rejected is None:
         algorithm.check_old_logprobs(config, policy)
         return
-    with pytest.raises(ConfigError, match=f"algorithm.old_logprobs=rollout with {refused}"):
+    with pytest.raises(ConfigError, match=f"algorithm.old_logprobs=rollout with {rejected}"):
         algorithm.check_old_logprobs(config, policy)

@@ -1,4 +1,4 @@
-"""PushT and the SO-101 arm: the package's own numbers, units, sentences, experts, and lighter meshes for pictures."""
+"""PushT and the SO-101 arm: the package's own numbers, units, sentences, experts, and lighter meshes for images."""
 
 import importlib.util
 
@@ -45,7 +45,7 @@ def test_pusht_has_the_packages_states_rewards_and_pictures():
 
 
 @needs_pusht
-def test_pusht_succeeds_above_95_percent_and_pays_the_share():
+def test_pusht_succeeds_above_95_percent_and_pays_the_fraction():
     simulator = pusht(dense="coverage")
     body = simulator._env.block
     goal = simulator._env.get_goal_pose_body(simulator._env.goal_pose)
@@ -198,16 +198,16 @@ def test_the_limits_sentences_and_steps_are_the_packages(arm):
 @needs_so101
 def test_pictures_of_light_meshes_show_the_scene_of_the_full_ones(arm):
     arm.reset(EpisodeSpec("so101", 0, 1, 0))
-    pictures = {}
+    images = {}
     for rendering in ("fast", "full"):
         arm.config.rendering = rendering
-        pictures[rendering] = arm._draw("wrist", 48).astype(int)
+        images[rendering] = arm._draw("wrist", 48).astype(int)
     arm.config.rendering = "fast"
     arm.reset(EpisodeSpec("so101", 0, 2, 0))
     other = arm._draw("wrist", 48).astype(int)
-    near = np.abs(pictures["fast"] - pictures["full"]).mean()
-    assert near < np.abs(other - pictures["full"]).mean(), "another scene looks as near"
-    red = [picture[..., 0] > 2 * picture[..., 1] + 40 for picture in pictures.values()]
+    near = np.abs(images["fast"] - images["full"]).mean()
+    assert near < np.abs(other - images["full"]).mean(), "another scene looks as near"
+    red = [image[..., 0] > 2 * image[..., 1] + 40 for image in images.values()]
     assert np.logical_and(*red).sum() > 0.8 * np.logical_or(*red).sum() > 0
 
 

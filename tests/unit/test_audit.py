@@ -110,7 +110,7 @@ def test_the_headline_tells_what_breaks_an_honest_policy(table, sees):
 
 
 def test_the_headline_tells_what_is_done_in_part_only():
-    """And each yes its share, by hand-made rows: another sentence costs half of the success, another picture all of it."""
+    """And each yes its fraction, by hand-made rows: another sentence costs half of the success, another image all of it."""
     clean, nothing = Success(96, 100), Success(0, 100)
     half, all_of_it = Pairs(48, 48, 0, 4), Pairs(0, 96, 0, 4)
     none = ConditionRow("", "", note="not possible")
@@ -119,7 +119,7 @@ def test_the_headline_tells_what_is_done_in_part_only():
         ("idle", "random"), ConditionRow("", "", nothing)
     )
     rows |= dict.fromkeys(keys, none) | {"swapped": ConditionRow("", "", Success(48, 100), half)}
-    rows["other_pictures"] = ConditionRow("", "", nothing, all_of_it)
+    rows["other_images"] = ConditionRow("", "", nothing, all_of_it)
     found = verdicts(rows, 0, {"baseline": Pairs(0, 0, 96, 4)})
     assert [(one.shown, one.is_partial) for one in found[2:4]] == [("yes (50%)", True), ("yes (100%)", False)]
     audit = Audit(list(rows.values()), found, 100)
@@ -206,17 +206,17 @@ def test_an_answer_needs_an_interval_on_one_side_of_a_quarter_of_the_stake():
 
 def test_a_policy_no_better_than_random_is_not_accused_of_deafness():
     """And what was not possible is told, by hand-made rows."""
-    rate, none = Success(15, 20), ConditionRow("", "", note="the env shows no pictures")
+    rate, none = Success(15, 20), ConditionRow("", "", note="the env shows no images")
     pairs = Pairs(15, 0, 0, 5)
     keys = "clean idle random swapped frozen pushed_replay other_actions".split()
     rows = {key: ConditionRow(key, key, rate, pairs) for key in keys}
-    rows |= {key: none for key in ("other_pictures", "black", "other_state", "seen")}
+    rows |= {key: none for key in ("other_images", "black", "other_state", "seen")}
     found = verdicts(rows, 2, {"baseline": pairs})
     assert [one.answer for one in found] == [NO, YES, *[UNTOLD] * 6]
     assert [one.is_fault for one in found] == [True, True, *[False] * 6]
     better = rows | {"idle": ConditionRow("", "", Success(0, 20)), "random": ConditionRow("", "", Success(0, 20))}
     found = verdicts(better, 0, {"baseline": Pairs(0, 0, 15, 5)})
-    assert found[3].reason == "the env shows no pictures" and not found[3].is_fault
+    assert found[3].reason == "the env shows no images" and not found[3].is_fault
     brighter = ConditionRow("", "camera front brighter", Success(0, 20), Pairs(0, 15, 0, 5))
     broken = verdicts(better | {"brighter_front": brighter}, 0, {"baseline": Pairs(0, 0, 15, 5)})[-1]
     assert (broken.answer, broken.is_fault, broken.is_good) == (YES, False, False), "a yes that is bad news"
@@ -241,9 +241,9 @@ def test_other_sentences_ask_for_something_else():
 
 
 def test_pictures_are_shifted_to_the_right_and_brightened_up_to_white():
-    picture = np.arange(16, dtype=np.uint8).reshape(1, 1, 16, 1).repeat(3, axis=3) * 16
-    assert shift(picture)[0, 0, :, 0].tolist() == [0, *range(0, 240, 16)]
-    assert brighten(picture)[0, 0, [0, 5, 15], 0].tolist() == [0, 104, 255]
+    image = np.arange(16, dtype=np.uint8).reshape(1, 1, 16, 1).repeat(3, axis=3) * 16
+    assert shift(image)[0, 0, :, 0].tolist() == [0, *range(0, 240, 16)]
+    assert brighten(image)[0, 0, [0, 5, 15], 0].tolist() == [0, 104, 255]
 
 
 def test_the_table_moves_its_objects_and_its_cameras_and_nothing_else(table):
@@ -273,7 +273,7 @@ def test_what_an_audit_does_not_do_is_refused(tmp_path):
     check(config)
     wrongs = {
         "evaluation": {"stop_when": 0.1, "compare": "a", "split": "train"},
-        "cluster": {"num_players": 2, "num_processes": 2},
+        "cluster": {"num_rollout_workers": 2, "num_processes": 2},
     }
     for section, key, value in ((section, *item) for section, values in wrongs.items() for item in values.items()):
         wrong = replace(config, **{section: replace(getattr(config, section), **{key: value})})

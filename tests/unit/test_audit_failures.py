@@ -1,4 +1,4 @@
-"""Audits in which something fails: what the policy refuses is a row, and what is lost or broken ends the audit."""
+"""Audits in which something fails: what the policy rejects is a row, and what is lost or broken ends the audit."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from rlinf.errors import (
     ConfigError,
     NonFiniteError,
     PolicyServerError,
-    RefusedRequestError,
+    RejectedRequestError,
     SimulatorError,
 )
+from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.auditor import Auditor
 from rlinf.evaluation.compare import Pairs
 from rlinf.evaluation.disturbed_env import EpisodeRecord
-from rlinf.evaluation.kept_audit import KeptAudit
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.evaluation.verdicts import NO, UNTOLD, YES, ConditionRow, judged_verdict, verdicts
 from rlinf.types import EpisodeResult, EpisodeSpec
@@ -59,16 +59,16 @@ def audited(policy, env):
 
 
 @pytest.mark.parametrize(
-    ("refusal", "note"),
+    ("rejection", "note"),
     [
         (ConfigError("no instruction"), "no instruction"),
-        (RefusedRequestError("ws://a answers: no instruction"), "ws://a answers: no instruction"),
+        (RejectedRequestError("ws://a answers: no instruction"), "ws://a answers: no instruction"),
         (np.full((6, 2), np.nan), "returned actions of the shape [6, 1, 2]"),
     ],
     ids=["error", "server", "nan"],
 )
-def test_what_a_policy_refuses_is_a_row(refusal, note, table):
-    audit, rows = audited(Fails(is_blank, refusal), table)
+def test_what_a_policy_refuses_is_a_row(rejection, note, table):
+    audit, rows = audited(Fails(is_blank, rejection), table)
     assert rows["blank"].success is None and note in rows["blank"].note
     assert rows["black"].success is not None and rows["pushed"].success is not None and len(audit.verdicts) == 8
 
@@ -87,28 +87,28 @@ def test_a_policy_that_refuses_everything_from_then_on_ends_the_audit(table):
             self.gone = self.gone or is_blank(seen)
             return self.gone
 
-    with pytest.raises(RefusedRequestError, match="out of memory"):
-        audited(Fails(IsGone(), RefusedRequestError("out of memory")), table)
+    with pytest.raises(RejectedRequestError, match="out of memory"):
+        audited(Fails(IsGone(), RejectedRequestError("out of memory")), table)
 
 
 def test_questions_whose_conditions_were_refused_cannot_be_told():
     """By hand-made rows of a policy that succeeds in 90 of 100 episodes, and in 5 by the actions of others."""
-    clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="refused")
+    clean, none = ConditionRow("clean", "", Success(90, 100)), ConditionRow("", "", note="rejected")
     costs, nothing = Pairs(5, 85, 0, 10), Pairs(90, 0, 0, 10)
     changed = {key: ConditionRow(key, key, pairs.b, pairs) for key, pairs in (
-        ("swapped", costs), ("other_pictures", costs), ("other_state", costs), ("frozen", costs), ("other_actions", costs),
+        ("swapped", costs), ("other_images", costs), ("other_state", costs), ("frozen", costs), ("other_actions", costs),
         ("pushed_replay", costs), ("paraphrased", nothing), ("idle", costs), ("random", costs),
     )}  # fmt: skip
     rows = {"clean": clean, "seen": ConditionRow("seen", "", Success(90, 100)), **changed}
     matched = {"baseline": Pairs(5, 0, 85, 10), "pushed": Pairs(5, 0, 85, 10)}
 
-    def answers(**refused: ConditionRow) -> list[str]:
-        return [f"{one.answer}: {one.reason}" for one in verdicts(rows | refused, 0, matched)[5:]]
+    def answers(**rejected: ConditionRow) -> list[str]:
+        return [f"{one.answer}: {one.reason}" for one in verdicts(rows | rejected, 0, matched)[5:]]
 
     reacts, remembers, breaks = answers()
     assert reacts.startswith(YES) and remembers.startswith(NO) and breaks.startswith(NO), "a control"
     reacts, remembers, breaks = answers(frozen=none, seen=none, paraphrased=none)
-    assert reacts == f"{UNTOLD}: refused" and remembers.startswith(f"{UNTOLD}: refused")
+    assert reacts == f"{UNTOLD}: rejected" and remembers.startswith(f"{UNTOLD}: rejected")
     assert breaks == f"{UNTOLD}: none of them was possible"
 
 
@@ -120,7 +120,7 @@ def test_an_audit_tells_whether_the_seen_success_is_true():
             return np.zeros((len(seen), 2), dtype=np.float32)
 
     for rate, answer in ((1.0, NO), (1e-9, UNTOLD)):  # nothing is seen, so nothing is to be true
-        env = make_env(replace(CONFIG, success_false_positives=rate), 6, auto_reset=False)
+        env = make_env(replace(CONFIG, success_label_noise=rate), 6, auto_reset=False)
         audit, rows = audited(Idle(), env)
         env.close()
         assert rows["clean"].success.successes == 6 * (rate == 1.0)
@@ -155,7 +155,7 @@ def test_conditions_that_need_another_episode_play_those_that_have_one():
 
     rows = rows_of([*reach[:3], zone[0]])
     assert rows["clean"].success == Success(4, 4)
-    for key in ("other_actions", "other_pictures", "other_state"):
+    for key in ("other_actions", "other_images", "other_state"):
         assert rows[key].success.episodes == rows[key].pairs.episodes == rows[key].pairs.a.successes == 3, key
     rows = rows_of([reach[0], zone[0]])
     env.close()
@@ -175,13 +175,13 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         for number, spec in enumerate(specs)
     }
     result = EvaluationResult([EpisodeResult(spec, "dot", True, 1.0, 2) for spec in specs], warnings=["a warning"])
-    kept = KeptAudit(tmp_path, "one", {"weights": {"a": 1}})
+    kept = AuditCheckpoint(tmp_path, "one", {"weights": {"a": 1}})
     assert kept.result("black_front/left", specs) is None and list(tmp_path.iterdir()) == []
     (tmp_path / "audit.partial").mkdir()
     kept.add_records(records, specs)
     for key in ("clean", "black_front/left"):
         kept.add(key, result)
-    again = KeptAudit(tmp_path, "one", {"weights": {"a": 1}})
+    again = AuditCheckpoint(tmp_path, "one", {"weights": {"a": 1}})
     assert again.num_known == 2 and again.result("black_front/left", specs) == result
     for spec, found in again.records(specs).items():
         expected = records[spec]
@@ -190,13 +190,13 @@ def test_what_is_kept_of_an_audit_is_read_as_it_was_and_refused_where_it_is_dama
         assert [one.tolist() for one in found.actions] == [one.tolist() for one in expected.actions]
     said = "2 conditions .* audit of one, this one is of two, .* weights.a: saved 1, present 2"
     with pytest.raises(ConfigError, match=said):
-        KeptAudit(tmp_path, "two", {"weights": {"a": 2}})
+        AuditCheckpoint(tmp_path, "two", {"weights": {"a": 2}})
     with pytest.raises(CheckpointError, match="holds other episodes"):
         again.result("clean", specs[::-1])
     for name, read in (
         ("records.npz", lambda: again.records(specs)),
         ("clean.json", lambda: again.result("clean", specs)),
-        ("conditions.json", lambda: KeptAudit(tmp_path, "one", {"weights": {"a": 1}})),
+        ("conditions.json", lambda: AuditCheckpoint(tmp_path, "one", {"weights": {"a": 1}})),
     ):
         path = tmp_path / "audit.partial" / name
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

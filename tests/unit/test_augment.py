@@ -95,7 +95,7 @@ def test_contrast_stretches_each_channel_about_its_mean(uniform):
     factor = 1 + (2 * uniform - 1) * 0.2
     found = augment_image(source, only(contrast=0.2), drawn(contrast=uniform))
     for channel in range(3):
-        # Pillow stretches a grey picture about its mean, rounded to a whole level.
+        # Pillow stretches a grey image about its mean, rounded to a whole level.
         grey = Image.fromarray(source[..., channel])
         expected = np.asarray(ImageEnhance.Contrast(grey).enhance(factor))
         assert gap(found[..., channel], expected) <= ROUNDING
@@ -142,9 +142,9 @@ def test_nothing_is_changed_where_nothing_is_asked_for():
 
 
 def observed(num_rows: int) -> Observation:
-    pictures = np.stack([image(row) for row in range(num_rows)])
+    images = np.stack([image(row) for row in range(num_rows)])
     return Observation(
-        {"front": pictures, "wrist": pictures.copy()}, np.zeros((num_rows, 2), np.float32), ["go"] * num_rows
+        {"front": images, "wrist": images.copy()}, np.zeros((num_rows, 2), np.float32), ["go"] * num_rows
     )
 
 

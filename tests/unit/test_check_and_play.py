@@ -13,7 +13,7 @@ from rlinf.commands.audit import NOT_KNOWN, audit, configured, seen_episodes
 from rlinf.commands.hydra_app import parse
 from rlinf.contracts.env import PROPERTIES
 from rlinf.envs import make_env
-from rlinf.evaluation.kept_audit import KeptAudit
+from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.seeding import derive_seed
 
 DOT = """
@@ -174,7 +174,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
     words = [f"checkpoint={run}", "evaluation.num_episodes=3"]
     assert main(["audit", *words]) == 0
     printed = capsys.readouterr().out
-    for part in ("as evaluated", "/3", "all cameras black", "not possible here: the env shows no pictures", "of its first rollouts",
+    for part in ("as evaluated", "/3", "all cameras black", "not possible here: the env shows no images", "of its first rollouts",
                  "Does it read the instruction?", "Does it use the robot's state?"):  # fmt: skip
         assert part in printed, part
     (folder,) = here.glob("outputs/tabletop_ppo_mlp/audit_*")
@@ -191,7 +191,7 @@ def test_an_audit_prints_its_rows_and_answers_and_writes_a_page(run, here, capsy
 def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_only(run, here, capsys, monkeypatch):
     words = [f"checkpoint={run}", "env.tasks=[reach]", "evaluation.num_episodes=2"]
     assert main(["audit", *words, "output_dir=whole"]) == 0 and not (here / "whole" / "audit.partial").exists()
-    add, played = KeptAudit.add, []
+    add, played = AuditCheckpoint.add, []
 
     def counted(self, key, result):
         played.append(key)
@@ -202,7 +202,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
             raise KeyboardInterrupt
         counted(self, key, result)
 
-    monkeypatch.setattr(KeptAudit, "add", stopped)
+    monkeypatch.setattr(AuditCheckpoint, "add", stopped)
     with pytest.raises(KeyboardInterrupt):
         audit(configured(parse([*words, "output_dir=parts"])))
     assert "5 conditions are kept in parts; the same command with output_dir=parts continues" in capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_an_interrupted_audit_goes_on_where_it_stopped_and_with_the_same_policy_
         assert main(["audit", *other]) == EXIT_USER_ERROR
         printed = capsys.readouterr().err
         assert both in printed and "holds 5 conditions" in printed and "output_dir=<another folder>" in printed
-    monkeypatch.setattr(KeptAudit, "add", counted)
+    monkeypatch.setattr(AuditCheckpoint, "add", counted)
     assert main(["audit", *words, "output_dir=parts"]) == 0
     found = [(here / name / "audit.json").read_text() for name in ("whole", "parts")]
     assert found[0] == found[1] and "5 conditions are known" in capsys.readouterr().out

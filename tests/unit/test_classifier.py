@@ -37,7 +37,7 @@ COLOURS = {"make it red": 0, "make it blue": 2}
 INSTRUCTIONS = list(COLOURS)
 
 
-def picture(instruction: int, count: int, goal: int) -> np.ndarray:
+def image(instruction: int, count: int, goal: int) -> np.ndarray:
     """A dark square that lights up in the colour of the instruction once ``count`` has reached ``goal``."""
     shown = np.full((SIDE, SIDE, 3), 40, dtype=np.uint8)
     if count >= goal:
@@ -55,7 +55,7 @@ def write(folder, num_episodes=40, camera="front", success=True, shuffled=False)
         for episode in range(num_episodes):
             goal = 3 if success and episode % 3 else 99
             told = np.arange(1, 7) >= (generator.choice([3, 99]) if shuffled else goal)
-            frames = np.stack([picture(episode % 2, count, goal) for count in range(6)])
+            frames = np.stack([image(episode % 2, count, goal) for count in range(6)])
             writer.add_episode(
                 {camera: frames}, None, np.zeros((6, 1), np.float32), INSTRUCTIONS[episode % 2],
                 rewards=np.zeros(6, np.float32), success=told, truncated=True,
@@ -72,7 +72,7 @@ def data(tmp_path_factory):
 def trained(data, tmp_path_factory):
     """The folder of a classifier that was trained by the command."""
     folder = tmp_path_factory.mktemp("classifier") / "out"
-    assert main(["classifier", f"data={data}", f"output_dir={folder}", "num_steps=60", "num_parts=2"]) == 0
+    assert main(["classifier", f"data={data}", f"output_dir={folder}", "num_steps=60", "num_folds=2"]) == 0
     return str(folder)
 
 
@@ -102,7 +102,7 @@ class LampEnv(VectorEnv):
         return SimulatorStep(np.zeros(len(ids), np.float32), self.counts[ids] == self.goals[ids] + self.late)
 
     def _observe(self, ids):
-        shown = [picture(self.tasks[i], self.counts[i], self.goals[i]) for i in ids]
+        shown = [image(self.tasks[i], self.counts[i], self.goals[i]) for i in ids]
         return Observation({"front": np.stack(shown)}, None, [INSTRUCTIONS[self.tasks[i]] for i in ids])
 
 
@@ -135,13 +135,13 @@ def test_labels_end_with_the_first_frame_after_a_success():
     success = np.array(
         [0, 1, 1, 1, 0, 0, 0, 0, 1], dtype=bool
     )  # the last episode ended at its success: no frame shows it
-    rows, labels = label_rows(episodes, success, last_frames=0, most_failures=None, seed=0)
+    rows, labels = label_rows(episodes, success, tail_frames=0, most_failures=None, seed=0)
     assert rows.tolist() == [0, 1, 2, 4, 5, 6, 7, 8] and np.flatnonzero(labels).tolist() == [2]
-    rows, labels = label_rows(episodes, success, last_frames=1, most_failures=None, seed=0)
+    rows, labels = label_rows(episodes, success, tail_frames=1, most_failures=None, seed=0)
     assert rows[labels].tolist() == [2, 3, 8] and rows[~labels].tolist() == [0, 1, 4, 5, 6, 7]
-    rows, labels = label_rows(episodes, success, last_frames=9, most_failures=None, seed=0)
+    rows, labels = label_rows(episodes, success, tail_frames=9, most_failures=None, seed=0)
     assert rows[labels].tolist() == [0, 1, 2, 3, 7, 8], "all of an episode that is shorter"
-    rows, labels = label_rows(episodes, success, last_frames=0, most_failures=1, seed=0)
+    rows, labels = label_rows(episodes, success, tail_frames=0, most_failures=1, seed=0)
     assert labels.tolist() == [False, True, False, False]
     assert rows[:2].tolist() == [1, 2]  # the last failure before the success
     assert len({label_rows(episodes, success, 0, 1, seed)[0][2] for seed in range(20)}) > 1  # drawn where it fails
@@ -156,8 +156,8 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
             super().__init__()
             self.number = number
 
-        def forward(self, pictures, sentences):
-            return torch.full((len(pictures),), float(self.number))
+        def forward(self, images, sentences):
+            return torch.full((len(images),), float(self.number))
 
     def fake(frames, num_sentences, config, number):
         seen[number] = set(frames.episodes.tolist())
@@ -167,26 +167,24 @@ def test_each_frame_is_scored_by_networks_that_have_not_seen_its_episode(monkeyp
     episodes = np.repeat(np.arange(12), 5)
     zeros = np.zeros(60, dtype=np.int64)
     frames = LabelledFrames(np.zeros((60, 8, 8, 3), np.uint8), zeros, np.arange(60) % 5 == 0, episodes)
-    logits, networks = cross_fitted(frames, 1, ClassifierConfig(num_parts=3))
+    logits, networks = cross_fitted(frames, 1, ClassifierConfig(num_folds=3))
     assert len(networks) == 3 and [len(each) for each in seen.values()] == [8] * 3
     wanted = [sum(4**number for number in seen if episode not in seen[number]) for episode in episodes]
     assert logits.tolist() == wanted and set(wanted) == {1, 4, 16}
-    whole = SuccessClassifier(networks, {}).logits(frames.pictures[:3], zeros[:3])
+    whole = SuccessClassifier(networks, {}).logits(frames.images[:3], zeros[:3])
     assert whole.tolist() == pytest.approx([(1 + 4 + 16) / 3] * 3)
 
 
 def test_each_row_is_judged_by_its_own_instruction():
-    """One picture under three instructions, in an order of their own; the weights are random."""
+    """One image under three instructions, in an order of their own; the weights are random."""
     torch.manual_seed(0)
     about = {"instructions": ["red", "blue", "green"], "camera": "front"}
     classifier, rows = SuccessClassifier([SuccessNetwork(3)], about), [2, 0, 1, 1, 0, 2]
-    pictures = np.repeat(np.random.default_rng(0).integers(0, 256, (1, SIDE, SIDE, 3), dtype=np.uint8), 6, axis=0)
-    alone = [classifier.logits(pictures[:1], np.array([number])).item() for number in range(3)]
-    assert classifier.logits(pictures, np.array(rows)).tolist() == pytest.approx([alone[row] for row in rows])
+    images = np.repeat(np.random.default_rng(0).integers(0, 256, (1, SIDE, SIDE, 3), dtype=np.uint8), 6, axis=0)
+    alone = [classifier.logits(images[:1], np.array([number])).item() for number in range(3)]
+    assert classifier.logits(images, np.array(rows)).tolist() == pytest.approx([alone[row] for row in rows])
     about["threshold"] = sum(sorted(alone)[:2]) / 2
-    found = classifier.sees_success(
-        Observation({"front": pictures}, None, [about["instructions"][row] for row in rows])
-    )
+    found = classifier.sees_success(Observation({"front": images}, None, [about["instructions"][row] for row in rows]))
     assert found.tolist() == [alone[row] > min(alone) for row in rows] and 0 < found.sum() < 6
 
 
@@ -198,16 +196,16 @@ def test_each_frame_is_learned_with_its_own_instruction(data, monkeypatch):
     seen = []
 
     class Told(SuccessNetwork):
-        def forward(self, pictures, sentences):
-            seen.append((pictures[:, 0, 0, 0].long(), sentences))
-            return super().forward(pictures, sentences)
+        def forward(self, images, sentences):
+            seen.append((images[:, 0, 0, 0].long(), sentences))
+            return super().forward(images, sentences)
 
     monkeypatch.setattr(command, "SuccessNetwork", Told)
-    monkeypatch.setattr(command, "changed", lambda pictures, mirror, generator: torch.from_numpy(pictures))
+    monkeypatch.setattr(command, "changed", lambda images, mirror, generator: torch.from_numpy(images))
     sentences = np.arange(30) % 3
-    pictures = np.zeros((30, 8, 8, 3), np.uint8) + sentences[:, None, None, None].astype(np.uint8)
+    images = np.zeros((30, 8, 8, 3), np.uint8) + sentences[:, None, None, None].astype(np.uint8)
     command.train(
-        LabelledFrames(pictures, sentences, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
+        LabelledFrames(images, sentences, np.arange(30) < 15, np.arange(30)), 3, ClassifierConfig(num_steps=2), 0
     )
     for shown, told in seen:
         own = len(told) * 3 // 4
@@ -226,7 +224,7 @@ def test_two_datasets_are_joined_as_different_episodes():
         for value in (1, 2)
     )
     found = one.joined(other)
-    assert found.episodes.tolist() == [0, 1, 2, 3] and found.pictures[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
+    assert found.episodes.tolist() == [0, 1, 2, 3] and found.images[:, 0, 0, 0].tolist() == [1, 1, 2, 2]
 
 
 def test_pictures_are_mirrored_only_if_asked():
@@ -263,7 +261,7 @@ def test_the_command_writes_its_numbers_and_sees_what_it_was_taught(trained, cap
     assert about["errors"]["false_positives"]["count"] == about["errors"]["false_negatives"]["count"] == 0
     found = SuccessClassifier.load(trained)
     seen = Observation(
-        {"front": np.stack([picture(0, 3, 3), picture(0, 2, 3), picture(1, 3, 3)])}, None, [INSTRUCTIONS[0]] * 3
+        {"front": np.stack([image(0, 3, 3), image(0, 2, 3), image(1, 3, 3)])}, None, [INSTRUCTIONS[0]] * 3
     )
     assert found.sees_success(seen).tolist() == [True, False, False]  # blue is no success of "make it red"
     with torch.autocast("cpu", torch.bfloat16):  # as an env steps inside a rollout
@@ -285,7 +283,7 @@ def test_a_manifest_knows_the_classifier_and_not_only_its_folder(trained, tmp_pa
 def test_shuffled_labels_give_no_classifier(tmp_path):
     data = write(tmp_path / "shuffled", shuffled=True)
     with pytest.raises(ConfigError, match="required: clearly fewer"):
-        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_steps=40, num_parts=2))
+        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_steps=40, num_folds=2))
     assert not (tmp_path / "out").exists()
 
 
@@ -301,8 +299,8 @@ def test_frames_that_do_not_fit_are_refused_before_training(data, tmp_path, monk
     other = write(tmp_path / "other", 6, **settings)
     with pytest.raises(ConfigError, match=words):
         classifier(ClassifierConfig(data=data, test=other, output_dir=str(tmp_path / "out")))
-    with pytest.raises(ConfigError, match="has 40 episodes; required: num_parts=41"):
-        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_parts=41))
+    with pytest.raises(ConfigError, match="has 40 episodes; required: num_folds=41"):
+        classifier(ClassifierConfig(data=data, output_dir=str(tmp_path / "out"), num_folds=41))
 
 
 def test_the_classifier_decides_on_success_reward_and_end(trained):
@@ -370,19 +368,19 @@ def test_a_row_that_loses_its_simulator_begins_again(trained):
 
 def test_planted_false_positives_are_a_function_of_the_episode_with_the_given_rate():
     episodes = [spec(99, seed=seed) for seed in range(400)]
-    env = lamp(16, success_false_positives=0.3)
+    env = lamp(16, success_label_noise=0.3)
     found = play(env, episodes)
     assert not any(one.true_success for one in found)
     planted = [one for one in found if one.success]
     assert wilson_interval(len(planted), 400)[0] < 0.3 < wilson_interval(len(planted), 400)[1]
     assert {one.num_env_steps for one in planted} == set(range(1, 9))
-    assert play(lamp(5, success_false_positives=0.3), episodes[:40], chunk_len=3) == found[:40]
-    true = play(lamp(16, success_false_positives=1.0), [spec(0, seed=seed) for seed in range(64)])
+    assert play(lamp(5, success_label_noise=0.3), episodes[:40], chunk_len=3) == found[:40]
+    true = play(lamp(16, success_label_noise=1.0), [spec(0, seed=seed) for seed in range(64)])
     assert all(one.success for one in true)
     # A true success counts unless the planted one comes before its step, the fourth.
     assert {one.num_env_steps for one in true if one.true_success} == {4}
     assert {one.num_env_steps for one in true if not one.true_success} == {1, 2, 3}
-    assert all(one.true_success is None for one in play(lamp(success_false_positives=0.0), [spec(0)]))
+    assert all(one.true_success is None for one in play(lamp(success_label_noise=0.0), [spec(0)]))
 
 
 def test_an_evaluation_tells_both(trained):
@@ -416,6 +414,6 @@ def test_the_folder_of_an_earlier_version_is_refused(trained, tmp_path):
 
 def test_more_episodes_are_learned_from_too(data, tmp_path):
     other = write(tmp_path / "other", 6)
-    config = ClassifierConfig(data=data, more=other, output_dir=str(tmp_path / "out"), num_steps=30, num_parts=2)
+    config = ClassifierConfig(data=data, more=other, output_dir=str(tmp_path / "out"), num_steps=30, num_folds=2)
     about = classifier(config).about
     assert (about["frames"], about["successes"], about["networks"]) == (46 * 6 - 30 * 2, 30, 2)

@@ -1,4 +1,4 @@
-"""The command line on top of a checkpoint: what is taken over, what a resumed run tells, and what is refused."""
+"""The command line on top of a checkpoint: what is taken over, what a resumed run tells, and what is rejected."""
 
 import json
 from pathlib import Path
@@ -130,18 +130,24 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
 
 def test_evaluate_takes_the_saved_configuration_but_not_who_trained_it_and_the_overrides(saved_run, monkeypatch):
     pytest.importorskip("ray", reason="not installed: ray; extra 'ray'")
-    trained = {"num_processes": 2, "num_players": 4, "start": "ray", "placement": "split", "max_restarts": 7}
+    trained = {
+        "num_processes": 2,
+        "num_rollout_workers": 4,
+        "start": "ray",
+        "placement": "disaggregated",
+        "max_restarts": 7,
+    }
     saved = yaml.safe_load((saved_run / "config.yaml").read_text())
     saved["cluster"] |= trained
     (saved_run / "config.yaml").write_text(yaml.safe_dump(saved))
     calls = []
     monkeypatch.setattr("rlinf.commands.evaluate.evaluate", calls.append)
-    for words in (["evaluation.num_episodes=7"], ["cluster.start=ray", "cluster.num_players=3"]):
+    for words in (["evaluation.num_episodes=7"], ["cluster.start=ray", "cluster.num_rollout_workers=3"]):
         assert main(["evaluate", f"checkpoint={saved_run}", *words]) == 0
     config = calls[0]
     assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
     assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
-    names = ("num_processes", "num_players", "start", "placement", "max_restarts")
+    names = ("num_processes", "num_rollout_workers", "start", "placement", "max_restarts")
     found = [[getattr(each.cluster, name) for name in names] for each in calls]
     # The last one is a control: other keys come from the checkpoint.
     assert found == [[1, None, "auto", "colocated", 7], [1, 3, "ray", "colocated", 7]]

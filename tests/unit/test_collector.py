@@ -292,7 +292,7 @@ def test_a_failure_or_an_interrupt_ends_all_threads_with_their_chunk(failing_thr
     try:
         with pytest.raises(SimulatorError if failure is raise_error else KeyboardInterrupt):
             collector.collect(SlowPolicy(), 0, 0, needs_values=False)
-        with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
+        with ThreadPoolExecutor(1) as fresh:  # torch's own threads start like this one
             assert fresh.submit(torch.get_num_threads).result() == 4  # each thread had two
     finally:
         torch.set_num_threads(num_threads)

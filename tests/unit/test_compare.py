@@ -1,4 +1,4 @@
-"""Paired comparison: test and interval by published numbers and enumeration; what cannot be compared is refused."""
+"""Paired comparison: test and interval by published numbers and enumeration; what cannot be compared is rejected."""
 
 import itertools
 import json
@@ -159,21 +159,21 @@ def test_other_lists_are_refused_with_the_number_in_common():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "refused"),
+    ("first", "second", "rejected"),
     [({}, {"greedy": False}, "greedy"), ({"greedy": False}, {"greedy": False, "temperature": 0.5}, "temperature"),
      ({"greedy": False}, {"greedy": False, "seed": 1}, "seed"), ({}, {"temperature": 0.5, "seed": 1}, None)],
 )  # fmt: skip
-def test_actions_that_were_drawn_in_another_way_are_refused(tmp_path, first, second, refused):
+def test_actions_that_were_drawn_in_another_way_are_refused(tmp_path, first, second, rejected):
     """Temperature and seed only where actions are sampled."""
     results = [replace(result_of(A), **first), replace(result_of(B), **second)]
     a, b = (written(tmp_path / name, result, manifest()) for name, result in zip("ab", results, strict=True))
-    if refused is None:
+    if rejected is None:
         assert compare(*results).mismatches == compare_folders(a, b).mismatches == []
         return
     for comparing in (lambda *allow: compare(*results, *allow), lambda *allow: compare_folders(a, b, *allow)):
-        with pytest.raises(ManifestMismatchError, match=rf"  {refused}: saved .*\n.*allow_mismatch=\[{refused}\]"):
+        with pytest.raises(ManifestMismatchError, match=rf"  {rejected}: saved .*\n.*allow_mismatch=\[{rejected}\]"):
             comparing()
-        assert [text.partition(":")[0] for text in comparing([refused]).mismatches] == [refused]
+        assert [text.partition(":")[0] for text in comparing([rejected]).mismatches] == [rejected]
 
 
 def test_folders_are_compared_and_the_page_shows_it(tmp_path):

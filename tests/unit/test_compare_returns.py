@@ -16,11 +16,11 @@ from rlinf.report.runs import read_runs, sweep_table, write_runs_report
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
-def result_of(returns, tells_success=False) -> EvaluationResult:
+def result_of(returns, reports_success=False) -> EvaluationResult:
     rows = [
         EpisodeResult(EpisodeSpec("x", 0, i, 0), f"task {i % 2}", False, value, 4) for i, value in enumerate(returns)
     ]
-    return EvaluationResult(rows, tells_success=tells_success)
+    return EvaluationResult(rows, reports_success=reports_success)
 
 
 A = [-900.0, -100.0, -500.0, -300.0, -700.0, -200.0]

@@ -39,13 +39,13 @@ def offered(line, capsys):
         ("rlinf train algorithm=grpo algorithm.scale_b", ["algorithm.scale_by_std="]),
         (
             "rlinf train experiment=metaworld_residual algorithm.ta",
-            ["algorithm.tau=", "algorithm.target_every=", "algorithm.target_entropy="],
+            ["algorithm.tau=", "algorithm.target_update_interval=", "algorithm.target_entropy="],
         ),
         ("rlinf train algorithm.ta", []),
         ("rlinf train no_such_section.k", []),
         ("rlinf train env=no_such_env env.ta", ["env.tasks="]),
         ("rlinf why outputs/", []),
-        ("rlinf robot max_", ["max_change=", "max_failures="]),
+        ("rlinf robot max_", ["max_relative_target=", "max_failures="]),
         ("rlinf robot success=", ["env", "person", "page"]),
         ("rlinf robot real_time=", ["true", "false"]),
         ("rlinf robot evaluation.gre", ["evaluation.greedy="]),
@@ -146,7 +146,7 @@ def test_help_of_train_is_one_screen_and_the_help_of_hydra_is_still_there(capsys
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 140
-    words = ["usage: rlinf train", "experiment=quickstart", "quickstart_chunk", "openvla_tiny", "grpo", "--hydra-help"]
+    words = ["usage: rlinf train", "experiment=quickstart", "quickstart_rlt", "openvla_tiny", "grpo", "--hydra-help"]
     assert [word for word in words if word not in text] == []
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--hydra-help"])

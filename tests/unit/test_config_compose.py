@@ -92,8 +92,8 @@ def test_a_preset_sets_what_was_not_set_explicitly(tmp_path):
     mine = compose_config(["experiment=mine", "algorithm.normalize_over=rollout"], str(tmp_path))
     found = (mine.algorithm.gae_lambda, mine.trainer.clip_together, mine.algorithm.normalize_over, mine.algorithm.gamma)
     assert found == (0.8, False, "rollout", 0.99)
-    head = compose_config(["algorithm=sac", "algorithm.preset=sb3", "algorithm.head.hidden_size=7"]).algorithm.head
-    assert (head.hidden_size, head.layer_norm) == (7, False)
+    actor = compose_config(["algorithm=sac", "algorithm.preset=sb3", "algorithm.actor.hidden_size=7"]).algorithm.actor
+    assert (actor.hidden_size, actor.layer_norm) == (7, False)
     saved = to_mapping(build_config(compose_config(["algorithm.gamma=0.5"])))
     assert compose_on_saved(saved, ["algorithm.preset=sb3", "algorithm.gae_lambda=0.9"]).algorithm.gamma == 0.99
     assert compose_config().trainer.adam_eps == 1e-8  # the control: no preset
@@ -489,5 +489,5 @@ def test_another_algorithm_goes_with_an_experiment_and_its_other_keys_are_left_o
     ):
         with pytest.raises(ConfigError, match=said) as error:
             build(*chosen, typed)
-        assert "algorithm.critic_warmup_steps=" not in str(error.value), "which would be refused"
+        assert "algorithm.critic_warmup_steps=" not in str(error.value), "which would be rejected"
     assert build("experiment=tabletop_ppo_mlp").algorithm.gamma == 0.9, "a control"

@@ -1,4 +1,4 @@
-"""Typed options: what is accepted, what is refused, and whether the message says what to type."""
+"""Typed options: what is accepted, what is rejected, and whether the message says what to type."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ class Inner:
     rate: float = option(0.5, "A rate.", minimum=0)
     mode: str = option("fast", "A mode.", choices=("fast", "slow"))
     beta: float = option(0.9, "A coefficient.", minimum=0, below=1)
-    target: float | None = option(None, "A share.", minimum=0, maximum=1)
+    target: float | None = option(None, "A fraction.", minimum=0, maximum=1)
 
 
 @dataclass
@@ -173,7 +173,7 @@ def test_what_to_do_at_a_collapse_may_stand_in_a_yaml_file():
     (["trainer.learning_rate=0"], "at least 1e-12 and at most 1"),
     (["sft.learning_rate=0"], "at least 1e-12 and at most 1"),
     (["algorithm=td3", "algorithm.target_noise_std=1e21"], "at least 0 and at most 10"),
-    (["cluster.env_nodes=1000000000000000000000"], "at least 0 and at most 4096"),
+    (["cluster.num_env_workers=1000000000000000000000"], "at least 0 and at most 4096"),
     (["seed=[1,2]"], "Set e.g. seed=1, or -m seed=1,2 for one run of each"),
 ])  # fmt: skip
 def test_numbers_out_of_bounds_are_refused_with_a_value_that_works(words, message):

@@ -1,4 +1,4 @@
-"""Cross-checks: each contradiction is refused, and the override that the message suggests mends it."""
+"""Cross-checks: each contradiction is rejected, and the override that the message suggests mends it."""
 
 import copy
 import importlib.util
@@ -66,7 +66,7 @@ CASES = {
     "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
     "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "no repeated blocks"),
     "a profiled step too many": (["trainer.max_steps=3", "trainer.profile_steps=[1,3]"], "profile_steps=[1,3] with trainer.max_steps=3"),
-    "a profile that ends before it begins": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
+    "a profile that ends before it starts": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
     "a profile without an end": (["trainer.profile_steps=[2]"], "profile_steps=[2]"),
     "a profile before the first step": (["trainer.profile_steps=[-1,2]"], "profile_steps=[-1,2]"),
     "a profile of cloning": (["trainer.max_steps=0", "sft.max_steps=2", "trainer.profile_steps=[0,2]"], "sft.max_steps=2"),
@@ -74,13 +74,13 @@ CASES = {
     "samples into minibatches": (["rollout.num_envs=6", "rollout.num_chunks=16", "trainer.minibatch_size=64"], "96 samples"),
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
     "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
-    "one env and two halves": (["rollout.num_envs=1", "rollout.num_lanes=2", "trainer.minibatch_size=16"], "1 env per rank"),
-    "processes and threads": (["rollout.worker_processes=2", "rollout.num_lanes=2"], "rollout.num_lanes=2"),
+    "one env and two halves": (["rollout.num_envs=1", "rollout.pipeline_stages=2", "trainer.minibatch_size=16"], "1 env per rank"),
+    "processes and threads": (["rollout.worker_processes=2", "rollout.pipeline_stages=2"], "rollout.pipeline_stages=2"),
     "processes for an engine": (
         ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
-    "episodes that go on without their simulators": (
+    "episodes that continue without their simulators": (
         ["rollout.continue_episodes=true", "rollout.offload_envs=true"], "rollout.offload_envs=true"),
-    "whole episodes that go on": (
+    "whole episodes that continue": (
         ["rollout.auto_reset=false", "rollout.continue_episodes=true"], "rollout.auto_reset=false"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
     "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts that the ranks play"),
@@ -135,7 +135,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    real = importlib.util.find_spec  # an engine need not be installed to be refused
+    real = importlib.util.find_spec  # an engine need not be installed to be rejected
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else real(name, *more)
     )
@@ -200,7 +200,7 @@ def test_a_command_that_does_not_clone_advises_no_key_of_cloning(monkeypatch):
 
 
 def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
-    """64 envs x 16 calls of a picture of 64 pixels (and its state), however many ranks share them."""
+    """64 envs x 16 calls of an image of 64 pixels (and its state), however many ranks share them."""
     envs = ["rollout.num_envs=64", "rollout.num_chunks=16", "trainer.minibatch_size=64"]
     row = 3 * 64**2 + 4 * ENVS.get("tabletop").state_width(build(*envs).env)
     needed = 64 * 16 * row
@@ -251,13 +251,13 @@ def test_what_a_command_does_not_use_is_not_checked():
 
 
 def test_nothing_is_built_before_the_checks_are_done(monkeypatch):
-    def refuse(*_args, **_kwargs):
+    def reject(*_args, **_kwargs):
         raise AssertionError("started something")
 
-    monkeypatch.setattr(ENVS.get("tabletop"), "__init__", refuse)
-    monkeypatch.setattr(ALGORITHMS.get("ppo"), "__init__", refuse)
-    monkeypatch.setattr("rlinf.models.building.get_model", refuse)
-    monkeypatch.setattr("multiprocessing.Process.start", refuse)
+    monkeypatch.setattr(ENVS.get("tabletop"), "__init__", reject)
+    monkeypatch.setattr(ALGORITHMS.get("ppo"), "__init__", reject)
+    monkeypatch.setattr("rlinf.models.building.get_model", reject)
+    monkeypatch.setattr("multiprocessing.Process.start", reject)
     validate(build("sft.max_steps=5"))
 
 
@@ -336,7 +336,7 @@ REFUSED = {
         "cannot decide .* at least 6. Set evaluation.num_episodes=200"),
     "nothing to clone": ("sft", [], "nothing to do"),
 }  # fmt: skip
-"""Refusals whose cure names another command or folder, or ends the run."""
+"""Rejections whose fix names another command or folder, or ends the run."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -443,7 +443,7 @@ def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_no
 
 
 def test_a_good_configuration_is_checked_in_few_modules():
-    """Each module that ``validate`` calls is one that a reader of a refusal may have to open."""
+    """Each module that ``validate`` calls is one that a reader of a rejection may have to open."""
     package = Path(rlinf.__file__).parent
     config, called = build_config(compose_config(["experiment=quickstart"])), set()
 

@@ -1,4 +1,4 @@
-"""`rollout.continue_episodes`: an episode that runs at the end of a rollout goes on in the next one."""
+"""`rollout.continue_episodes`: an episode that runs at the end of a rollout continues in the next one."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_an_episode_goes_on_in_the_next_rollout(parts, num_worker_threads):
         assert (whole.spec, whole.num_env_steps) == (spec, len(before) + len(after))
     values = model.predict_values(**model.preprocess(second.observation.select(range(NUM_ENVS))))
     torch.testing.assert_close(first.bootstrap_values[-1][~ended], values[~ended].detach())
-    fresh = two_rollouts(parts, False)[1]  # control: each rollout begins with episodes of its own
+    fresh = two_rollouts(parts, False)[1]  # control: each rollout starts with episodes of its own
     assert all(
         fresh.specs[int(fresh.episode_ids[0, b])] != first.specs[int(first.episode_ids[-1, b])] for b in range(NUM_ENVS)
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig, SACConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.evaluator import evaluate_policy
@@ -116,7 +116,7 @@ def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_hea
     line = {
         "rollout/success_rate": 0.7,
         "rollout/num_episodes": 10,
-        "rollout/base_calls_total": 1,
+        "rollout/base_policy_queries": 1,
         "rollout/env_steps_total": 30,
     }
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "phase": "rl", "time_s": 1.0, **line}) + "\n")
@@ -125,7 +125,7 @@ def test_the_warm_up_is_compared_with_the_frozen_policy_and_not_with_another_hea
         state=SimpleNamespace(evaluations={"before_rl": {"success_rate": before}}),
         progress=SimpleNamespace(note=lambda text: None),
     )
-    config = SimpleNamespace(algorithm=SACConfig(warmup_env_steps=30, head=HeadConfig(name="residual")))
+    config = SimpleNamespace(algorithm=SACConfig(learning_starts=30, actor=ActorConfig(name="residual")))
     note_warmup(SimpleNamespace(loop=loop, config=config), begins_as_base)
     assert ("noise in the warm-up reaches" in caplog.text) is warns
     assert not warns or "the frozen policy reaches 10.0 %" in caplog.text

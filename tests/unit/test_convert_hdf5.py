@@ -1,4 +1,4 @@
-"""`rlinf convert`: HDF5 files of robomimic and LIBERO become datasets with the same numbers; what is broken is refused."""
+"""`rlinf convert`: HDF5 files of robomimic and LIBERO become datasets with the same numbers; what is broken is rejected."""
 
 import json
 import re
@@ -61,9 +61,9 @@ def test_a_file_of_robomimic_keeps_its_numbers_and_its_upright_pictures(tmp_path
     np.testing.assert_array_equal(actions[:, 0], np.concatenate([e["actions"] for e in in_order]).astype(np.float32))
     expected = joined("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos").astype(np.float32)
     np.testing.assert_array_equal(observation.state, expected)
-    pictures = joined("agentview_image")
-    np.testing.assert_array_equal(observation.images["agentview"], pictures)
-    assert not np.array_equal(observation.images["agentview"], pictures[:, ::-1, ::-1])
+    images = joined("agentview_image")
+    np.testing.assert_array_equal(observation.images["agentview"], images)
+    assert not np.array_equal(observation.images["agentview"], images[:, ::-1, ::-1])
     np.testing.assert_array_equal(observation.images["robot0_eye_in_hand"], joined("robot0_eye_in_hand_image"))
     assert set(observation.instruction) == {"lift the cube"}
     came = dataset.outcomes
@@ -326,7 +326,7 @@ def other_convention(tmp_path: Path) -> list[str]:
         (option("cameras=a,b"), "cameras is 'a,b'.*Set e.g. 'cameras=.a,b.'"),
         (option("mask=trian"), "mask=trian, but .* has mask/ with none, train.*Did you mean 'train'.*Set mask="),
         (option("cameras=[agentview]"), "cameras names 'agentview'; .* agentview_image, robot0_eye_in_hand_image among"),
-        (option("cameras=[]"), "There are no pictures"),
+        (option("cameras=[]"), "There are no images"),
         (option("cameras=[agentview_image,agentview_image]"), "names a key twice"),
         (option("state_keys=[joints]"), "state_keys names 'joints'.*object.*or state_keys="),
         (option("video=true", "rotate_images=yes"), "rotate_images is 'yes'"),
@@ -358,7 +358,7 @@ def test_settings_that_are_null_are_none(tmp_path):
 def test_random_damage_is_one_error_or_none(tmp_path):
     """40 random bytes of a file change: either it is still read, or it is told to be damaged."""
     robomimic(tmp_path)
-    path, rng, refused = tmp_path / "image.hdf5", np.random.default_rng(0), 0
+    path, rng, rejected = tmp_path / "image.hdf5", np.random.default_rng(0), 0
     whole = np.frombuffer(path.read_bytes(), np.uint8)
     for number in range(40):
         contents = whole.copy()
@@ -370,8 +370,8 @@ def test_random_damage_is_one_error_or_none(tmp_path):
                 pass
         except ConfigError as error:
             assert str(damaged) in str(error)
-            refused += 1
-    assert 10 < refused
+            rejected += 1
+    assert 10 < rejected
 
 
 @pytest.mark.parametrize(

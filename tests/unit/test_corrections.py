@@ -1,4 +1,4 @@
-"""How much a head changes, by hand, and what the report says of a head."""
+"""How much an actor changes, by hand, and what the report says of an actor."""
 
 import re
 from pathlib import Path
@@ -28,31 +28,31 @@ def test_sizes_are_those_by_hand():
     corrections.add(base, torch.tensor([[0.1, 0.0, 0.3, 0.0], [0.0, -0.4, 0.0, 0.4]]))
     corrections.begin(0, 0)
     corrections.add(base + 0.5, torch.tensor([[0.5] * 4, [0.5, 0.5, 0.5, 1.3]]))
-    by_task = {"rollout/correction/reach": 0.05, "rollout/correction/push": 0.2}
-    assert corrections.metrics() == pytest.approx({"rollout/correction": 0.125, **by_task})
+    by_task = {"rollout/residual_norm/reach": 0.05, "rollout/residual_norm/push": 0.2}
+    assert corrections.metrics() == pytest.approx({"rollout/residual_norm": 0.125, **by_task})
 
 
 def outcomes(num_successes: int, num_episodes: int = 100) -> EvaluationResult:
     return EvaluationResult([EpisodeResult(spec(i), "reach", i < num_successes, 0.0, 5) for i in range(num_episodes)])
 
 
-def make_run(folder: Path, rates: list[int], noise: float = 0.5, head: str = "residual") -> Path:
+def make_run(folder: Path, rates: list[int], noise: float = 0.5, actor: str = "residual") -> Path:
     """Write a run whose warm-up are the first two of its iterations of 512 env steps; ``rates``: successes after each."""
     outcomes(20).to_json(folder / "eval" / "before_rl" / "result.json")
     with Tracker(folder, TrackingConfig(tensorboard=False), {}) as tracker:
         for step, successes in enumerate(rates):
             steps = 512 * (step + 1)
             metrics = {
-                "rollout/env_steps_total": steps, "rollout/base_calls_total": steps + 40 * (step + 1),
+                "rollout/env_steps_total": steps, "rollout/base_policy_queries": steps + 40 * (step + 1),
                 "rollout/success_rate": noise if step < 2 else 0.8, "rollout/num_episodes": 32,
-                "train/q_first": 0.5, "train/return_first": 0.4,
+                "train/q_initial": 0.5, "train/return_initial": 0.4,
             }  # fmt: skip
             tracker.log(step, metrics, "rl")
             result = outcomes(successes)
             tag = "after_rl" if step == len(rates) - 1 else f"step_{step:06d}"
             result.to_json(folder / "eval" / tag / "result.json")
             tracker.log(step, result.metrics() | {"rollout/env_steps_total": steps}, "rl")
-    algorithm = f"{{name: sac, warmup_env_steps: 1024, head: {{name: {head}, scale: 1.0}}}}"
+    algorithm = f"{{name: sac, learning_starts: 1024, actor: {{name: {actor}, scale: 1.0}}}}"
     (folder / "config.yaml").write_text(f"algorithm: {algorithm}\n")
     return folder
 
@@ -79,10 +79,10 @@ def test_a_head_that_is_no_better_than_noise_is_said_so(tmp_path, noise, is_said
 
 
 def test_only_the_warm_up_counts_and_only_where_it_is_noise_around_the_frozen_policy():
-    line = {"rollout/base_calls_total": 1.0, "rollout/success_rate": 0.25, "rollout/num_episodes": 32.0}
+    line = {"rollout/base_policy_queries": 1.0, "rollout/success_rate": 0.25, "rollout/num_episodes": 32.0}
     lines = [{"eval/success_rate": 0.9}, *({**line, "rollout/env_steps_total": steps} for steps in (512, 1024, 1536))]
-    config = {"warmup_env_steps": 1024, "head": {"name": "residual"}}
+    config = {"learning_starts": 1024, "actor": {"name": "residual"}}
     found = warmup_success(lines, config)
     assert found is not None and (found.successes, found.episodes) == (16, 64)
-    assert warmup_success(lines, config | {"head": {"name": "direct"}}) is None
-    assert warmup_success(lines, config | {"warmup_env_steps": 0}) is None and warmup_success(lines, {}) is None
+    assert warmup_success(lines, config | {"actor": {"name": "direct"}}) is None
+    assert warmup_success(lines, config | {"learning_starts": 0}) is None and warmup_success(lines, {}) is None

@@ -297,7 +297,7 @@ def test_any_json_in_the_description_is_read_or_refused(lerobot):
     info = json.loads(path.read_text())
     wrong = [None, True, -1, 0.5, 1e999, 10**30, "{", [], ["a"], {"a": 1}, {"axes": [None]}, [[2], 3]]
     features = [("features", name, key) for name in (FRONT, "action", "index") for key in ("dtype", "shape", "names")]
-    kept, refused = [], 0
+    kept, rejected = [], 0
     unread = {"total_tasks", "chunks_size", "data_files_size_in_mb", "video_files_size_in_mb", "splits"}
     for place in [(key,) for key in info if key not in unread] + [("features", "action"), *features]:
         for value in wrong:
@@ -311,11 +311,11 @@ def test_any_json_in_the_description_is_read_or_refused(lerobot):
                 open_lerobot(lerobot).rows(np.array([0]))
                 kept.append(place)
             except RLinfError as error:
-                refused += 1
+                rejected += 1
                 assert str(error.args[0]).count("\n") == 0
             except KeyError as error:  # the camera is no image any more, which `image_columns` finds first
                 assert FRONT in str(error) and place[0] == "features"
-    assert refused > 50 and ("features", FRONT, "names") in kept and ("robot_type",) in kept
+    assert rejected > 50 and ("features", FRONT, "names") in kept and ("robot_type",) in kept
     for content in ("[" * 100_000, "3", "\udcff", ""):
         path.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(ConfigError, match="info.json cannot be read"):
@@ -368,7 +368,7 @@ def film(folder: Path, rows) -> None:
     path.unlink()
     writer = VideoWriter(path, 10, 32, 48)
     for row in rows:
-        if row is None:  # time goes on without a frame
+        if row is None:  # time continues without a frame
             writer.num_frames += 1
         else:
             writer.append(np.full((1, 32, 48, 3), 20 * row, np.uint8))

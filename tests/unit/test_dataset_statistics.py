@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.statistics import MIN_SHARE, ImageStatistics, normalization_statistics, vector_statistics
+from rlinf.data.statistics import MIN_FRACTION, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
@@ -77,7 +77,7 @@ def test_merged_statistics_are_those_of_both():
 
 
 def test_bounds_of_what_counts_as_constant_and_as_rare_are_themselves_neither():
-    """A range of exactly ``MIN_RANGE``; and 998 rows of 50 and 51 between 0 and 100, which are ``MIN_SHARE`` of the range."""
+    """A range of exactly ``MIN_RANGE``; and 998 rows of 50 and 51 between 0 and 100, which are ``MIN_FRACTION`` of the range."""
     narrow = normalization_statistics(np.array([[0.0], [1e-4]]), None)["action"]
     assert narrow["q01"] == pytest.approx([1e-6]) and narrow["q99"] == pytest.approx([9.9e-5])
     assert narrow["std"] == pytest.approx([5e-5])
@@ -101,13 +101,13 @@ def test_a_column_that_rarely_moves_takes_its_range_and_a_constant_the_range_1(r
     found, exact = normalization_statistics(rows, None)["action"], vector_statistics(rows)
     assert exact["q01"][1] == exact["q99"][1] == -1, "the quantiles of the rows themselves are of no use"
     assert (found["q01"][1], found["q99"][1], found["min"][1], found["max"][1]) == (-1, 1, -1, 1)
-    assert found["std"][1] == exact["std"][1] > MIN_SHARE * 2
+    assert found["std"][1] == exact["std"][1] > MIN_FRACTION * 2
     for column in (2, 3):
         assert (found["q01"][column], found["q99"][column]) == pytest.approx((0.5, 1.5), abs=1e-5)
         assert found["std"][column] == 1 and found["min"][column] == exact["min"][column]
     once = np.zeros((10**5, 1), np.float32)
     once[0] = 1
-    assert normalization_statistics(once, None)["action"]["std"] == [MIN_SHARE]
+    assert normalization_statistics(once, None)["action"]["std"] == [MIN_FRACTION]
 
 
 @pytest.mark.parametrize("use_quantiles", [True, False])

@@ -77,7 +77,7 @@ def play_in_a_simulator_that_falls_asleep(folder: str) -> None:
 
 
 def ranks_of(folder: Path) -> tuple[list[int], float]:
-    """The processes of the ranks, and when the last of them began to wait."""
+    """The processes of the ranks, and when the last of them started to wait."""
     told = [(folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
     return [int(pid) for pid, _ in told], max(float(start) for _, start in told)
 
@@ -342,4 +342,4 @@ def test_an_error_of_a_rank_keeps_its_class_and_its_text_in_another_process():
     assert type(arrived) is ComposedError and arrived.place == "somewhere"
     assert str(arrived) == "A fault in somewhere. Pass fix=1\na note" and not hasattr(arrived, "__notes__")
     whole = pickle.loads(pickle.dumps(ConfigError("A fault.", fix=1)))
-    assert str(whole) == "A fault. Pass fix=1" and whole.cure == {"fix": 1}
+    assert str(whole) == "A fault. Pass fix=1" and whole.fix == {"fix": 1}

@@ -25,7 +25,7 @@ from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, col
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
 from rlinf.training import cloning_trainer, train_worker
-from rlinf.training.action_trainer import Parts
+from rlinf.training.action_trainer import TrainerContext
 from rlinf.training.cloning_trainer import CloningTrainer
 from rlinf.training.loop import Loop
 from rlinf.training.state import LoopState
@@ -141,7 +141,7 @@ def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, 
             progress=Progress(enabled=False),
         )  # fmt: skip
         monkeypatch.setattr(loop, "save", lambda is_last: None)
-        loop.fit(CloningTrainer(Parts(config, loop, source, sync=None, evaluator=None), source))
+        loop.fit(CloningTrainer(TrainerContext(config, loop, source, sync=None, evaluator=None), source))
         assert source.read == [rows for rows, *_ in source.given] and state.sft_step == 4
         found.append(source)
     seed = derive_seed(config.seed, "sft")
@@ -181,7 +181,7 @@ def test_a_row_that_cannot_be_read_ends_the_run_once_all_steps_are_saved(monkeyp
     if elsewhere:  # another rank cannot read its row
         monkeypatch.setattr(cloning_trainer, "any_rank", lambda mine: mine or len(source.given) == last)
         monkeypatch.setattr(cloning_trainer, "gather_objects", lambda mine: [mine, "row 5 is damaged"])
-    trainer = CloningTrainer(Parts(config, loop, source, sync=None, evaluator=None), source)
+    trainer = CloningTrainer(TrainerContext(config, loop, source, sync=None, evaluator=None), source)
     with pytest.raises(UnreadableRowError, match="row 5 is damaged.*sft.skip_unreadable_rows=true") as caught:
         loop.fit(trainer)
     trainer.close()
@@ -240,7 +240,7 @@ EXPERT = ExpertConfig(jitter=0.3)
 
 
 class Flaky:
-    """An env that loses one row at one step: its episode begins again."""
+    """An env that loses one row at one step: its episode starts again."""
 
     def __init__(self, env, row: int, at: int):
         self.env, self.row, self.at, self.steps = env, row, at, 0

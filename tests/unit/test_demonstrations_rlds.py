@@ -1,4 +1,4 @@
-"""RLDS folders: what tensorflow-datasets wrote is read without TensorFlow; damage is refused."""
+"""RLDS folders: what tensorflow-datasets wrote is read without TensorFlow; damage is rejected."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_a_dataset_of_tensorflow_datasets_is_read():
 def test_rewards_and_ends_are_read_on_request():
     dataset = rlds_dataset.open_dataset(FIXTURE, CAMERAS, "state", outcomes=True)
     last = dataset.last_rows == np.arange(len(dataset))
-    assert describe_dataset(FIXTURE).has_rewards and not describe_dataset(FIXTURE).says_success
+    assert describe_dataset(FIXTURE).has_rewards and not describe_dataset(FIXTURE).reports_success_per_row
     np.testing.assert_array_equal(dataset.outcomes.rewards, last)
     np.testing.assert_array_equal(dataset.outcomes.terminated, last)
     np.testing.assert_array_equal(dataset.outcomes.executed, dataset.actions)
@@ -92,7 +92,7 @@ def flipped(data: bytes, place: int) -> bytes:
 DAMAGES = {
     "cut": (lambda data, action: data[:-10], "ends"),
     "empty": (lambda data, action: b"", "is empty"),
-    "header": (lambda data, action: flipped(data, 0), "no record begins at byte 0"),
+    "header": (lambda data, action: flipped(data, 0), "no record starts at byte 0"),
     "message": (lambda data, action: flipped(data, 13), "its checksum"),
     "one bit of an action": (lambda data, action: flipped(data, data.find(action) + 3), "its checksum"),
 }

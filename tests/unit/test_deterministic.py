@@ -1,4 +1,4 @@
-"""``trainer.deterministic``: torch refuses kernels that do not repeat, and tokens are drawn without one."""
+"""``trainer.deterministic``: torch rejects kernels that do not repeat, and tokens are drawn without one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def registered(monkeypatch):
 
 @pytest.fixture
 def renders(registered, monkeypatch):
-    """A machine on which pictures can be drawn, whatever this one is."""
+    """A machine on which images can be drawn, whatever this one is."""
     monkeypatch.setattr("rlinf.envs.graphics.backend.probe_rendering", lambda: ("egl", "MuJoCo renders with egl."))
 
 
@@ -200,7 +200,7 @@ def test_an_engine_that_sleeps_and_an_update_are_not_added(monkeypatch, capsys):
     monkeypatch.setattr("rlinf.distributed.parallel.rank_memory_bytes", lambda *_: 10 * GB)
     monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak)
     assert module.check_memory("choice", config) == []
-    assert format_bytes(memory.engine) in capsys.readouterr().out, "the share that training would use"
+    assert format_bytes(memory.engine) in capsys.readouterr().out, "the fraction that training would use"
     monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda _: peak - 1)
     (finding,) = module.check_memory("choice", config)
     assert finding.status == NO and "end other programs on the GPU" in finding.detail
@@ -301,9 +301,11 @@ def test_memory_estimate_follows_sharding_reference_and_lora():
     assert (sharded.weights, sharded.rollout_weights) == (base.weights // 2, base.weights)
     assert sharded.rollout_buffer == base.rollout_buffer // 2, "a rank holds what it has played"
     assert estimate_memory(build("experiment=quickstart", "algorithm.kl_coef=0.1")).reference_weights == base.weights
-    split = estimate_memory(build(*ranks, "cluster.start=ray", "cluster.placement=split", "cluster.num_players=4"))
-    assert (split.num_players, split.rollout_weights) == (2, base.weights)
-    assert split.total == estimate_memory(build(*ranks)).total + 2 * base.weights, "a copy for each player"
+    split = estimate_memory(
+        build(*ranks, "cluster.start=ray", "cluster.placement=disaggregated", "cluster.num_rollout_workers=4")
+    )
+    assert (split.num_rollout_workers, split.rollout_weights) == (2, base.weights)
+    assert split.total == estimate_memory(build(*ranks)).total + 2 * base.weights, "a copy for each rollout worker"
     adapted = estimate_memory(build("experiment=quickstart", "model.is_lora=true", "model.lora.rank=2"))
     assert adapted.num_parameters > base.num_parameters and adapted.num_trainable < base.num_trainable / 2
     assert adapted.optimizer < base.optimizer / 2

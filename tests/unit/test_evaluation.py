@@ -31,7 +31,7 @@ class NumberLineEnv:
         self.num_envs = num_envs
         self.num_episodes = 0
 
-    def tells_success(self, config):
+    def reports_success(self, config):
         return True
 
     def horizon_of(self, config, task):
@@ -200,7 +200,7 @@ LOSSES = {0: [0], 1: [0, 3], 2: [3, 5], 3: [1, 2, 4], 7: [6], 9: [5]}
 
 
 def test_lost_episodes_begin_again_and_each_counts_once():
-    """In a sampled evaluation, whose random streams have to begin again, too."""
+    """In a sampled evaluation, whose random streams have to start again, too."""
     specs, policy, seen = specs_of(30), BinPolicy(), []
     expected = evaluate_policy(policy, NumberLineEnv(7), specs, greedy=False, seed=3).results
     env = LosingEnv(7, LOSSES)
@@ -208,7 +208,7 @@ def test_lost_episodes_begin_again_and_each_counts_once():
     assert found == expected and env.num_lost > 5
     assert sorted(result.spec for result in seen) == sorted(specs)
     silent = evaluate_policy(policy, LosingEnv(7, LOSSES, forget=True), specs, greedy=False, seed=3).results
-    assert silent != expected, "a control: a stream that goes on gives other actions"
+    assert silent != expected, "a control: a stream that continues gives other actions"
     few = evaluate_policy(policy, NumberLineEnv(3), specs[:3]).results
     often = LosingEnv(3, {chunk: [1] for chunk in range(20)})
     assert evaluate_policy(policy, often, specs[:3]).results == few, "more losses than the horizon has steps"
@@ -352,7 +352,7 @@ def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_
 
 
 class ForgetfulEnv(NumberLineEnv):
-    """Begins an episode elsewhere when it is played for the second time."""
+    """Starts an episode elsewhere when it is played for the second time."""
 
     def _start(self, spec):
         self.seen = {**getattr(self, "seen", {}), spec: getattr(self, "seen", {}).get(spec, -1) + 1}

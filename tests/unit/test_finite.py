@@ -43,10 +43,10 @@ def test_finite_numbers_whose_sum_and_norm_overflow_are_finite(way, dtype):
 def test_what_has_no_floating_point_numbers_is_left_out(way):
     tensors = {"ids": torch.arange(3), "mask": torch.ones(2).bool(), "empty": torch.zeros(0), "ok": torch.ones(2)}
     assert finite.not_finite(tensors) == {}
-    for refuse in (finite.check_finite, lambda tensors: finite.check_loaded(tensors, "a.safetensors")):
-        refuse(tensors)
+    for reject in (finite.check_finite, lambda tensors: finite.check_loaded(tensors, "a.safetensors")):
+        reject(tensors)
         with pytest.raises((NonFiniteError, CheckpointError), match="'bad' (holds|has) nan"):
-            refuse(tensors | {"bad": torch.tensor([1.0, math.nan])})
+            reject(tensors | {"bad": torch.tensor([1.0, math.nan])})
 
 
 def test_pairs_that_differ_in_one_number_are_named():

@@ -14,7 +14,7 @@ from rlinf.models.embodiment.modules.flow import (
     time_embedding,
     training_times,
 )
-from rlinf.models.embodiment.pi0.network import DeviationHead
+from rlinf.models.embodiment.pi0.network import StdHead
 from rlinf.models.sampling import standard_normal
 
 
@@ -146,7 +146,7 @@ def test_supervised_pair_is_a_straight_line_from_action_to_noise():
 
 
 def test_noise_head_stays_within_its_bounds():
-    head = DeviationHead(4, [8], 2, (0.08, 0.16))
+    head = StdHead(4, [8], 2, (0.08, 0.16))
     with torch.no_grad():
         for layer in head.parameters():
             layer.mul_(50.0)

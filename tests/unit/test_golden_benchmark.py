@@ -36,7 +36,7 @@ def row(task: str, library: str, seed: int, before: float, after: float) -> dict
 def test_interquartile_mean_and_interval_by_hand(golden):
     assert golden.interquartile_mean(np.array([100.0, 2, 3, 4, -50, 5, 1, 6])) == pytest.approx((2 + 3 + 4 + 5) / 4)
     assert golden.interquartile_mean(np.array([1.0, 2, 6])) == 3  # too few to leave any out
-    assert golden.with_interval([[5.0], [7.0]]) == (6.0, 6.0, 6.0)  # each task keeps its share of every sample
+    assert golden.with_interval([[5.0], [7.0]]) == (6.0, 6.0, 6.0)  # each task keeps its fraction of every sample
     mean, low, high = golden.with_interval([[0.0, 1.0] * 8])
     assert mean == 0.5 and 0.0 <= low < 0.5 < high <= 1.0
 

@@ -1,4 +1,4 @@
-"""What fits on a GPU that is not there: refusals with the largest value that fits, blocks to recompute, experiments for 24 GB."""
+"""What fits on a GPU that is not there: rejections with the largest value that fits, blocks to recompute, experiments for 24 GB."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.parallel import choose_sharding
-from rlinf.engines.share import engine_share, share_beside
+from rlinf.engines.gpu_fraction import engine_fraction, share_beside
 from rlinf.envs.config import most_simulators, with_share_of_cores
 from rlinf.envs.graphics import backend
 from rlinf.envs.libero.env import LiberoConfig
@@ -78,7 +78,7 @@ def oft():
 def memory_of(**changes):
     passes = Passes(Line(0, 10), Line(0, 5), Line(100, 50), Line(100, 20), saved=(20.0, 10.0))
     base = {"state": 1000, "half_gradients": 0, "gathered": 0, "simulators": 0, "engine": 0, "engine_sleeps": True, "passes": passes,
-            "num_lanes": 2, "acting_rows": 4, "scoring_rows": 8}  # fmt: skip
+            "pipeline_stages": 2, "acting_rows": 4, "scoring_rows": 8}  # fmt: skip
     return GpuMemory(**base | changes)
 
 
@@ -126,18 +126,20 @@ def test_half_of_the_blocks_save_what_is_estimated(oft):
 def test_a_micro_batch_beyond_the_card_is_refused_with_the_largest_that_fits(oft):
     config, measured = oft
     config.model.micro_batch_size = 64
-    with pytest.raises(ConfigError, match=r"micro_batch_size=64 takes .* Set model.micro_batch_size=(\d+)$") as refused:
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size=64 takes .* Set model.micro_batch_size=(\d+)$"
+    ) as rejected:
         fit_to_gpu(config, 24 * GB, measured)
-    config.model.micro_batch_size = int(str(refused.value).rpartition("=")[2])
+    config.model.micro_batch_size = int(str(rejected.value).rpartition("=")[2])
     assert 64 % config.model.micro_batch_size == 0
     fit_to_gpu(config, 24 * GB, measured)  # control: the value that was named fits
     config.model.micro_batch_size, config.model.val_micro_batch_size = 8, 4096
     with pytest.raises(ConfigError, match="val_micro_batch_size=4096 takes .* Set model.val_micro_batch_size="):
         fit_to_gpu(config, 24 * GB, measured)
     config.model.val_micro_batch_size, config.rollout.num_envs = 8, 4096
-    with pytest.raises(ConfigError, match=r"rollout.num_envs=4096 takes .* Set rollout.num_envs=(\d+)$") as refused:
+    with pytest.raises(ConfigError, match=r"rollout.num_envs=4096 takes .* Set rollout.num_envs=(\d+)$") as rejected:
         fit_to_gpu(config, 24 * GB, measured)
-    config.rollout.num_envs = int(str(refused.value).rpartition("=")[2])
+    config.rollout.num_envs = int(str(rejected.value).rpartition("=")[2])
     fit_to_gpu(config, 24 * GB, measured)
     config.rollout.num_envs = 16
 
@@ -268,21 +270,21 @@ def test_the_share_of_an_engine_beside_a_policy(caplog):
     assert shares == pytest.approx([0, 8 / 80, 69 / 141])
     assert share_beside(80 * GB, policy_7b) == pytest.approx(52 / 80) and share_beside(141 * GB, policy_7b) == 0.8
     words = {"key": "rollout.gpu_memory_utilization", "apart": "mode=disaggregated"}
-    assert engine_share(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
+    assert engine_fraction(None, 141 * GB, policy_3b, 6 * GB, **words) == pytest.approx(69 / 141)
     with pytest.raises(
         ConfigError, match="rollout.gpu_memory_utilization=0.8 is 112.8 GB.*at most 0.56.* Set .*=0.48, or .*=null"
     ):
-        engine_share(0.8, 141 * GB, policy_3b, 6 * GB, **words)
+        engine_fraction(0.8, 141 * GB, policy_3b, 6 * GB, **words)
     with pytest.raises(ConfigError, match="An engine needs 15.0 GB for weights.*Set .*=0.2 .*mode=disaggregated"):
-        engine_share(None, 80 * GB, policy_3b, 15 * GB, **words)
+        engine_fraction(None, 80 * GB, policy_3b, 15 * GB, **words)
     with caplog.at_level("WARNING", logger="rlinf"):
-        assert engine_share(0.5, 80 * GB, policy_7b, 15 * GB, **words) == 0.5 and not caplog.records
-        assert engine_share(0.2, 80 * GB, policy_3b, 15 * GB, **words) == 0.2
+        assert engine_fraction(0.5, 80 * GB, policy_7b, 15 * GB, **words) == 0.5 and not caplog.records
+        assert engine_fraction(0.2, 80 * GB, policy_3b, 15 * GB, **words) == 0.2
     assert "which leaves 2.0 GB for its passes" in caplog.text
     with pytest.raises(ConfigError, match="An engine needs 18.0 GB"):
-        engine_share(0.2, 80 * GB, policy_3b, 18 * GB, **words)  # control
-    assert engine_share(None, 8 * GB, GB // 2, GB, **words) == pytest.approx(4.5 / 8), "3 GB"
-    assert engine_share(None, 16 * GB, GB // 2, GB, **words) == pytest.approx(11.5 / 16), "a quarter"
+        engine_fraction(0.2, 80 * GB, policy_3b, 18 * GB, **words)  # control
+    assert engine_fraction(None, 8 * GB, GB // 2, GB, **words) == pytest.approx(4.5 / 8), "3 GB"
+    assert engine_fraction(None, 16 * GB, GB // 2, GB, **words) == pytest.approx(11.5 / 16), "a quarter"
 
 
 def test_an_engine_with_a_share_of_its_own_beside_a_small_policy(caplog):
@@ -296,10 +298,10 @@ def test_an_engine_with_a_share_of_its_own_beside_a_small_policy(caplog):
     assert "leaves" in caplog.text, "less than is assumed, and enough"
     with pytest.raises(
         ConfigError, match=r"GB of them for an engine.*Set rollout.vllm.gpu_memory_utilization=(\S+)$"
-    ) as refused:
+    ) as rejected:
         fit_to_gpu(config, 16 * GB, measured)
-    config.rollout.vllm.gpu_memory_utilization = float(str(refused.value).rpartition("=")[2])
-    fit_to_gpu(config, 16 * GB, measured)  # control: the share that was named fits
+    config.rollout.vllm.gpu_memory_utilization = float(str(rejected.value).rpartition("=")[2])
+    fit_to_gpu(config, 16 * GB, measured)  # control: the fraction that was named fits
 
 
 def test_an_engine_beside_an_offloaded_policy_does_not_count_main_memory():

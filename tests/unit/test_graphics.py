@@ -1,4 +1,4 @@
-"""GL and Vulkan: tried in another process, told apart from one another, and a missing one is named with its cure."""
+"""GL and Vulkan: tried in another process, told apart from one another, and a missing one is named with its fix."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""gymnasium ids as environments: what the env says arrives unchanged, and what does not fit is refused with what to type."""
+"""gymnasium ids as environments: what the env says arrives unchanged, and what does not fit is rejected with what to type."""
 
 import importlib
 import os
@@ -65,7 +65,7 @@ class Walk(gymnasium.Env):
 
 
 class Remembers(Walk):
-    """Its first episode begins elsewhere than the ones after it."""
+    """Its first episode starts elsewhere than the ones after it."""
 
     def reset(self, seed=None, options=None):
         self.start, before = 0.5, self.start
@@ -238,7 +238,7 @@ def test_an_episode_is_that_of_the_bare_env_with_the_seed_of_its_spec():
         np.testing.assert_array_equal(observation.state[0], expected)
         assert rewards[0] == np.float32(reward)
     other, _ = env.reset(options={"episodes": [env.episode_specs("eval")[4]]})
-    assert not np.array_equal(other.state[0], bare.reset(seed=seed)[0]), "another episode begins elsewhere"
+    assert not np.array_equal(other.state[0], bare.reset(seed=seed)[0]), "another episode starts elsewhere"
 
 
 def test_a_state_is_the_flattened_observation_and_has_its_bounds():
@@ -256,7 +256,7 @@ SPACES = {
     "choices": (gymnasium.spaces.MultiDiscrete([[2, 3]]), [[-0.5, 1.5], [-0.5, 2.5]],
                 [[-0.5, -0.5], [0.4, 1.6], [1.5, 2.5]], [[[0, 0]], [[0, 2]], [[1, 2]]]),
     "switches": (gymnasium.spaces.MultiBinary(2), [[-0.5, 1.5]] * 2, [[-0.5, 1.5], [0.6, 0.4]], [[0, 1], [1, 0]]),
-    "whole numbers": (gymnasium.spaces.Box(0, 5, (1,), np.uint8), [[-0.5, 5.5]], [[-0.5], [2.6], [5.5]], [[0], [3], [5]]),
+    "integers": (gymnasium.spaces.Box(0, 5, (1,), np.uint8), [[-0.5, 5.5]], [[-0.5], [2.6], [5.5]], [[0], [3], [5]]),
     "numbers": (gymnasium.spaces.Box(-2, 1, (1, 1), np.float64), [[-2, 1]], [[-2], [0.25], [1]], [[[-2]], [[0.25]], [[1]]]),
 }  # fmt: skip
 
@@ -307,8 +307,8 @@ def test_pictures_of_a_mujoco_env_depend_on_the_episode_alone():
     size = {"width": 48, "height": 48}
     config = GymnasiumConfig(id="InvertedPendulum-v5", cameras=["render"], image_size=48, kwargs=size)
 
-    def pictures(settings, numbers):
-        """The first pictures of episodes that follow each other in one simulator."""
+    def images(settings, numbers):
+        """The first images of episodes that follow each other in one simulator."""
         simulator = GymnasiumSimulator(settings, [settings.id])
         seen = []
         for number in numbers:
@@ -317,11 +317,11 @@ def test_pictures_of_a_mujoco_env_depend_on_the_episode_alone():
         simulator.close()
         return seen
 
-    (first,), (other, again) = pictures(config, [0]), pictures(config, [1, 0])
+    (first,), (other, again) = images(config, [0]), images(config, [1, 0])
     np.testing.assert_array_equal(again, first)
     assert not np.array_equal(other, first)
-    kept = pictures(replace(config, new_each_episode=False), [1, 0])
-    assert not np.array_equal(kept[1], first), "the control: the camera looks where the first episode began"
+    kept = images(replace(config, new_each_episode=False), [1, 0])
+    assert not np.array_equal(kept[1], first), "the control: the camera looks where the first episode started"
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -372,13 +372,13 @@ def test_pictures_are_stretched_to_a_square():
     ("float", "float64 .* from 0 to 0.5"), ("bool", "bool"), ("int", "int64 .* from 100 to 100"), ("rgba", r"uint8 \(30, 40, 4\)"),
 ])  # fmt: skip
 def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch, walk_module, kind, found):
-    pictures = {
+    images = {
         "float": np.linspace(0.0, 0.5, 3600).reshape(30, 40, 3), "bool": np.ones((30, 40, 3), bool),
         "int": np.full((30, 40, 3), 100), "rgba": np.full((30, 40, 4), 100, np.uint8),
     }  # fmt: skip
-    monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: pictures[kind])
+    monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: images[kind])
     monkeypatch.setattr(gymnasium_env, "_results", {})
-    with pytest.raises(ConfigError, match=f"env.id=.* draws pictures of {found}.*required: uint8.*set env.cameras"):
+    with pytest.raises(ConfigError, match=f"env.id=.* draws images of {found}.*required: uint8.*set env.cameras"):
         build(cameras=["render"], image_size=20)
 
 

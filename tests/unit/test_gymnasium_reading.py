@@ -231,8 +231,8 @@ def test_success_has_three_names_and_counts_are_none():
     assert success_of({"num_successes": 1, "success_rate": 0.0, "solved_by": "me", "success_reward": 0.0}, "x") is None
     with pytest.raises(ConfigError, match="goal_reached"):
         success_of({"goal_reached": np.bool_(False)}, "x")
-    with pytest.warns(UserWarning, match="goal_reached"):  # a run that has begun goes on
-        assert success_of({"goal_reached": True}, "x", refuses=False) is None
+    with pytest.warns(UserWarning, match="goal_reached"):  # a run that has started continues
+        assert success_of({"goal_reached": True}, "x", rejects=False) is None
     build("Renamed-v0", success_return=1.0)  # a return counts instead
 
 
@@ -253,7 +253,7 @@ def test_an_env_without_success_shows_its_return_and_no_rate(tmp_path):
     assert "100.0%" in told.table() and "2.5 (95 % 2.5 to 2.5)" in told.table()
     assert untold.headline().startswith("return 2.5") and told.headline().startswith("5/5 = 100.0%")
     data = json.loads(untold.to_json(tmp_path / "result.json").read_text())
-    assert (data["return_mean"], data["return_interval"], data["tells_success"]) == (2.5, [2.5, 2.5], False)
+    assert (data["return_mean"], data["return_interval"], data["reports_success"]) == (2.5, [2.5, 2.5], False)
 
 
 def test_a_success_that_is_not_told_is_no_number_anywhere(tmp_path):
@@ -299,6 +299,6 @@ def test_a_collection_counts_returns_where_no_success_is_told(tmp_path):
 def test_a_success_that_is_told_at_the_end_alone_is_a_rate_once_an_episode_has_told_a_failure(tmp_path, processes):
     # Four steps of 0.75 pass 2, where the env ends the episode with a failure; those of 0.25 meet the time limit, untold.
     ended, cut = (evaluate("AtTheEnd-v0", size, 2, processes) for size in (0.75, 0.25))
-    assert ended.headline().startswith("0/2 = 0.0%") and "0.0%" in ended.table() and ended.summary()["tells_success"]
-    assert cut.headline().startswith("return 2.5") and not cut.summary()["tells_success"]
-    assert EvaluationResult.from_json(ended.to_json(tmp_path / "result.json")).total.is_told
+    assert ended.headline().startswith("0/2 = 0.0%") and "0.0%" in ended.table() and ended.summary()["reports_success"]
+    assert cut.headline().startswith("return 2.5") and not cut.summary()["reports_success"]
+    assert EvaluationResult.from_json(ended.to_json(tmp_path / "result.json")).total.is_reported

@@ -103,7 +103,7 @@ def test_a_sampled_row_does_not_depend_on_those_after_it(tiny_lm, prompts):
 
 
 def test_draws_follow_the_softmax(tiny_lm):
-    """The share of each first token over many rows, against the model's own probabilities."""
+    """The fraction of each first token over many rows, against the model's own probabilities."""
     rows = 4000
     prompt = BatchedDataDict({"input_ids": torch.full((rows, 1), 5), "attention_mask": torch.ones(rows, 1)})
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=1, temperature=1.5)
@@ -360,7 +360,7 @@ def test_placement_does_not_change_the_output(tiny_lm, prompts):
 
 
 def test_padding_on_the_left_and_empty_rows_are_told(prompts):
-    """How both engines refuse them: ``test_vllm_settings``."""
+    """How both engines reject them: ``test_vllm_settings``."""
     assert not verify_right_padding({key: value.flip(1) for key, value in prompts.items()})
     prompts["attention_mask"][2] = 0
     assert not verify_right_padding(prompts)
@@ -370,7 +370,7 @@ def test_padding_on_the_left_and_empty_rows_are_told(prompts):
 
 def test_malformed_batches_are_refused(prompts):
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
-    refusals = (
+    rejections = (
         ("no 'attention_mask'.*input_ids", {"input_ids": ids}),
         (r"\[4, 6\].*\[4, 3\]", {"input_ids": ids, "attention_mask": torch.ones(4, 3)}),
         ("unpadded_sequence_lengths", {"output_ids": ids}),
@@ -378,7 +378,7 @@ def test_malformed_batches_are_refused(prompts):
          {"output_ids": ids, "unpadded_sequence_lengths": mask}),
         ("'input_ids' is a list; required: a torch.Tensor", {"input_ids": ids.tolist(), "attention_mask": mask}),
     )  # fmt: skip
-    for words, batch in refusals:
+    for words, batch in rejections:
         with pytest.raises(ConfigError, match=words):
             tokens_and_mask(batch)
 

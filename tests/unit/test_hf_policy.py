@@ -103,7 +103,7 @@ LFM2 = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}
     ],
 )
 def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, family, fields, dtype):
-    """A state-space model; attention without regard to position ids that begin again; leaks smaller than rounding."""
+    """A state-space model; attention without regard to position ids that start again; leaks smaller than rounding."""
     folder = tiny_lm(family, **fields)
     options = {"max_tokens_per_microbatch": 16, "torch_dtype": dtype}
     HuggingFacePolicy(folder, **options)
@@ -401,7 +401,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     policy = HuggingFacePolicy(tiny_lm(), temperature=0.5, micro_batch_size=3)
     left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
     three, listed = batch | {"advantages": torch.ones(3)}, batch | {"old_logprobs": [[0.0] * 6] * 4}
-    refusals = (
+    rejections = (
         ("micro_batch_size=3 splits samples of 2 rows. Pass micro_batch_size=2", batch, DPOLossFn()),
         ("'advantages': 3.*one number for all keys", three, GRPOLossFn()),
         ("loss_fn is 'nll'; required: a loss. Give e.g. .*NLLLossFn", batch, "nll"),
@@ -413,7 +413,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
         (r"loss_fn returned tensor\(\[.*required: a tensor of one number with a gradient", batch,
          lambda model, data: model(data["input_ids"]).logits.mean((1, 2))),
     )  # fmt: skip
-    for words, data, loss_fn in refusals:
+    for words, data, loss_fn in rejections:
         with pytest.raises(ConfigError, match=words):
             policy.train(data, loss_fn)
     for call in (policy.get_logprobs, lambda data: NLLLossFn()(policy.model, data)):

@@ -409,19 +409,19 @@ def test_errors_of_a_model_from_random_weights():
     config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
     init = config.model.init_config
 
-    def refused(*parts, **changes):
+    def rejected(*parts, **changes):
         config.model.init_config = copy.deepcopy({**init, **changes})
         with pytest.raises(ConfigError) as caught:
             build_policy(config)
         assert all(part in str(caught.value) for part in parts), str(caught.value)
 
-    refused("weight_init is 'fan'", "model.init_config.weight_init=fan_in", weight_init="fan")
-    refused("no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
-    refused("no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
-    refused("model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
+    rejected("weight_init is 'fan'", "model.init_config.weight_init=fan_in", weight_init="fan")
+    rejected("no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
+    rejected("no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
+    rejected("model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
     vlm = init["vlm_config"]
     small = {**vlm, "text_config": {**vlm["text_config"], "vocab_size": 486}}
-    refused("488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
+    rejected("488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
 
 
 def test_a_processor_whose_special_tokens_are_action_tokens_is_an_error(zoo, tmp_path):

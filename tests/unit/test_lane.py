@@ -10,8 +10,8 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
-from rlinf.rollout import lane as lane_module
-from rlinf.rollout.lane import Lane, packed, unpacked
+from rlinf.rollout import stream as lane_module
+from rlinf.rollout.cuda_stream import CudaStream, packed, unpacked
 
 RESULTS = [
     torch.arange(12).view(3, 4)[:, -3:],  # tokens: a view of the prompt and them
@@ -34,9 +34,9 @@ def test_packed_results_come_back_bit_for_bit():
 
 
 def test_results_on_a_cpu_are_not_copied():
-    for given, found in zip(RESULTS, Lane("cpu").fetch(RESULTS), strict=True):
+    for given, found in zip(RESULTS, CudaStream("cpu").fetch(RESULTS), strict=True):
         assert found is given
-    assert Lane("cpu").send(RESULTS[0]) is RESULTS[0]
+    assert CudaStream("cpu").send(RESULTS[0]) is RESULTS[0]
 
 
 class FakeStream:
@@ -59,7 +59,7 @@ def streams(monkeypatch):
 
     @contextmanager
     def on(stream):
-        log.append(f"{stream.name} begins")
+        log.append(f"{stream.name} starts")
         yield
         log.append(f"{stream.name} ends")
 
@@ -70,17 +70,17 @@ def streams(monkeypatch):
 
 
 def test_each_lane_has_a_stream_that_waits_for_the_weights_and_is_waited_for(streams):
-    first, second = Lane("cuda"), Lane("cuda")
-    for lane in (first, second, first):
-        with lane.running():
+    first, second = CudaStream("cuda"), CudaStream("cuda")
+    for stream in (first, second, first):
+        with stream.running():
             pass
-    once = "{0} waits for default|{0} begins|{0} ends|default waits for {0}"
+    once = "{0} waits for default|{0} starts|{0} ends|default waits for {0}"
     assert "|".join(streams) == "|".join(once.format(name) for name in "ABA")
 
 
 def test_a_failure_in_a_lane_leaves_nothing_that_is_not_waited_for(streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    with pytest.raises(KeyError), Lane("cuda").running():
+    with pytest.raises(KeyError), CudaStream("cuda").running():
         raise KeyError
     assert streams == ["A waits for default", "default waits for A"]
 
@@ -93,7 +93,7 @@ def test_a_policy_on_the_cpu_one_under_autocast_and_an_only_lane_have_no_stream(
 ):
     """Autocast keeps casts of weights for all threads, and a stream does not wait for another's casts."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast and kind == "cuda")
-    with Lane(device, own_stream).running():
+    with CudaStream(device, own_stream).running():
         pass
     assert streams == []
 
@@ -105,21 +105,21 @@ def test_a_gpu_has_two_lanes_where_each_has_32_rows():
     assert default_num_worker_threads(env, 32) == 2, "control: on a CPU"
 
 
-def seconds_of_a_step(num_lanes, policy, env, launch, waits, num_steps=50):
+def seconds_of_a_step(pipeline_stages, policy, env, launch, waits, num_steps=50):
     """Model two queues: Python's lock, under which kernels are launched, and the one stream of a GPU.
 
-    A lane launches its call and a copy, waits for the copy, and steps its envs. Of ``waits`` copies, it launches each further one
+    A stream launches its call and a copy, waits for the copy, and steps its envs. Of ``waits`` copies, it launches each further one
     after the one before it, behind all that lies on the stream then.
     """
     python = gpu = 0.0
-    free, steps, copies = [0.0] * num_lanes, [num_steps] * num_lanes, [0] * num_lanes
+    free, steps, copies = [0.0] * pipeline_stages, [num_steps] * pipeline_stages, [0] * pipeline_stages
     while any(steps):
-        lane = min((k for k in range(num_lanes) if steps[k]), key=lambda k: free[k])
-        python = max(free[lane], python) + (0.0005 if copies[lane] else launch)
-        gpu = max(gpu, python) + (0.0 if copies[lane] else policy) + 0.0002
-        free[lane], copies[lane] = gpu, copies[lane] + 1
-        if copies[lane] == waits:
-            free[lane], steps[lane], copies[lane] = gpu + env, steps[lane] - 1, 0
+        stream = min((k for k in range(pipeline_stages) if steps[k]), key=lambda k: free[k])
+        python = max(free[stream], python) + (0.0005 if copies[stream] else launch)
+        gpu = max(gpu, python) + (0.0 if copies[stream] else policy) + 0.0002
+        free[stream], copies[stream] = gpu, copies[stream] + 1
+        if copies[stream] == waits:
+            free[stream], steps[stream], copies[stream] = gpu + env, steps[stream] - 1, 0
     return max(free) / num_steps
 
 
@@ -128,7 +128,7 @@ def test_two_lanes_pay_with_one_wait_a_call_and_enough_rows():
     one = seconds_of_a_step(1, 0.1, 0.1, 0.03, 1)
     four_waits, one_wait = (seconds_of_a_step(2, 0.06, 0.06, 0.03, waits) for waits in (4, 1))
     assert (round(one, 3), round(four_waits, 3), round(one_wait, 3)) == (0.230, 0.213, 0.151)
-    few_rows = [seconds_of_a_step(num_lanes, 0.05, 0.25, 0.05, 1) for num_lanes in (1, 2)]
+    few_rows = [seconds_of_a_step(pipeline_stages, 0.05, 0.25, 0.05, 1) for pipeline_stages in (1, 2)]
     assert [round(each, 3) for each in few_rows] == [0.350, 0.351], "a call takes as long for half of few rows"
 
 
@@ -145,4 +145,4 @@ def test_the_lanes_of_a_run_follow_the_device(monkeypatch):
         assert factory.threads_of_rank(config, Env(), 1) == count
         made = factory.collector_factory(config, factory.make_env(config.env, 1, auto_reset=False), 1, 1)
         assert made.keywords["device"] == device
-    assert lane_module.Lane("cuda")._on_gpu and not lane_module.Lane("cpu")._on_gpu
+    assert lane_module.CudaStream("cuda")._on_gpu and not lane_module.CudaStream("cpu")._on_gpu

@@ -1,4 +1,4 @@
-"""``rlinf launch``: its words, dataset scripts, and what it refuses before it starts."""
+"""``rlinf launch``: its words, dataset scripts, and what it rejects before it starts."""
 
 import json
 import re

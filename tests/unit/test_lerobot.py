@@ -20,7 +20,7 @@ import rlinf
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, PolicyServerError
 from rlinf.models import build_policy
-from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.models.embodiment.lerobot import check
 from rlinf.models.embodiment.lerobot import runner as runner_module
 from rlinf.models.embodiment.lerobot.folder import compare_weights
@@ -94,7 +94,7 @@ def test_actions_are_those_of_lerobots_own_class(kind: str, folders: Folders) ->
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     moments = (
         kind == "diffusion"
-    )  # whose tiny network sees one point of a picture, which says nothing: its moments are swapped
+    )  # whose tiny network sees one point of an image, which says nothing: its moments are swapped
     rows.images["front"] = np.ascontiguousarray(rows.images["front"][..., ::-1])
     rows.state = np.ascontiguousarray(rows.state[:, ::-1]) if moments else rows.state
     other = model.predict_action_batch(do_sample=False, **model.preprocess(rows)).actions
@@ -108,10 +108,10 @@ def test_queues_are_kept_for_each_row(folders: Folders) -> None:
     generator = np.random.default_rng(1)
     resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
     seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
-    pictures = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
+    images = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
 
     def rows(step: int, which: list[int]) -> Observation:
-        return Observation({"front": pictures[step, which]}, seen[step, which], ["pick up the red block"] * len(which))
+        return Observation({"front": images[step, which]}, seen[step, which], ["pick up the red block"] * len(which))
 
     ours, queues = np.zeros((200, 3, ACTIONS), np.float32), [[], [], []]
     for step in range(200):  # as an env with chunks does it: a new chunk when the last one or the episode has ended
@@ -357,7 +357,7 @@ def test_an_evaluation_does_not_depend_on_who_plays_together(
 
 @HERE
 def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
-    """200 steps of three episodes that begin at different times equal single runs of ``select_action``, with n_obs_steps=2."""
+    """200 steps of three episodes that start at different times equal single runs of ``select_action``, with n_obs_steps=2."""
     from rlinf.evaluation.evaluator import Stream
     from rlinf.evaluation.recording import JudgedPolicy
 
@@ -366,12 +366,12 @@ def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     generator = np.random.default_rng(2)
     resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
     seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)
-    pictures = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
+    images = generator.integers(0, 256, (200, 3, SIZE, SIZE, 3), dtype=np.uint8)
     streams: list[Stream] = []
     ours = np.zeros((200, 3, ACTIONS), np.float32)
     for step in range(200):
         streams = [Stream(0, 2) if step in resets[row] else streams[row] for row in range(3)]
-        rows = Observation({"front": pictures[step]}, seen[step], ["pick up the red block"] * 3)
+        rows = Observation({"front": images[step]}, seen[step], ["pick up the red block"] * 3)
         ours[step] = policy.act(rows, streams)[:, 0]
     for row in range(3):
         own, before, after = theirs(folders["diffusion"])
@@ -379,7 +379,7 @@ def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
         for step in range(200):
             if step in resets[row]:
                 own.reset()
-            one = Observation({"front": pictures[step, [row]]}, seen[step, [row]], ["pick up the red block"])
+            one = Observation({"front": images[step, [row]]}, seen[step, [row]], ["pick up the red block"])
             action = after(own.select_action(before(theirs_of(one)), noise=noise))
             np.testing.assert_allclose(
                 ours[step, row], action[0].numpy(), rtol=0, atol=1e-4
@@ -412,14 +412,14 @@ def test_a_head_learns_on_a_frozen_folder_and_is_exported(folders: Folders, tmp_
     """A residual head on ACT: the run keeps the folder once, by its digest; the exported policy acts as the run's does."""
     run = tmp_path / "run"
     small = [
-        "algorithm=sac", "algorithm.head.name=residual", "rollout.num_envs=2", "rollout.num_chunks=6", "trainer.max_steps=2",
-        "trainer.save_every=2", "algorithm.warmup_env_steps=8", "algorithm.batch_size=8", "algorithm.replay_capacity=64",
-        "algorithm.head.hidden_size=16", "tracking.tensorboard=false", f"output_dir={run}",
+        "algorithm=sac", "algorithm.actor.name=residual", "rollout.num_envs=2", "rollout.num_chunks=6", "trainer.max_steps=2",
+        "trainer.save_every=2", "algorithm.learning_starts=8", "algorithm.batch_size=8", "algorithm.replay_capacity=64",
+        "algorithm.actor.hidden_size=16", "tracking.tensorboard=false", f"output_dir={run}",
     ]  # fmt: skip
     assert main(["train", *words(folders["act"]), *ENV, *small]) == 0
     assert main(["export", f"checkpoint={run}", f"output={tmp_path / 'export'}"]) == 0
     policies = [rlinf.load_policy(place) for place in (run, tmp_path / "export")]
-    assert policies[0].model.base_sha256 is not None and isinstance(policies[0].model, HeadedPolicy)
+    assert policies[0].model.base_sha256 is not None and isinstance(policies[0].model, ActorPolicy)
     rows = observation(2)
     given = {"images": rows.images, "state": rows.state, "instruction": rows.instruction}
     first, second = (policy.act(given) for policy in policies)

@@ -48,7 +48,7 @@ def error(images: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def test_rows_of_trimmed_episodes_keep_their_frame_numbers(tmp_path):
-    """Numbers and time stamps that go on from another frame than 0 are those of a longer recording."""
+    """Numbers and time stamps that continue from another frame than 0 are those of a longer recording."""
     folder = shutil.copytree(FIXTURES / "images", tmp_path / "trimmed")
     (path,) = (folder / "data").glob("*/*.parquet")
     table = pq.read_table(path)
@@ -117,7 +117,7 @@ def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> lis
 
 
 class ManyFiles(LeRobotWriter):
-    """Begins a new file with each episode."""
+    """Starts a new file with each episode."""
 
     data_file_mib = video_file_mib = 0
 

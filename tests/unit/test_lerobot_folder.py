@@ -1,4 +1,4 @@
-"""A folder of lerobot whose policy would be blind is refused by the name of the feature; whole ones are accepted."""
+"""A folder of lerobot whose policy would be blind is rejected by the name of the feature; whole ones are accepted."""
 
 import importlib
 import json
@@ -20,8 +20,8 @@ from lerobot_small_folders import (
     UNNORMALIZER,
     change,
     change_tensors,
+    image,
     make,
-    picture,
 )
 
 from rlinf.cli import main
@@ -34,33 +34,31 @@ from rlinf.models.embodiment.lerobot.folder import (
     action_statistics,
     check_folder,
     compare_weights,
-    refuse_folder,
+    reject_folder,
 )
 from rlinf.models.embodiment.lerobot.policy import LerobotPolicy
 from rlinf.models.embodiment.lerobot.runner import LocalRunner
 
 
 def two(folder: Path) -> Path:
-    return make(folder, pictures=picture("top") | picture("wrist"))
+    return make(folder, images=image("top") | image("wrist"))
 
 
 HEALTHY: dict[str, Callable[[Path], Path]] = {
     "ACT with a camera": make,
     "two cameras": two,
-    "without pictures": lambda folder: make(
-        folder, pictures={}, inputs={"observation.environment_state": {"type": "ENV", "shape": [9]}}
+    "without images": lambda folder: make(
+        folder, images={}, inputs={"observation.environment_state": {"type": "ENV", "shape": [9]}}
     ),
     "bounds instead of deviations": lambda folder: make(folder, modes=dict.fromkeys(MODES, "MIN_MAX")),
     "quantiles, as of pi0.5": lambda folder: make(
         folder, "pi05", modes={**MODES, "STATE": "QUANTILES", "ACTION": "QUANTILES"}
     ),
-    "pictures as they are, as of SmolVLA": lambda folder: make(
-        folder, "smolvla", modes={**MODES, "VISUAL": "IDENTITY"}
-    ),
+    "images as they are, as of SmolVLA": lambda folder: make(folder, "smolvla", modes={**MODES, "VISUAL": "IDENTITY"}),
     "no normalisation at all": lambda folder: make(folder, modes={}),
     "a diffusion's horizon": lambda folder: make(folder, "diffusion", n_obs_steps=2, horizon=8, chunk_size=None),
     "an empty camera, which a policy fills": lambda folder: make(
-        folder, "smolvla", pictures=picture() | picture("empty_camera_0")
+        folder, "smolvla", images=image() | image("empty_camera_0")
     ),
     "VQ-BeT, whose chunk has another name": lambda folder: make(
         folder, "vqbet", n_obs_steps=2, action_chunk_size=5, chunk_size=None, n_action_steps=None
@@ -72,7 +70,7 @@ HEALTHY: dict[str, Callable[[Path], Path]] = {
 def test_a_whole_folder_is_accepted(name: str, tmp_path: Path) -> None:
     folder = HEALTHY[name](tmp_path / "folder")
     assert check_folder(folder) == []
-    refuse_folder(folder)
+    reject_folder(folder)
 
 
 def _without_normalizer(folder: Path) -> None:
@@ -98,7 +96,7 @@ def _old(folder: Path) -> None:
 
 
 def _channels_last(folder: Path) -> None:
-    change(folder, "config.json", lambda values: values["input_features"].update(picture("front", (32, 32, 3))))
+    change(folder, "config.json", lambda values: values["input_features"].update(image("front", (32, 32, 3))))
 
 
 def _bytes(folder: Path) -> None:
@@ -184,18 +182,18 @@ BLIND: dict[str, tuple[Callable[[Path], object], Callable[[Path], Path], str, st
 
 @pytest.mark.parametrize("name", BLIND)
 def test_a_blind_policy_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Each has the feature and the cure, in the error of loading and in the command's table."""
-    plant, base, feature, cure = BLIND[name]
+    """Each has the feature and the fix, in the error of loading and in the command's table."""
+    plant, base, feature, fix = BLIND[name]
     folder = base(tmp_path / "folder")
     plant(folder)
     with pytest.raises(CheckpointError) as error:
-        refuse_folder(folder)
+        reject_folder(folder)
     assert feature in str(error.value)
     text = " ".join(str(each) for each in check_folder(folder))
-    assert feature in text and cure.lower() in text.lower()
+    assert feature in text and fix.lower() in text.lower()
     assert main(["check-policy", str(folder)]) == 1
     shown = capsys.readouterr().out
-    assert feature in shown and cure.lower() in shown.lower()
+    assert feature in shown and fix.lower() in shown.lower()
 
 
 def test_actions_far_outside_the_bounds_of_the_env_are_refused(tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_weights_must_be_those_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_cameras_are_matched_by_name(tmp_path: Path) -> None:
-    """Swapped, missing and extra ones are refused, unless an override names them."""
+    """Swapped, missing and extra ones are rejected, unless an override names them."""
     config = LerobotConfig.from_pretrained(two(tmp_path / "folder"))
     top, wrist = "observation.images.top", "observation.images.wrist"
     assert config.camera_of(["wrist", "top"]) == {top: "top", wrist: "wrist"}  # their order does not matter
@@ -269,7 +267,7 @@ def test_cameras_are_matched_by_name(tmp_path: Path) -> None:
     config.cameras = {"wrist": "hand"}
     assert config.camera_of(["top", "hand"]) == {top: "top", wrist: "hand"}
     config.cameras = {"wrist": "top"}
-    with pytest.raises(ConfigError, match="two pictures"):
+    with pytest.raises(ConfigError, match="two images"):
         config.camera_of(["top"])
     config.cameras = {"left": "top"}
     with pytest.raises(ConfigError, match="'left'"):
@@ -369,7 +367,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a deep pipeline": (_text(f"{BEFORE}.json", "[" * 100_000), f"{BEFORE}.json"),
     "a huge number": (_text("config.json", '{"type": "act", "chunk_size": 1' + "0" * 5000 + "}"), "config.json"),
     "a huge chunk": (_set("config.json", "chunk_size", value=10**12), "chunk_size"),
-    "a huge picture": (_set("config.json", *FRONT, "shape", value=[3, 90_000, 90_000]), "shape"),
+    "a huge image": (_set("config.json", *FRONT, "shape", value=[3, 90_000, 90_000]), "shape"),
     "a negative width": (_set("config.json", *FRONT, "shape", value=[3, -1, 32]), "shape"),
     "an empty shape": (_set("config.json", *FRONT, "shape", value=[]), "shape"),
     "a shape that is a text": (_set("config.json", *FRONT, "shape", value="3x32x32"), "shape"),
@@ -399,7 +397,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.fixture
 def imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Begin in an empty folder, where ``lerobot`` is a module that notes its import; return the note's path."""
+    """Start in an empty folder, where ``lerobot`` is a module that notes its import; return the note's path."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "lerobot.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\n"
@@ -425,7 +423,7 @@ def test_a_harmful_or_malformed_folder_is_rejected_before_lerobot_is_imported(
     config = LerobotConfig.from_pretrained(folder)
     plant(folder)
     for load in (
-        lambda: refuse_folder(folder, config),
+        lambda: reject_folder(folder, config),
         lambda: LocalRunner(str(folder), config),
         lambda: build_policy({"model": {"model_type": "lerobot", "model_path": str(folder), "action_token_len": 4, "action_chunks_len": 4}}),
     ):  # fmt: skip
@@ -451,7 +449,7 @@ def test_migration_reads_no_folder_with_code(tmp_path: Path, imports: Path, caps
     [
         ["evaluate"],
         ["serve", "port=0"],
-        ["train", "algorithm=sac", "algorithm.head.name=residual"],
+        ["train", "algorithm=sac", "algorithm.actor.name=residual"],
         ["sft", "sft.max_steps=1", "sft.dataset=null", "model.override_config.trained=true"],
     ],
     ids=lambda words: words[0],

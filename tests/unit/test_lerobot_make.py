@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def test_a_new_folder_of_a_dataset_without_pictures_splits_its_state(tmp_path: Path) -> None:
-    """Each part has its own numbers' statistics, and a constant number a deviation of 1; ACT refuses the state alone."""
+    """Each part has its own numbers' statistics, and a constant number a deviation of 1; ACT rejects the state alone."""
     script = Path(__file__).parents[2] / "scripts" / "make_lerobot_policy.py"
     write = runpy.run_path(str(script))["write"]
     columns = {"observation.state": [[0, 1, 2, 3, 4], [1, 2, 0, 4, 5]], "action": [[0, 0], [1, 1]]}

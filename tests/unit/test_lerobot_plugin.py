@@ -24,7 +24,7 @@ EPISODES = 12
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """Exports of a policy that sees pictures and decides on two actions at once, cloned for a while and for longer."""
+    """Exports of a policy that sees images and decides on two actions at once, cloned for a while and for longer."""
     place, found = tmp_path_factory.mktemp("exports"), []
     for steps in (40, 120):
         run = rlinf.train(

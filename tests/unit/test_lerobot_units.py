@@ -22,7 +22,7 @@ from rlinf.types import Observation
 
 STATE, ACTIONS = 6, 4
 MEAN, STD = 0.25, 0.75
-"""Of the pictures, the state and the action, in the folders of ``make``."""
+"""Of the images, the state and the action, in the folders of ``make``."""
 WEIGHT = torch.linspace(-1, 1, ACTIONS * (3 + STATE)).reshape(ACTIONS, 3 + STATE)
 BIAS = torch.tensor([0.1, -0.2, 0.3, -0.4])
 STATE_SCALE, ACTION_SCALE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 8.0, 16.0]

@@ -1,4 +1,4 @@
-"""LIBERO: the published evaluation reproduced bit for bit, splits, instructions, the gripper's two conventions, what is refused."""
+"""LIBERO: the published evaluation reproduced bit for bit, splits, instructions, the gripper's two conventions, what is rejected."""
 
 import importlib.metadata
 import importlib.util
@@ -123,7 +123,7 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
         "seen = env.step(np.random.default_rng(0).uniform(-1, 1, (1, 7))[0])[0]\n"
         "np.savez(target, agentview=seen['agentview_image'], wrist=seen['robot0_eye_in_hand_image'])\n"
     )
-    target = tmp_path / "pictures.npz"
+    target = tmp_path / "images.npz"
     command = [sys.executable, "-c", program, str(ASSETS), str(size), str(target)]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # may be empty
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -140,7 +140,7 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
     fast.reset(spec(0))
     fast.step(action)
     gap = np.abs(fast.observe().images["agentview"].astype(int) - images["agentview"])
-    assert 0 < gap.mean() < 10  # another picture (no shadows), of the same scene
+    assert 0 < gap.mean() < 10  # another image (no shadows), of the same scene
 
 
 @needs_libero

@@ -1,4 +1,4 @@
-"""Weights that do not fit are refused in one sentence, without transformers' table before it."""
+"""Weights that do not fit are rejected in one sentence, without transformers' table before it."""
 
 import logging
 import shutil

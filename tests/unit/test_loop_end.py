@@ -7,7 +7,7 @@ import pytest
 
 from rlinf.commands.train import Run
 from rlinf.config.training import TrainerConfig
-from rlinf.training.action_trainer import Parts
+from rlinf.training.action_trainer import TrainerContext
 from rlinf.training.loop import Loop, Update
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested
@@ -29,7 +29,9 @@ def test_the_last_checkpoint_is_written_although_something_else_cannot_be_closed
     )  # fmt: skip
     loop.tracker, loop.profile_window = part("tracker"), part("profile")
     evaluator = SimpleNamespace(env=SimpleNamespace(close=fail))
-    run = Run(Parts(None, loop, None, SimpleNamespace(generator=part("engine")), evaluator), None, part("trainer"))
+    run = Run(
+        TrainerContext(None, loop, None, SimpleNamespace(generator=part("engine")), evaluator), None, part("trainer")
+    )
     with pytest.raises(OSError, match="the simulator is gone"):
         run.close()
     assert closed == ["trainer", "engine", "profile", "tracker", "progress", "checkpoints"]

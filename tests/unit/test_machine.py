@@ -1,4 +1,4 @@
-"""A machine on which a player may play, and machines that are refused before anything is loaded there."""
+"""A machine on which a rollout worker may play, and machines that are rejected before anything is loaded there."""
 
 import os
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rlinf.errors import ConfigError
 from rlinf.preflight.placement import check_placement
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (scripts/setup.sh --ray)")
-SPLIT = ["experiment=quickstart", "cluster.start=ray", "cluster.placement=split"]
+SPLIT = ["experiment=quickstart", "cluster.start=ray", "cluster.placement=disaggregated"]
 
 
 def other(machine):
@@ -21,12 +21,12 @@ def other(machine):
 
 def test_a_player_with_other_software_than_the_ranks_is_refused_before_it_reads_its_arguments():
     """Also one that takes the place of another, on a machine that has joined the cluster since."""
-    from rlinf.cluster.actor import PlayerActor
+    from rlinf.cluster.actor import RolloutWorkerActor
 
-    failure = PlayerActor().build(other(CommandMachine.here([])), b"not a pickle")
+    failure = RolloutWorkerActor().build(other(CommandMachine.here([])), b"not a pickle")
     assert failure.error == "ConfigError" and "version of torch: machine 1 on" in failure.message
     assert "machine 0 on elsewhere has 1.0" in failure.message
-    failure = PlayerActor().build(
+    failure = RolloutWorkerActor().build(
         CommandMachine.here([]), b"not a pickle"
     )  # control: read, because the machine is alike
     assert failure.error is None and "Unpickling" in failure.message
@@ -47,7 +47,7 @@ class Stop(Exception):
 
 
 def test_an_empty_address_is_none(tmp_path, monkeypatch):
-    """Players get a cluster of this machine's own, as env nodes do."""
+    """RolloutWorkers get a cluster of this machine's own, as env nodes do."""
     asked = []
 
     def initialise(module, address, **settings):
@@ -57,11 +57,11 @@ def test_an_empty_address_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "")
     monkeypatch.setattr(reservation, "initialise", initialise)
     assert not ray.is_initialized()
-    with pytest.raises(Stop), reservation.reserved(run_config(tmp_path, *SPLIT, "cluster.num_players=2")):
+    with pytest.raises(Stop), reservation.reserved(run_config(tmp_path, *SPLIT, "cluster.num_rollout_workers=2")):
         pass
     ((address, settings, visible),) = asked
     assert address is None and settings["num_cpus"] == 2 and settings["num_gpus"] == 0 and visible == ""
-    assert settings["log_to_driver"]  # stacks of silent players come that way
+    assert settings["log_to_driver"]  # stacks of silent rollout workers come that way
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://127.0.0.1:10001", "127.0.0.1:1"])

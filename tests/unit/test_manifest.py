@@ -1,4 +1,4 @@
-"""Manifest: what must match is refused with both values and the override to type; what only informs is reported."""
+"""Manifest: what must match is rejected with both values and the override to type; what only informs is reported."""
 
 import copy
 import hashlib
@@ -242,7 +242,7 @@ def test_any_part_of_the_way_to_a_field_can_be_allowed_and_nothing_else():
     for name in ("action", "q01", "statistics.action", "norm", "normalization.stat"):
         with pytest.raises(ConfigError, match=f"'{name}', which no manifest has"):
             check(manifest(), present, [name])
-    with pytest.raises(ManifestMismatchError):  # the beginning of a name is not a section of it
+    with pytest.raises(ManifestMismatchError):  # the start of a name is not a section of it
         check(manifest(), changed("env.image_size", 128), ["env.suite", "lora"])
 
 

@@ -116,7 +116,7 @@ def test_an_episode_with_contacts_is_the_same_in_a_used_simulator_as_in_a_fresh_
     used = simulator_of(task)
     other = play(used, 2, [*actions[::-1], *[actions[3]] * 20])
     np.testing.assert_array_equal(play(used, 0, actions), fresh)
-    assert not np.array_equal(other[0], fresh[0]), "the control: another episode begins elsewhere"
+    assert not np.array_equal(other[0], fresh[0]), "the control: another episode starts elsewhere"
 
 
 def test_a_new_simulator_warns_of_nothing_and_its_resets_do_not_walk_older_objects(vulkan, capfd):
@@ -180,9 +180,9 @@ def test_a_step_of_others_leaves_a_row_as_it_is(vulkan):
 def test_pictures_show_the_goal_only_where_asked(vulkan):
     simulator, seen = simulator_of("PickCube-v1", cameras=["base_camera"], image_size=64), {}
     for simulator.config.show_goals in (False, True):
-        picture = simulator.observe().images["base_camera"].astype(int)
-        assert picture.shape == (64, 64, 3) and picture.std() > 20
-        green = (picture[..., 1] > 1.5 * picture[..., 0]) & (picture[..., 1] > 1.5 * picture[..., 2])
+        image = simulator.observe().images["base_camera"].astype(int)
+        assert image.shape == (64, 64, 3) and image.std() > 20
+        green = (image[..., 1] > 1.5 * image[..., 0]) & (image[..., 1] > 1.5 * image[..., 2])
         seen[simulator.config.show_goals] = green.sum()
     assert seen[False] == 0 and seen[True] > 3, f"green pixels: {seen}"
     frame = simulator.render(48)
@@ -307,7 +307,7 @@ def test_equal_generators_draw_as_a_list_of_new_generators_of_one_seed():
             0,
             3,
             -1,
-        ):  # each goes on from its own last draw; of a pair of normal ones, the second one is kept
+        ):  # each continues from its own last draw; of a pair of normal ones, the second one is kept
             assert ours[row].normal() == listed[row].normal() and ours[row].randint(2**31) == listed[row].randint(2**31)
         assert [each.uniform() for each in ours] == [each.uniform() for each in listed]
     assert len(ours) == 5

@@ -13,7 +13,7 @@ from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.launch import launch
 from rlinf.engines.vllm_weights import LanguageModelNames
-from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from rlinf.llm.megatron.groups import check_device
 from rlinf.llm.megatron.policy import MegatronPolicyConfig
@@ -150,7 +150,7 @@ def test_an_engine_of_the_checkpoint_takes_the_weights(checkpoint, batch, name):
     read = names.read(handle.open())
     assert read.keys() | {"lm_head.weight"} == HuggingFacePolicy(policy.model_name).model.state_dict().keys()
     assert all(read[key].equal(tensor) for key, tensor in weights.items())
-    with pytest.raises(WeightsRefusedError, match="missing model.norm.weight"):
+    with pytest.raises(WeightsRejectedError, match="missing model.norm.weight"):
         names.check(
             buffer.write({key: weights[key] for key in weights if key != "model.norm.weight"}, version=2).manifest
         )
@@ -260,7 +260,7 @@ def run_one_rank(arguments) -> None:
 
 
 @needs_megatron
-def test_two_ranks_are_one_process_however_they_share(checkpoint, batch, tmp_path):
+def test_two_ranks_are_one_process_however_they_fraction(checkpoint, batch, tmp_path):
     folders = {sharing: checkpoint(name) for sharing, (name, _) in SHARED.items()}
     launch(run_one_rank, (folders, batch, str(tmp_path)), 2, "cpu")
     for sharing, folder in folders.items():

@@ -1,4 +1,4 @@
-"""Meta-World: repeatable episodes, cameras, goals, experts, and what is refused."""
+"""Meta-World: repeatable episodes, cameras, goals, experts, and what is rejected."""
 
 import importlib.util
 import weakref
@@ -187,7 +187,7 @@ def test_pictures_are_upright():
     model, data = sim._env.model, sim._env.data
     assert {model.camera(index).name for index in range(model.ncam)} == set(CAMERAS)
     for camera in CAMERAS:
-        up = data.cam_xmat[model.camera(camera).id].reshape(3, 3)[2, 1]  # height gained on the way up the picture
+        up = data.cam_xmat[model.camera(camera).id].reshape(3, 3)[2, 1]  # height gained on the way up the image
         assert (up < -0.1) == (camera in UPSIDE_DOWN_CAMERAS), (camera, up)
     as_drawn = simulator("drawer-close-v3", cameras=list(CAMERAS), image_size=32, upright=False)
     as_drawn.reset(spec())
@@ -200,10 +200,10 @@ def test_pictures_are_upright():
 
 def goal_colour(sim, size=256):
     """Mean colour of the pixels of topview where the goal must be: 1.5 m above (0, 0.5), 45 degrees wide, y upwards."""
-    picture, (x, y, z) = sim._draw("topview", size).astype(int), sim._numbers[36:]
+    image, (x, y, z) = sim._draw("topview", size).astype(int), sim._numbers[36:]
     scale = size / 2 / np.tan(np.radians(22.5)) / (1.5 - z)
     row, column = round(size / 2 - (y - 0.5) * scale), round(size / 2 + x * scale)
-    return picture[row - 1 : row + 2, column - 1 : column + 2].reshape(-1, 3).mean(0)
+    return image[row - 1 : row + 2, column - 1 : column + 2].reshape(-1, 3).mean(0)
 
 
 @needs_metaworld
@@ -223,15 +223,15 @@ def test_one_renderer_of_a_task_draws_all_its_envs():
     from rlinf.envs.graphics.renderer import StateRenderer
 
     sims = [simulator("peg-insert-side-v3", cameras=["corner4"], image_size=48) for _ in range(2)]
-    pictures = []
+    images = []
     for number, sim in enumerate(sims):
         sim.reset(spec(number))
         own = StateRenderer(sim._env.model, 48, 400)
-        pictures.append(sim.observe().images["corner4"])
+        images.append(sim.observe().images["corner4"])
         expected = own.render([sim._env.data], [sim._env.model.camera("corner4").id])[0, 0, ::-1, ::-1]
-        np.testing.assert_array_equal(pictures[-1], expected)
+        np.testing.assert_array_equal(images[-1], expected)
         own.close()
-    assert sims[0]._env is not sims[1]._env and not np.array_equal(*pictures)
+    assert sims[0]._env is not sims[1]._env and not np.array_equal(*images)
 
 
 @needs_metaworld
@@ -307,7 +307,7 @@ def test_the_path_of_a_chunk_is_where_the_fingers_are_seen(camera, upright):
     rows, columns = np.nonzero(np.abs(sim.render(256) - before).max(-1) > 20)  # the gripper closes
     seen = np.array([np.median(columns), np.median(rows)])
     assert np.linalg.norm(path[0] - seen) < 15, "pixels of 256"
-    assert np.linalg.norm(256 - path[0] - seen) > 40, "control: the picture the other way around"
+    assert np.linalg.norm(256 - path[0] - seen) > 40, "control: the image the other way around"
     again, later = sim.chunk_path(chunk, 256), []
     for action in chunk:
         sim.step(action)

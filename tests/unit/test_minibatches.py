@@ -52,7 +52,7 @@ def test_the_rows_of_all_ranks_are_dealt_evenly(shape, num_chunks, size, seed):
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
         for block in range(num_blocks):
             taken = [sum(env // group == block for _, env in rows) for rows in whole]
-            assert max(taken, default=0) - min(taken, default=0) <= 1, "each takes its share of every block"
+            assert max(taken, default=0) - min(taken, default=0) <= 1, "each takes its fraction of every block"
         for shares in zip(*dealt, strict=True):
             assert {each.max_rows for each in shares} == {max(len(each.rows) for each in shares)}
 

@@ -137,18 +137,18 @@ def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch)
 
 
 def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, monkeypatch):
-    def refused(self):
-        raise ConfigError("vLLM refuses 'x': head size 8")
+    def rejected(self):
+        raise ConfigError("vLLM rejects 'x': head size 8")
 
     monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
     monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
     monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda *_: None)
-    monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", refused)
+    monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", rejected)
     assert main(["diagnose", tiny_lm()]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("torch: ") and " pass " in line for line in lines) == 3 + 2
     assert [line.split()[4] for line in lines if line.startswith("vllm: runs the model")] == ["FAIL"]
-    assert lines[-1] == "vllm: vLLM refuses 'x': head size 8"
+    assert lines[-1] == "vllm: vLLM rejects 'x': head size 8"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.base_weights import tensors_digest
-from rlinf.models.embodiment.headed import HeadedPolicy, make_head
+from rlinf.models.embodiment.actor_policy import ActorPolicy, make_actor
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
 from rlinf.offpolicy import proposals
 from rlinf.offpolicy.demonstrations import _out_of_reach, episodes_of, offline_data, slots_of
@@ -46,13 +46,13 @@ def dataset_of(episodes: list[dict], **outcomes) -> StoredDemonstrations:
     return StoredDemonstrations(info, {}, state, actions, np.zeros(total, np.int64), ["go"], number, outcomes=come)
 
 
-def policy_of(head: str = "residual", scale: float = 0.25, seed: int = 0, **more) -> HeadedPolicy:
+def policy_of(actor: str = "residual", scale: float = 0.25, seed: int = 0, **more) -> ActorPolicy:
     torch.manual_seed(seed)
     statistics = {"action": {"q01": [-1.0, -1.0], "q99": [1.0, 1.0], "mask": [True, True]}}
     config = MLPConfig(state_dim=1, hidden_sizes=[8], norm_stats={"a": statistics})
     base = MLPForRLActionPrediction(config, action_dim=2, action_chunks_len=CHUNK)
-    config = HeadConfig(name=head, scale=scale, hidden_size=8, **more)
-    policy = HeadedPolicy(base, make_head(config, base.feature_dim, base, None), LOW, HIGH).eval()
+    config = ActorConfig(name=actor, scale=scale, hidden_size=8, **more)
+    policy = ActorPolicy(base, make_actor(config, base.feature_dim, base, None), LOW, HIGH).eval()
     policy.base_sha256 = tensors_digest(base.state_dict())
     return policy
 
@@ -64,7 +64,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def fill(
-    dataset: StoredDemonstrations, policy: HeadedPolicy, env=None, which="all", seed=3, precision="fp32", batch_size=4
+    dataset: StoredDemonstrations, policy: ActorPolicy, env=None, which="all", seed=3, precision="fp32", batch_size=4
 ):
     def ask(rows):
         settings = {
@@ -138,9 +138,9 @@ PLAYED = [
 ]
 
 
-@pytest.mark.parametrize("head", ["residual", "edit"])
-def test_the_buffer_holds_what_the_frozen_policy_says_and_what_was_executed(head):
-    dataset, policy = dataset_of(PLAYED), policy_of(head)
+@pytest.mark.parametrize("actor", ["residual", "expo"])
+def test_the_buffer_holds_what_the_frozen_policy_says_and_what_was_executed(actor):
+    dataset, policy = dataset_of(PLAYED), policy_of(actor)
     data = fill(dataset, policy)
     replay, rows = data.replay, [0, 3, 4, 7, 8, 9]
     assert replay.num_transitions == 5 and data.num_asked == len(rows)
@@ -178,7 +178,7 @@ def test_actions_beyond_the_reach_of_the_head_are_stored_as_they_are_and_counted
 
 def test_a_head_with_several_candidates_reaches_what_is_near_one_of_them():
     """By hand, two numbers of an action; no candidate lends another one its number."""
-    policy = policy_of("edit", 0.1)
+    policy = policy_of("expo", 0.1)
     base = torch.zeros(4, 2, 2 * CHUNK)
     base[:, 1] = 0.5
     actions = torch.zeros(4, 2 * CHUNK)
@@ -194,7 +194,7 @@ def test_which_episodes_count():
     assert fill(dataset, policy_of()).success_rate == pytest.approx(1 / 3)
     only = fill(dataset, policy_of(), which="successes")
     assert only.success_rate == 1 and only.replay.num_transitions == 2
-    assumed = fill(dataset, policy_of(), which="assumed")
+    assumed = fill(dataset, policy_of(), which="assume_success")
     assert assumed.success_rate == 1 and assumed.replay.rewards.sum() == 3
     untold = dataset_of(PLAYED, success=None)  # the last reward tells
     assert fill(untold, policy_of()).success_rate == pytest.approx(1 / 3)
@@ -216,7 +216,7 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
         return real(self, inputs, uniforms)
 
     monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
-    dataset, edit = dataset_of(PLAYED), policy_of("edit")
+    dataset, edit = dataset_of(PLAYED), policy_of("expo")
 
     def answers(*args, **more):
         asked.clear()
@@ -231,8 +231,8 @@ def test_the_frozen_policy_is_asked_once_and_again_only_where_its_answers_would_
     assert answers(dataset, edit, env=EnvConfig(reward_mode="shaped"))[1] == 0  # rewards are not the policy's
     for more in ({"seed": 4}, {"precision": "bf16-mixed"}, {"batch_size": 2}, {"which": "successes"}):
         assert answers(dataset, edit, **more)[1] > 0, more
-    assert answers(dataset, policy_of("edit", seed=1))[1] == 6  # other weights
-    assert answers(dataset, policy_of("edit", num_candidates=2))[1] == 6
+    assert answers(dataset, policy_of("expo", seed=1))[1] == 6  # other weights
+    assert answers(dataset, policy_of("expo", num_candidates=2))[1] == 6
     assert answers(dataset, policy_of("residual"))[1] == 6 and answers(dataset, policy_of("direct"))[1] == 0
     assert answers(dataset_of(PLAYED[:2]), edit)[1] == 5
     others = dataset_of(PLAYED)

@@ -349,7 +349,7 @@ def test_too_few_cameras_are_refused():
 
 
 def test_an_input_longer_than_the_language_models_positions_is_refused():
-    """Longest row: 1 BOS, 4 image tokens, then words, and 6 actions; a text config with one position too few refuses it."""
+    """Longest row: 1 BOS, 4 image tokens, then words, and 6 actions; a text config with one position too few rejects it."""
     observation = observe()
     needed = build().preprocess(observation)["input_ids"].shape[1] + 4 + 6
     for positions in (needed, needed - 1):
@@ -369,11 +369,11 @@ def test_an_input_longer_than_the_language_models_positions_is_refused():
 
 def test_the_prompt_is_read_once_and_then_one_token_at_a_time():
     model = build("autoregressive")
-    lengths, pictures, full_heads = [], [], []
+    lengths, images, full_heads = [], [], []
     model.language_model.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    model.vision_backbone.register_forward_hook(lambda *_: pictures.append(1))
+    model.vision_backbone.register_forward_hook(lambda *_: images.append(1))
     model.language_model.lm_head.register_forward_hook(lambda *_: full_heads.append(1))
     inputs = model.preprocess(observe("autoregressive"))
     model.predict_action_batch(do_sample=False, **inputs)
     assert lengths == [inputs["input_ids"].shape[1] + model.num_image_tokens] + [1] * (model.num_logprobs - 1)
-    assert len(pictures) == 1 and not full_heads, "the head is applied to action tokens alone"
+    assert len(images) == 1 and not full_heads, "the head is applied to action tokens alone"

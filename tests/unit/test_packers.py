@@ -62,7 +62,7 @@ def slow_mask(tokenizer, ids: list[int], pieces: list[tuple[str, bool]], kind: s
     for token in ids:
         written = token_bytes(tokenizer, token, kind, special)
         if kind == "words" and after_special and written.startswith(b" "):
-            written = written[1:]  # a text, and what follows a special token, begins with a space of its own
+            written = written[1:]  # a text, and what follows a special token, starts with a space of its own
         after_special = written.decode(errors="ignore") in special
         mask.append(any(learned[position : position + len(written)]))
         position += len(written)

@@ -56,7 +56,7 @@ def ready(packer, processor, folder="none", max_length=2000):
     return packer
 
 
-def picture(seed: int) -> Image.Image:
+def image(seed: int) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -83,7 +83,7 @@ def runs(sample) -> list[list[int]]:
 @pytest.mark.parametrize("family", USED)
 def test_answers_are_learned_and_images_are_not(processors, family):
     processor = processors(family)
-    packer, images = ready(ChatPacker(), processor), [picture(1), picture(2)]
+    packer, images = ready(ChatPacker(), processor), [image(1), image(2)]
     sample = packer.sample({"messages": TALK, "images": images})
     text = processor.apply_chat_template(TALK)
     expected = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
@@ -104,7 +104,7 @@ def test_rows_without_images_and_prompts(processors, family):
     sample = ready(ChatPacker(), processor).sample({"messages": [said("user", "hello"), said("assistant", "the zone")]})
     assert [processor.tokenizer.decode(run).strip() for run in runs(sample)] == ["the zone</s>"]
     assert "pixel_values" not in sample.model_inputs
-    row = {"prompt": "what is this?", "image": picture(1)}
+    row = {"prompt": "what is this?", "image": image(1)}
     prompt = ready(PromptPacker(), processor).prompt(row)
     text = processor.apply_chat_template([said("user", IMAGE, "what is this?")], add_generation_prompt=True)
     assert prompt.input_ids == processor(text=[text], images=[row["image"]], add_special_tokens=False)["input_ids"][0]
@@ -137,7 +137,7 @@ def test_a_video_that_no_message_names_is_refused(processors):
 
 
 def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):
-    one, two = picture(1), picture(2)
+    one, two = image(1), image(2)
     one.save(tmp_path / "one.png")
     stored = io.BytesIO()
     two.save(stored, "PNG")
@@ -160,7 +160,7 @@ def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):
 
 
 def test_a_mark_in_a_text_is_the_next_image(processors):
-    packer, images = ready(ChatPacker(), processors("gemma3")), [picture(1), picture(2)]
+    packer, images = ready(ChatPacker(), processors("gemma3")), [image(1), image(2)]
     talk = [{"from": "human", "value": "<image>what is this?"}, {"from": "gpt", "value": "a red block"},
             {"from": "human", "value": "and <image> this?"}, {"from": "gpt", "value": "the zone"}]  # fmt: skip
     found, expected = (packer.sample({"messages": each, "images": images}) for each in (talk, TALK))
@@ -191,14 +191,14 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
     ],
 )
 def test_images_that_cannot_be_read_are_named(processors, tmp_path, images, message):
-    picture(1).save(tmp_path / "one.png")
+    image(1).save(tmp_path / "one.png")
     (tmp_path / "broken.png").write_bytes((tmp_path / "one.png").read_bytes()[:200])
     with pytest.raises(BadRowError, match=message):
         ready(ChatPacker(), processors("llava"), tmp_path).sample({"messages": TALK, "images": images})
 
 
 def test_an_image_is_never_cut(processors):
-    row = {"messages": TALK, "images": [picture(1), picture(2)]}
+    row = {"messages": TALK, "images": [image(1), image(2)]}
     length = len(ready(ChatPacker(), processors("llava")).sample(row).input_ids)
     with pytest.raises(
         BadRowError, match=f"it has {length} tokens, more than policy.model_max_length={length - 1}, and a cut"
@@ -209,9 +209,9 @@ def test_an_image_is_never_cut(processors):
 
 def test_an_image_token_in_a_text_is_refused(processors):
     messages = [said("user", "what is <image>?"), said("assistant", "a block")]
-    with pytest.raises(BadRowError, match="LlavaProcessor refuses it"):
+    with pytest.raises(BadRowError, match="LlavaProcessor rejects it"):
         ready(ChatPacker(), processors("llava")).sample(
-            {"messages": [TALK[0], TALK[1], *messages], "images": [picture(1)]}
+            {"messages": [TALK[0], TALK[1], *messages], "images": [image(1)]}
         )
 
 
@@ -275,7 +275,7 @@ def test_a_tiny_model_learns_four_rows_and_counts_their_answers_only(tmp_path):
     answers = ("the zone", "a red block", "a blue block", "the zone")
     samples = [
         packer.sample(
-            {"messages": [said("user", IMAGE, "what is this?"), said("assistant", text)], "images": [picture(seed)]}
+            {"messages": [said("user", IMAGE, "what is this?"), said("assistant", text)], "images": [image(seed)]}
         )
         for seed, text in enumerate(answers)
     ]

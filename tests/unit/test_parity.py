@@ -168,7 +168,7 @@ def test_the_mean_of_the_gaps_of_values_is_that_of_valid_calls():
 @pytest.mark.parametrize(("values", "valid", "expected"), [
     (([0.5, -0.25], [0.5, -0.25]), None, 0.0),
     (([0.5, -0.25], [0.5, -0.05]), None, 0.2),  # all values are below 1
-    (([0.5, -8.0], [0.5, -10.0]), None, 0.2),  # in shares of the trainer's largest
+    (([0.5, -8.0], [0.5, -10.0]), None, 0.2),  # in fractions of the trainer's largest
     (([0.5, -8.0], [0.9, -10.0]), [True, False], 0.4),
 ])  # fmt: skip
 def test_values_are_compared_in_shares_of_the_largest(values, valid, expected):
@@ -215,7 +215,7 @@ def test_in_16_bits_the_gate_stops_at_the_first_step_and_after_the_first_update_
     def rounding_gate():
         return ParityGate(None, always_stops=False)
 
-    with pytest.raises(ParityError, match="at step 4"):  # the first of this process, which goes on with a run
+    with pytest.raises(ParityError, match="at step 4"):  # the first of this process, which continues with a run
         rounding_gate().check(batch(ROLLOUT, TRAINER), 4)
     gate = rounding_gate()
     gate.check(batch(ROLLOUT, ROLLOUT), 0)

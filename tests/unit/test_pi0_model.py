@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 from random weights: the contract of an action model, inputs, files and refusals."""
+"""pi0 and pi0.5 from random weights: the contract of an action model, inputs, files and rejections."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def section(pi05=False, **changes):
 
 
 def make(pi05=False, move=True, **changes):
-    """A policy whose adaptive norms, which begin at zero, have moved, so that all of it takes part."""
+    """A policy whose adaptive norms, which start at zero, have moved, so that all of it takes part."""
     torch.manual_seed(0)
     model = build_policy({"model": section(pi05, **changes)})
     if move:
@@ -421,24 +421,24 @@ def test_statistics_of_the_env_stand_in_for_those_of_the_folder(tmp_path):
 def test_bounds_of_the_deviation_are_those_of_the_weights_unless_they_are_set(tmp_path):
     cfg = saved(tmp_path, noise_method="flow_noise")
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["noise_head.logvar_min"], tensors["noise_head.logvar_max"] = torch.tensor([-4.0]), torch.tensor([-2.0])
+    tensors["dsrl_actor.logvar_min"], tensors["dsrl_actor.logvar_max"] = torch.tensor([-4.0]), torch.tensor([-2.0])
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    head = get_model(cfg).noise_head
+    head = get_model(cfg).dsrl_actor
     assert (head.logvar_min.item(), head.logvar_max.item()) == (-4.0, -2.0)
     other = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}})
-    found = [other.noise_head.logvar_min.item(), other.noise_head.logvar_max.item()]
+    found = [other.dsrl_actor.logvar_min.item(), other.dsrl_actor.logvar_max.item()]
     assert found == pytest.approx([2 * math.log(0.1), 2 * math.log(0.5)])
     for name in ("logvar_min", "logvar_max"):
-        del tensors[f"noise_head.{name}"]
+        del tensors[f"dsrl_actor.{name}"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="missing .'noise_head.logvar_max"):
+    with pytest.raises(CheckpointError, match="missing .'dsrl_actor.logvar_max"):
         get_model(cfg)
-    bare = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}}).noise_head
+    bare = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}}).dsrl_actor
     assert [bare.logvar_min.item(), bare.logvar_max.item()] == found, "a folder without bounds needs them set"
     other.save_pretrained(tmp_path / "again")
-    again = get_model(cfg | {"model_path": str(tmp_path / "again")}).noise_head
+    again = get_model(cfg | {"model_path": str(tmp_path / "again")}).dsrl_actor
     assert [again.logvar_min.item(), again.logvar_max.item()] == found
-    same = other.noise_head.state_dict()
+    same = other.dsrl_actor.state_dict()
     assert all(torch.equal(x, same[key]) or "logvar_m" in key for key, x in head.state_dict().items())
 
 

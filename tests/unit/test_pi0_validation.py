@@ -1,4 +1,4 @@
-"""Folders that hold no pi0, and envs that do not give what it reads: refused by their files and settings alone."""
+"""Folders that hold no pi0, and envs that do not give what it reads: rejected by their files and settings alone."""
 
 import dataclasses
 import json

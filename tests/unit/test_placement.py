@@ -1,4 +1,4 @@
-"""Where players are follows from the configuration and the machines alone; what does not fit is refused without Ray."""
+"""Where rollout workers are follows from the configuration and the machines alone; what does not fit is rejected without Ray."""
 
 import subprocess
 import sys
@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.cluster.player import player_maker
+from rlinf.cluster.rollout_worker import worker_maker
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.ray.ranks import neighbours_first
 from rlinf.distributed.sums import own_blocks
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_players, check_placement
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_evaluation_workers, check_placement
 from rlinf.preflight.validation import validate
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 SPLIT = [
-    "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=split",
-    "cluster.num_players=4",
+    "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=disaggregated",
+    "cluster.num_rollout_workers=4",
 ]  # fmt: skip
 ENGINES = ["rollout.backend=vllm", "rollout.vllm.tensor_parallel_size=2"]
 GROUPS = ["algorithm=grpo", "rollout.group_size=8", "rollout.auto_reset=false"]
@@ -39,77 +39,88 @@ def placed(*overrides, nodes=None):
 
 PLAYERS = config_of()
 MISFITS = {
-    "nothing for ray": (["cluster.placement=colocated", "cluster.num_players=null"], "cluster.start=auto"),
-    "players of ranks that play": (
+    "nothing for ray": (["cluster.placement=colocated", "cluster.num_rollout_workers=null"], "cluster.start=auto"),
+    "rollout workers of ranks that play": (
         ["cluster.placement=colocated", "cluster.start=auto"],
-        "cluster.placement=split cluster.start=ray",
+        "cluster.placement=disaggregated cluster.start=ray",
     ),
-    "players without ray": (["cluster.start=auto"], "cluster.start=ray"),
+    "rollout workers without ray": (["cluster.start=auto"], "cluster.start=ray"),
     "nothing to play": (["trainer.max_steps=0", "sft.max_steps=5"], COLOCATED),
-    "fewer players than ranks": (["cluster.num_processes=8"], "cluster.num_players=8"),
-    "players that ranks do not divide": (["cluster.num_processes=3", "rollout.num_envs=48"], "cluster.num_players=6"),
-    "envs that players do not divide": (["rollout.num_envs=66"], "rollout.num_envs=64"),
-    "groups that players do not divide": ([*GROUPS, "rollout.num_envs=48"], "rollout.num_envs=64"),
-    "more players than groups": ([*GROUPS, "cluster.num_players=16"], "rollout.num_envs=128"),
-    "processes that play, too": (["rollout.worker_processes=2"], "rollout.worker_processes=0 cluster.num_players=2"),
+    "fewer rollout workers than ranks": (["cluster.num_processes=8"], "cluster.num_rollout_workers=8"),
+    "rollout workers that ranks do not divide": (
+        ["cluster.num_processes=3", "rollout.num_envs=48"],
+        "cluster.num_rollout_workers=6",
+    ),
+    "envs that rollout workers do not divide": (["rollout.num_envs=66"], "rollout.num_envs=64"),
+    "groups that rollout workers do not divide": ([*GROUPS, "rollout.num_envs=48"], "rollout.num_envs=64"),
+    "more rollout workers than groups": ([*GROUPS, "cluster.num_rollout_workers=16"], "rollout.num_envs=128"),
+    "processes that play, too": (
+        ["rollout.worker_processes=2"],
+        "rollout.worker_processes=0 cluster.num_rollout_workers=2",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
-    overrides, cure = MISFITS[name]
+    overrides, fix = MISFITS[name]
     with pytest.raises(ConfigError) as caught:
         check_placement(config_of(*overrides))
-    assert f"Set {cure}" in str(caught.value)
-    check_placement(config_of(*overrides, *cure.split()))
+    assert f"Set {fix}" in str(caught.value)
+    check_placement(config_of(*overrides, *fix.split()))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "found", "cure"),
+    ("overrides", "found", "fix"),
     [
-        ([], "cluster.placement=split without RL", COLOCATED),
-        (["cluster.start=auto"], "cluster.placement=split without RL", COLOCATED),
-        (["cluster.placement=colocated", "cluster.num_players=null"], "with cluster.num_processes=1", "cluster.start=auto"),
-        (["cluster.placement=colocated", "cluster.start=auto"], "cluster.num_players=4", "cluster.num_players=null"),
+        ([], "cluster.placement=disaggregated without RL", COLOCATED),
+        (["cluster.start=auto"], "cluster.placement=disaggregated without RL", COLOCATED),
+        (["cluster.placement=colocated", "cluster.num_rollout_workers=null"], "with cluster.num_processes=1", "cluster.start=auto"),
+        (["cluster.placement=colocated", "cluster.start=auto"], "cluster.num_rollout_workers=4", "cluster.num_rollout_workers=null"),
     ],
 )  # fmt: skip
-def test_cloning_alone_refuses_what_only_rl_uses(overrides, found, cure):
-    """As `rlinf sft` does, which runs without RL; the cure has no word of players."""
+def test_cloning_alone_refuses_what_only_rl_uses(overrides, found, fix):
+    """As `rlinf sft` does, which runs without RL; the fix has no word of rollout workers."""
     words = ["env.tasks=[reach]", "sft.max_steps=5", "trainer.max_steps=0", *overrides]
     with pytest.raises(ConfigError) as caught:
         validate(config_of(*words), "sft")
-    assert found in str(caught.value) and str(caught.value).endswith(f"Set {cure}")
-    validate(config_of(*words, *cure.split()), "sft")
+    assert found in str(caught.value) and str(caught.value).endswith(f"Set {fix}")
+    validate(config_of(*words, *fix.split()), "sft")
 
 
-RANKS = ["cluster.device=auto", "cluster.placement=colocated", "cluster.num_players=null", "cluster.num_processes=8"]
+RANKS = [
+    "cluster.device=auto",
+    "cluster.placement=colocated",
+    "cluster.num_rollout_workers=null",
+    "cluster.num_processes=8",
+]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "overrides", "cure"),
+    ("nodes", "overrides", "fix"),
     [
-        ([Node("a", 2, 0), Node("b", 1, 0)], [], "cluster.num_players=2"),
-        ([Node("a", 4, 0)], ["cluster.num_processes=2"], "cluster.num_processes=2 cluster.num_players=2"),
+        ([Node("a", 2, 0), Node("b", 1, 0)], [], "cluster.num_rollout_workers=2"),
+        ([Node("a", 4, 0)], ["cluster.num_processes=2"], "cluster.num_processes=2 cluster.num_rollout_workers=2"),
         ([Node("a", 0, 0)], [], COLOCATED),
-        ([Node("a", 64, 2), Node("b", 0, 8)], ["cluster.device=cuda"], "cluster.num_players=2"),
+        ([Node("a", 64, 2), Node("b", 0, 8)], ["cluster.device=cuda"], "cluster.num_rollout_workers=2"),
         ([Node("a", 64, 0)], ["cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
-        ([Node("a", 64, 3), Node("b", 64, 5)], ["cluster.device=cuda", *ENGINES], "cluster.num_players=2"),
+        ([Node("a", 64, 3), Node("b", 64, 5)], ["cluster.device=cuda", *ENGINES], "cluster.num_rollout_workers=2"),
         ([Node("a", 4, 0), Node("b", 3, 0)], RANKS, "cluster.num_processes=4"),
         ([Node("a", 1, 0)], RANKS, COLOCATED),
         ([Node("a", 64, 4), Node("b", 0, 8)], RANKS, "cluster.num_processes=4"),  # auto: on GPUs, if there are any
         ([Node("a", 64, 0)], [*RANKS, "cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
     ],
 )  # fmt: skip
-def test_machines_without_room_are_refused(monkeypatch, nodes, overrides, cure):
+def test_machines_without_room_are_refused(monkeypatch, nodes, overrides, fix):
     """Where Ray starts the ranks, the machine of the command need not have a GPU."""
     of_ranks = overrides[:4] == RANKS
     if not of_ranks:
         monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: device)
     with pytest.raises(ConfigError) as caught:
         Placement.of(config_of(*overrides), nodes)
-    assert f"Set {cure}" in str(caught.value) and nodes[0].name in str(caught.value)
+    assert f"Set {fix}" in str(caught.value) and nodes[0].name in str(caught.value)
     roomy = Placement.of(config_of(*overrides), [*nodes, Node("roomy", 8, 8)])
-    assert roomy.num_players == (0 if of_ranks else 4), "control"
+    assert roomy.num_rollout_workers == (0 if of_ranks else 4), "control"
     assert not of_ranks or roomy.rank_bundle == {"CPU": 1, "GPU": 1}
 
 
@@ -120,7 +131,7 @@ def test_ranks_of_a_machine_are_neighbours_and_those_of_the_command_come_first()
 
 
 def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
-    assert placed().players_of(0) == range(4), "control"
+    assert placed().rollout_workers_of(0) == range(4), "control"
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)
     for start in ("ray", "auto"):
@@ -129,15 +140,17 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
             match=r"split in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
         ):
             check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
-        few = config_of("cluster.num_players=2", "cluster.placement=colocated", f"cluster.start={start}")
+        few = config_of("cluster.num_rollout_workers=2", "cluster.placement=colocated", f"cluster.start={start}")
         with pytest.raises(
             ConfigError, match=r"torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=1 and"
         ):
-            check_evaluation_players(few)
+            check_evaluation_workers(few)
     for name in LAUNCHER:
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"cluster.placement=split needs Ray.*pip install -e '\.\[ray\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=r"cluster.placement=disaggregated needs Ray.*pip install -e '\.\[ray\]'"
+    ):
         check_placement(config_of())
 
 
@@ -149,28 +162,30 @@ def test_the_command_checks_the_placement():
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
 def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player, group):
-    players = ranks * per_rank
+    workers = ranks * per_rank
     config = replace(
         PLAYERS,
-        cluster=replace(PLAYERS.cluster, num_processes=ranks, num_players=players),
-        rollout=replace(PLAYERS.rollout, group_size=group, num_envs=players * per_player * group),
+        cluster=replace(PLAYERS.cluster, num_processes=ranks, num_rollout_workers=workers),
+        rollout=replace(PLAYERS.rollout, group_size=group, num_envs=workers * per_player * group),
     )
     placement = Placement.of(config)
-    owned = [list(placement.players_of(rank)) for rank in range(ranks)]
-    assert sum(owned, []) == list(range(players)) and {len(each) for each in owned} == {per_rank}
-    blocks = [list(own_blocks(placement.num_blocks, player, placement.num_players)) for player in range(players)]
-    assert sum(blocks, []) == list(range(players * per_player))
+    owned = [list(placement.rollout_workers_of(rank)) for rank in range(ranks)]
+    assert sum(owned, []) == list(range(workers)) and {len(each) for each in owned} == {per_rank}
+    blocks = [
+        list(own_blocks(placement.num_blocks, worker, placement.num_rollout_workers)) for worker in range(workers)
+    ]
+    assert sum(blocks, []) == list(range(workers * per_player))
     for rank, own in enumerate(owned):
-        assert sum((blocks[player] for player in own), []) == list(
+        assert sum((blocks[worker] for worker in own), []) == list(
             range(rank * per_rank * per_player, (rank + 1) * per_rank * per_player)
         )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "players", "of_rank", "of_player"), [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 2), (1, 8, 2, 1)]
+    ("ranks", "workers", "of_rank", "of_player"), [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 2), (1, 8, 2, 1)]
 )
-def test_players_share_the_worker_threads_of_the_ranks(ranks, players, of_rank, of_player):
-    placement = Placement(ranks, players, num_blocks=64, gpus_per_player=0)
+def test_players_share_the_worker_threads_of_the_ranks(ranks, workers, of_rank, of_player):
+    placement = Placement(ranks, workers, num_blocks=64, gpus_per_rollout_worker=0)
     assert placement.worker_threads(of_rank) == of_player
 
 
@@ -184,9 +199,9 @@ def test_a_player_has_its_part_of_the_threads_of_the_key_then_of_the_variable_th
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     config = config_of(f"cluster.num_threads={key or 'null'}")
-    placement = Placement(1, 2, num_blocks=64, gpus_per_player=0)
-    make = player_maker(config, PolicyShell(b""), placement)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the player
+    placement = Placement(1, 2, num_blocks=64, gpus_per_rollout_worker=0)
+    make = worker_maker(config, PolicySkeleton(b""), placement)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by Ray, in the process of the rollout worker
     assert placement.torch_threads(make.args[0].cluster.num_threads, of_machine=5) == expected
 
 

@@ -1,4 +1,4 @@
-"""A player in this process plays what the ranks that train would play, and only with complete weights."""
+"""A rollout worker in this process plays what the ranks that train would play, and only with complete weights."""
 
 from dataclasses import replace
 
@@ -7,17 +7,17 @@ import torch
 from run_results import run_config
 
 from rlinf.cluster.actor import Arrays
-from rlinf.cluster.player import Player
-from rlinf.cluster.players import RemoteEpisodes
+from rlinf.cluster.rollout_worker import RolloutWorker
+from rlinf.cluster.rollout_workers import RemoteEpisodes
 from rlinf.cluster.weights import stored_buckets
 from rlinf.commands.train import build
-from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_handle import WeightsRejectedError
 from rlinf.engines.weight_transfer import PushHeader, manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.models.precision import evaluation_mode
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.types import RolloutBatch
 
 SMALL = [
@@ -37,25 +37,25 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def players(run):
-    """Two players with the weights of the run, version 7."""
+def workers(run):
+    """Two rollout workers with the weights of the run, version 7."""
     config = run.parts.config
-    split = replace(config, cluster=replace(config.cluster, placement="split", num_players=2))
-    placement, shell = Placement.of(split), PolicyShell.of(run.parts.sync.rollout_model)
-    made = [Player(split, shell, placement, number, 2) for number in range(2)]
-    for player in made:
-        push(player, run.parts.sync.rollout_model, 7)
+    split = replace(config, cluster=replace(config.cluster, placement="disaggregated", num_rollout_workers=2))
+    placement, shell = Placement.of(split), PolicySkeleton.of(run.parts.sync.rollout_model)
+    made = [RolloutWorker(split, shell, placement, number, 2) for number in range(2)]
+    for worker in made:
+        push(worker, run.parts.sync.rollout_model, 7)
     yield made
-    for player in made:
-        player.close()
+    for worker in made:
+        worker.close()
 
 
-def push(player, model, version, base=None, end=True):
+def push(worker, model, version, base=None, end=True):
     manifest = manifest_of(model)
-    player.begin(PushHeader(version, manifest if base is None else None, base))
+    worker.begin(PushHeader(version, manifest if base is None else None, base))
     for bucket in stored_buckets(model.state_dict().items(), version):
-        player.load(bucket)
-    return player.commit() if end else None
+        worker.load(bucket)
+    return worker.commit() if end else None
 
 
 def check_equal(batch, other):
@@ -68,55 +68,55 @@ def check_equal(batch, other):
     assert (batch.specs, batch.episodes) == (other.specs, other.episodes)
 
 
-def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, players):
+def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, workers):
     model = run.parts.sync.rollout_model
     for step, attempt in ((0, 0), (3, 2)):
         expected = run.rl.collector.collect(model.eval(), step, 7, True, attempt)
-        parts = [players[k].collect(step, True, attempt, range(4 * k, 4 * k + 4)) for k in (1, 0)]  # in any order
+        parts = [workers[k].collect(step, True, attempt, range(4 * k, 4 * k + 4)) for k in (1, 0)]  # in any order
         check_equal(RolloutBatch.concatenate([Arrays.of(part).batch() for part in reversed(parts)]), expected)
     with pytest.raises(AssertionError):  # control
         check_equal(RolloutBatch.concatenate(parts), expected)
 
 
-def test_any_player_can_play_any_blocks(run, players):
+def test_any_player_can_play_any_blocks(run, workers):
     blocks = [1, 2, 4, 7]
-    check_equal(players[0].collect(1, True, 0, blocks), players[1].collect(1, True, 0, blocks))
+    check_equal(workers[0].collect(1, True, 0, blocks), workers[1].collect(1, True, 0, blocks))
 
 
-def test_players_evaluate_as_the_run_does(run, players):
+def test_players_evaluate_as_the_run_does(run, workers):
     env, model = run.parts.evaluator.env, run.parts.sync.rollout_model
     specs = episode_list(env, "eval", 5)
     expected = evaluate_policy(model, env, specs).results
-    first, second = (players[k].evaluate(specs[k::2]) for k in range(2))
+    first, second = (workers[k].evaluate(specs[k::2]) for k in range(2))
     assert [result for pair in zip(first[0], [*second[0], None], strict=True) for result in pair if result] == expected
     assert first[1] == 0
 
 
-def test_a_player_acts_only_with_complete_weights(run, players):
-    player, model = players[0], run.parts.sync.rollout_model
+def test_a_player_acts_only_with_complete_weights(run, workers):
+    worker, model = workers[0], run.parts.sync.rollout_model
     with pytest.raises(
-        WeightsRefusedError, match="replaces some tensors of version 3, but the receiver holds version 7"
+        WeightsRejectedError, match="replaces some tensors of version 3, but the receiver holds version 7"
     ):
-        push(player, model, 8, base=3)
-    assert player.version == 7, "the old weights stay"
-    player.begin(PushHeader(8, manifest_of(model)))
+        push(worker, model, 8, base=3)
+    assert worker.version == 7, "the old weights stay"
+    worker.begin(PushHeader(8, manifest_of(model)))
     buckets = list(stored_buckets(model.state_dict().items(), 8))
     damaged = buckets[0].data.copy()
     damaged[100_000] ^= 1
-    for act in (lambda: player.collect(0, True, 0, [0]), lambda: player.evaluate([])):
+    for act in (lambda: worker.collect(0, True, 0, [0]), lambda: worker.evaluate([])):
         with pytest.raises(RLinfError, match="no complete weights"):
             act()
-    with pytest.raises(WeightsRefusedError, match="damaged on the way"):
-        player.load(replace(buckets[0], data=damaged))
-    with pytest.raises(WeightsRefusedError):
-        player.commit()
-    assert push(player, model, 7) == 7
-    player.collect(0, True, 0, [0, 1, 2, 3])
+    with pytest.raises(WeightsRejectedError, match="damaged on the way"):
+        worker.load(replace(buckets[0], data=damaged))
+    with pytest.raises(WeightsRejectedError):
+        worker.commit()
+    assert push(worker, model, 7) == 7
+    worker.collect(0, True, 0, [0, 1, 2, 3])
 
 
 def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
     model = run.parts.sync.rollout_model
-    shell = PolicyShell.of(model)
+    shell = PolicySkeleton.of(model)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     assert len(shell.data) < 0.2 * size
     built = shell.build("cpu")
@@ -129,33 +129,33 @@ def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
     }
     model.hook = lambda: None
     try:
-        with pytest.raises(ConfigError, match=r"cannot be sent to players.*Set cluster.placement=colocated"):
-            PolicyShell.of(model)
+        with pytest.raises(ConfigError, match=r"cannot be sent to rollout workers.*Set cluster.placement=colocated"):
+            PolicySkeleton.of(model)
     finally:
         del model.hook
 
 
-def test_the_rank_writes_the_videos_of_players(run, players, tmp_path):
-    """A machine of players need not see the run folder."""
+def test_the_rank_writes_the_videos_of_players(run, workers, tmp_path):
+    """A machine of rollout workers need not see the run folder."""
     folder = tmp_path / "step_000001" / "videos"
 
     class Direct:
         numbers = range(2)
 
         def ask(self, number, _, method, *arguments):
-            answer = getattr(players[number], method)(*arguments)
-            assert not folder.exists(), "a player has written it"
+            answer = getattr(workers[number], method)(*arguments)
+            assert not folder.exists(), "a rollout worker has written it"
             return answer
 
         def answers(self, calls):
             return calls
 
-    results, _ = players[0].evaluate(episode_list(players[0].env, "eval", 3))
+    results, _ = workers[0].evaluate(episode_list(workers[0].env, "eval", 3))
     numbered = list(enumerate(results))
     videos = sorted(RemoteEpisodes(Direct(), 4).record(numbered, folder, 32), key=lambda video: video[0])
     alone = tmp_path / "alone" / "videos"
-    with evaluation_mode(players[0].model):
-        assert videos == players[0]._episodes.record(numbered, alone, 32)
+    with evaluation_mode(workers[0].model):
+        assert videos == workers[0]._episodes.record(numbered, alone, 32)
     names = sorted(path.name for path in alone.iterdir())
     assert len(names) == 3 and sorted(path.name for path in folder.iterdir()) == names
     for name in names:

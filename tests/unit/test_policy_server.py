@@ -32,7 +32,7 @@ SLOW = threading.Event()
 
 
 class Numbers:
-    """Acts with the request's number plus ``CHUNK``, and remembers the batches."""
+    """SupportsAct with the request's number plus ``CHUNK``, and remembers the batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
@@ -160,7 +160,7 @@ def test_openpis_client_acts_and_its_broker_hands_out_a_whole_chunk(shared):
     with pytest.raises(RuntimeError, match="no prompt"):
         policy.infer({"state": 1.0})
     other = clients.WebsocketClientPolicy(f"ws://127.0.0.1:{shared[0]}/")
-    assert other.infer({"prompt": "go"})["actions"].shape == CHUNK.shape, "the server goes on"
+    assert other.infer({"prompt": "go"})["actions"].shape == CHUNK.shape, "the server continues"
 
 
 def test_a_list_of_requests_is_answered_together(shared):
@@ -252,9 +252,9 @@ def test_more_clients_than_allowed_are_refused_and_a_silent_one_of_vla_eval_keep
     """It counts an episode whose connection is closed as failed."""
     for path in ("/", PATH):
         with serving(max_clients=1) as (port, _, _), open_client(port, path):
-            with pytest.raises(InvalidStatus) as refused:
+            with pytest.raises(InvalidStatus) as rejected:
                 open_client(port)
-            assert refused.value.response.status_code == 503 and b"max_clients" in refused.value.response.body
+            assert rejected.value.response.status_code == 503 and b"max_clients" in rejected.value.response.body
         monkeypatch.setattr("rlinf.serving.server.IDLE_S", 0)
 
 
@@ -334,9 +334,9 @@ def test_clients_of_vla_eval_wait_where_others_are_told_that_the_server_is_busy(
 def test_the_key_is_asked_for_before_anything_else():
     with serving(api_key="secret") as (port, _, _):
         for headers in ({}, {"Authorization": "Api-Key secre"}, {"Authorization": "secret"}):
-            with pytest.raises(InvalidStatus) as refused:
+            with pytest.raises(InvalidStatus) as rejected:
                 open_client(port, additional_headers=headers)
-            assert refused.value.response.status_code == 401
+            assert rejected.value.response.status_code == 401
         with open_client(port, additional_headers={"Authorization": "Api-Key secret"}) as client:
             assert hear(client)
         assert health(port)[0] == 200
@@ -344,9 +344,9 @@ def test_the_key_is_asked_for_before_anything_else():
 
 def test_pages_of_browsers_and_unknown_paths_are_refused(shared):
     for given, status in (({"origin": "http://example.org"}, 403), ({"path": "/other"}, 404)):
-        with pytest.raises(InvalidStatus) as refused:
+        with pytest.raises(InvalidStatus) as rejected:
             open_client(shared[0], **given)
-        assert refused.value.response.status_code == status
+        assert rejected.value.response.status_code == status
     with pytest.raises(urllib.error.HTTPError, match="404"):
         health(shared[0], "/config")
 

@@ -125,7 +125,7 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
     threads = make()
     collector = ProcessCollector(make, played, num_blocks=BLOCKS, num_processes=1, max_ahead=2)
     shared = next(played.parameters()).data_ptr()
-    assert all(next(player.parameters()).data_ptr() == shared for player in collector.players)
+    assert all(next(worker.parameters()).data_ptr() == shared for worker in collector.workers)
     first, handles = trained.detach().clone(), []
     for version in (0, 1):
         push.push(version)

@@ -91,7 +91,7 @@ def test_numbers_do_not_depend_on_the_number_of_processes(make):
         np.testing.assert_array_equal(actions, their_actions)
         np.testing.assert_array_equal(frames, their_frames)
         assert positions == their_positions
-    assert len(np.unique(frames[:, 0, 0, 0])) == 3  # control: the pictures differ, so their order is seen
+    assert len(np.unique(frames[:, 0, 0, 0])) == 3  # control: the images differ, so their order is seen
 
 
 def test_workers_have_one_thread_each_and_no_torch(make):
@@ -105,9 +105,9 @@ def test_pictures_cross_in_shared_memory_and_not_through_the_pipe(make, monkeypa
     env, answers, receive = make(image_size=64), [], Worker.receive
     env.reset()
     monkeypatch.setattr(Worker, "receive", lambda *given: answers.append(receive(*given)) or answers[-1])
-    pictures = env.chunk_step(zeros(env)).observation.images
-    sent, nbytes = len(pickle.dumps(answers)), sum(image.nbytes for image in pictures.values())
-    print(f"{sent / NUM_ENVS:.0f} bytes through a pipe for each env step, {nbytes / NUM_ENVS:.0f} bytes of pictures")
+    images = env.chunk_step(zeros(env)).observation.images
+    sent, nbytes = len(pickle.dumps(answers)), sum(image.nbytes for image in images.values())
+    print(f"{sent / NUM_ENVS:.0f} bytes through a pipe for each env step, {nbytes / NUM_ENVS:.0f} bytes of images")
     assert len(answers) == 2 and 0 < sent < nbytes / 10
 
 
@@ -149,7 +149,7 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_again(
     assert equal_rows(step.observation.select([2, 3]), first.select([2, 3]))
     assert equal_rows(step.observation.select([0, 1]), reference[1].observation.select([0, 1]))
     results = []
-    for number in range(4):  # rows 2 and 3 play their episode from its beginning, rows 0 and 1 are two chunks ahead
+    for number in range(4):  # rows 2 and 3 play their episode from its start, rows 0 and 1 are two chunks ahead
         mixed = np.concatenate([actions_of(specs, number + 2)[:2], actions_of(specs, number)[2:]])
         step = env.chunk_step(mixed)
         results += step.episodes
@@ -195,7 +195,7 @@ def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make, monkeypatch):
 
 
 def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch):
-    """Ctrl-Z, or a machine that stalled: before the first look at a step, which goes on until the third, 100 s pass."""
+    """Ctrl-Z, or a machine that stalled: before the first look at a step, which continues until the third, 100 s pass."""
     env = make(num_processes=1, num_envs=1, step_timeout_s=60.0)
     env.reset()
     times = itertools.chain([0.0], itertools.count(100.0, 0.1))
@@ -434,7 +434,7 @@ def test_kills_from_outside_end_the_run_at_the_limit_alone_and_leave_nothing_ope
 def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
     env = make()
     env.reset()
-    make.fault("step refuse")
+    make.fault("step reject")
     with pytest.raises(ConfigError, match="^there is no such gripper. Set env.gripper=two$"):
         env.chunk_step(zeros(env))
     assert env.num_restarts == 0
@@ -480,7 +480,7 @@ def test_closing_ends_every_process(make, fault):
 
 
 def test_the_deadline_holds_for_the_rest_of_an_answer(make):
-    """Of a worker that is stopped while it sends: the parent has seen the beginning, and waits for no more than that."""
+    """Of a worker that is stopped while it sends: the parent has seen the start, and waits for no more than that."""
     env = make(num_envs=1, num_processes=1, step_timeout_s=1.0)
     env.reset()
     worker = env._workers[0]

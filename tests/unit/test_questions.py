@@ -1,4 +1,4 @@
-"""Evaluation on files of questions: what is found in a completion, what is refused before a model loads, the whole command."""
+"""Evaluation on files of questions: what is found in a completion, what is rejected before a model loads, the whole command."""
 
 import copy
 import importlib.util

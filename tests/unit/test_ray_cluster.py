@@ -31,13 +31,13 @@ def test_two_ranks_of_one_seed_have_connections_of_two_names_and_the_same_number
 
 
 def test_a_connection_that_fails_leaves_the_numbers_as_they_were():
-    def refuse(**_):
+    def reject(**_):
         raise ConnectionError("nobody listens")
 
     random.seed(5)
     before = random.getstate()
     with pytest.raises(ConfigError, match=f"cannot connect to {HEAD}: nobody listens"):
-        initialise(SimpleNamespace(init=refuse), HEAD)
+        initialise(SimpleNamespace(init=reject), HEAD)
     assert random.getstate() == before
 
 

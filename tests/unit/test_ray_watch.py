@@ -147,7 +147,7 @@ def test_a_cluster_that_asks_for_a_token_is_one_error_with_the_line_to_type(
     with head(asked) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         if message is None:
-            assert ray_cluster.check_address("players") == address
+            assert ray_cluster.check_address("workers") == address
             return
         with pytest.raises(ConfigError, match=message):
-            ray_cluster.check_address("players")
+            ray_cluster.check_address("workers")

@@ -1,4 +1,4 @@
-"""Recipe files: their keys, overrides, older names, and what is refused."""
+"""Recipe files: their keys, overrides, older names, and what is rejected."""
 
 import tomllib
 

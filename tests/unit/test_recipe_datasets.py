@@ -76,23 +76,23 @@ def test_messages_whose_contents_are_texts_and_lists_are_read(tmp_path):
 def test_images_are_read_by_who_needs_them(tmp_path):
     (tmp_path / "images").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "images" / "1.png")
-    (tmp_path / "images" / "2.png").write_text("no picture")
+    (tmp_path / "images" / "2.png").write_text("no image")
     write_lines(
         tmp_path / "images" / "metadata.jsonl", [{"file_name": "1.png", "n": 1}, {"file_name": "2.png", "n": 2}]
     )
     rows = load_rows(str(tmp_path / "images"))
     assert [row["image"]["path"].rpartition("/")[2] for row in map(rows.__getitem__, range(2))] == ["1.png", "2.png"]
     features = datasets.Features({"images": datasets.List(datasets.Image())})
-    nested = datasets.Dataset.from_list([{"images": [{"bytes": b"no picture", "path": None}]}], features=features)
+    nested = datasets.Dataset.from_list([{"images": [{"bytes": b"no image", "path": None}]}], features=features)
     nested.save_to_disk(str(tmp_path / "nested"))
-    assert load_rows(str(tmp_path / "nested"))[0] == {"images": [{"bytes": b"no picture", "path": None}]}
+    assert load_rows(str(tmp_path / "nested"))[0] == {"images": [{"bytes": b"no image", "path": None}]}
 
 
 def test_the_first_rows_are_split_off_and_keep_their_numbers():
     rows = Rows(ROWS, "data")
     test, train = rows.split_off(2)
     assert numbers(test) == [0, 1] and numbers(train) == [2, 3, 4, 5, 6] and train.number(0) == 2
-    assert [len(part) for part in rows.split_off(0.2)] == [2, 5]  # a share is rounded up
+    assert [len(part) for part in rows.split_off(0.2)] == [2, 5]  # a fraction is rounded up
     assert rows.split_off(None) == (None, rows) and rows.split_off(0)[0] is None
     for size in (7, 1.0, -1):
         with pytest.raises(ConfigError, match="test_size"):

@@ -62,10 +62,10 @@ def test_losses_are_those_of_a_slow_computation(tiny_lm, lora):
 def test_the_model_scores_the_reference_only_once(tiny_lm):
     one = trainer(tiny_lm())
 
-    def refuse(data):
+    def reject(data):
         raise AssertionError("the reference was computed before")
 
-    one.policy.get_reference_logprobs = refuse
+    one.policy.get_reference_logprobs = reject
     losses = [one.step(step).loss for step in range(5)]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
     assert one.validate(5).metrics["eval/loss"] < math.log(2) - 0.05, "the second epoch knows the first one's pairs"

@@ -103,7 +103,7 @@ def test_vision_language_models_take_a_step_on_images(tmp_path, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tiny_model_has_every_part_that_its_processor_asks_for(family, tmp_path):
-    """``AutoProcessor`` refuses a folder without the part for videos."""
+    """``AutoProcessor`` rejects a folder without the part for videos."""
     folder = make_tiny_vlm(family, tmp_path)
     parts = json.loads((folder / "processor_config.json").read_text())
     wanted = set(PROCESSOR_MAPPING[type(AutoConfig.for_model(family))].get_attributes()) - {"tokenizer"}

@@ -25,8 +25,8 @@ class Letters:
         return "".join(chr(0xE000 + token) for token in tokens if token != END or not skip_special_tokens)
 
 
-def even_share(text, prompt, **facts):
-    """Reward the share of even tokens, and tell the length as a part without weight."""
+def even_fraction(text, prompt, **facts):
+    """Reward the fraction of even tokens, and tell the length as a part without weight."""
     values = [ord(letter) for letter in text]
     share = sum(value % 2 == 0 for value in values) / max(1, len(values))
     return share, {"even": share, "length": float(len(values))}
@@ -38,7 +38,7 @@ def packed(num_rows=6):
     return PackedRows(Rows(rows), lambda row: Prompt(row["ids"], reference="even", row=row), seed=0)
 
 
-def trainer(folder, rewards=even_share, loss=None, policy_options=None, generator=None, batch_size=12, **options):
+def trainer(folder, rewards=even_fraction, loss=None, policy_options=None, generator=None, batch_size=12, **options):
     settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "max_new_tokens": 5, "temperature": 0.9}
     policy = HuggingFacePolicy(folder, **settings | (policy_options or {}))
     completer = Completer(
@@ -87,7 +87,7 @@ def test_a_step_is_the_one_of_a_slow_computation(tiny_lm):
     parameters = [p.requires_grad_() for p in before.model.parameters()]
     for row in range(12):
         answer = rows[row, : lengths[row]][seen["token_mask"][row, : lengths[row]]].tolist()
-        rewards.append(even_share(Letters().decode(answer, True), None)[0])
+        rewards.append(even_fraction(Letters().decode(answer, True), None)[0])
     for row in range(12):
         group = rewards[row // 4 * 4 : row // 4 * 4 + 4]
         mean = sum(group) / 4
@@ -148,7 +148,7 @@ def test_the_reward_rises(tiny_lm):
 
 def test_groups_with_equal_rewards_are_replaced_by_other_prompts(tiny_lm):
     def first_prompt_only(text, prompt, **facts):
-        return (even_share(text, prompt)[0] if prompt.input_ids == chosen else 0.0), {}
+        return (even_fraction(text, prompt)[0] if prompt.input_ids == chosen else 0.0), {}
 
     rows = packed()
     chosen = rows[0].input_ids
@@ -171,7 +171,7 @@ def test_steps_without_any_group_that_teaches_are_announced(tiny_lm, caplog):
         one.step(step)
         said.append([record.getMessage() for record in caplog.records])
         caplog.clear()
-    assert said[:4] == [[]] * 4, "step 1 teaches, so that the count begins again"
+    assert said[:4] == [[]] * 4, "step 1 teaches, so that the count starts again"
     assert "rewards of every group were equal for 3 steps" in said[4][0] and "temperature" in said[4][0]
 
 
@@ -253,7 +253,7 @@ def test_the_share_of_equal_groups_counts_groups(tiny_lm):
     prompts = packed().batch(0, 3)
 
     def first_differs(text, prompt, **facts):
-        return (even_share(text, prompt)[0] if prompt.input_ids == prompts[0].input_ids else 0.5), {}
+        return (even_fraction(text, prompt)[0] if prompt.input_ids == prompts[0].input_ids else 0.5), {}
 
     metrics = trainer(tiny_lm(), first_differs).step(0).metrics
     assert (

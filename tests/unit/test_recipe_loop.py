@@ -193,7 +193,7 @@ class Validated(Steps):
 
 
 def watched(tmp_path, monkeypatch, trainer, **ckpt):
-    """A loop whose clock goes on by 2 seconds at each look, the manager, the lines that it logs, and its learning rates."""
+    """A loop whose clock continues by 2 seconds at each look, the manager, the lines that it logs, and its learning rates."""
     seconds, lines, rates = iter(range(0, 1000, 2)), [], []
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
     for module in (loops, token_trainer):

@@ -20,12 +20,12 @@ from rlinf.recipes.plan import (
     check_engines,
     choose_device,
     describe,
+    fraction_of_engine,
     make_plan,
     num_steps,
-    share_of_engine,
     store_room,
 )
-from rlinf.recipes.players import place_players
+from rlinf.recipes.rollout_workers import place_rollout_workers
 
 GPUS = {
     "cosmos-reason1-7b-fsdp2-sft": (2, 0),
@@ -127,7 +127,7 @@ SHIPPED = sorted(
 
 @pytest.fixture
 def started(monkeypatch):
-    """Let a run end where its ranks would start, and return the ranks, their device and what players get."""
+    """Let a run end where its ranks would start, and return the ranks, their device and what rollout workers get."""
     starts = []
 
     @contextmanager
@@ -157,7 +157,7 @@ def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fe
         assert main(words) == 0, capsys.readouterr().err
     [(num_ranks, device, placement)] = started
     assert (num_ranks, device) == ((policy, "cuda") if policy else (1, "cpu"))
-    used = 0 if placement is None else placement.num_players * placement.gpus_per_player
+    used = 0 if placement is None else placement.num_rollout_workers * placement.gpus_per_rollout_worker
     assert used == rollout, "every GPU has a rank or an engine"
     if not policy:
         return
@@ -166,12 +166,12 @@ def test_a_recipe_as_typed_takes_all_gpus_of_its_name_and_is_refused_with_one_fe
         capsys.readouterr()
         assert main(words) == 2
         shown, error = capsys.readouterr()
-        assert "policy GPUs:" not in shown, "a refusal comes before the plan"
+        assert "policy GPUs:" not in shown, "a rejection comes before the plan"
         assert f"needs {policy + rollout} GPUs ({policy} for the policy, {rollout} for the rollout)" in error
         assert f"torch sees {policy + rollout - 1}. Set " in error
-        cure = re.search(r"Set ((?:[\w.]+=\w+ ?)+)", error)[1].split()
-        assert main([*words, *cure]) == 0, f"{cure}: {capsys.readouterr().err}"
-    assert len(started) == 2, "the cure has started a run"
+        fix = re.search(r"Set ((?:[\w.]+=\w+ ?)+)", error)[1].split()
+        assert main([*words, *fix]) == 0, f"{fix}: {capsys.readouterr().err}"
+    assert len(started) == 2, "the fix has started a run"
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -191,7 +191,7 @@ def test_a_launcher_gives_engines_no_gpus_of_their_own(monkeypatch):
     """Its ranks are there already, each with a GPU of its own."""
     config, _ = load_recipe("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo")
     plan = make_plan(config, 2)
-    assert (plan.players, plan.num_gpus) == (0, 2)
+    assert (plan.workers, plan.num_gpus) == (0, 2)
     with pytest.raises(
         ConfigError, match="tp_size is 2, and each rank .*required: 1. Set rollout.parallelism.tp_size=1"
     ):
@@ -243,25 +243,35 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
         (
             "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
             (2, 1, 2),
-            "players:      1, in processes that Ray starts; 2 ranks share each",
+            "rollout workers:      1, in processes that Ray starts; 2 ranks share each",
         ),
-        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2), "players:      2, in processes that Ray starts; 2 ranks share each"),
-        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1), "players:      1, in processes that Ray starts; 1 of each rank"),
+        (
+            "phi4-14b-p-fsdp4-r-tp2-grpo",
+            (4, 2, 2),
+            "rollout workers:      2, in processes that Ray starts; 2 ranks share each",
+        ),
+        (
+            "mistral-7b-p-fsdp1-r-tp1-grpo",
+            (1, 1, 1),
+            "rollout workers:      1, in processes that Ray starts; 1 of each rank",
+        ),
     ],
 )
 def test_players_are_the_engines_of_a_recipe(name, placement, words):
     config, plan = plan_of(name, SPLIT)
-    placed = place_players(config, plan, "cuda")
-    assert (placed.num_ranks, placed.num_players, placed.gpus_per_player) == placement
+    placed = place_rollout_workers(config, plan, "cuda")
+    assert (placed.num_ranks, placed.num_rollout_workers, placed.gpus_per_rollout_worker) == placement
     assert words in describe(config, plan, 100)
-    owned = [number for rank in range(placed.num_ranks) for number in placed.players_of(rank)]
-    assert owned == list(range(placed.num_players)), "each player has one owner"
-    assert place_players(config, plan, "cpu").bundle == {"CPU": 1}
+    owned = [number for rank in range(placed.num_ranks) for number in placed.rollout_workers_of(rank)]
+    assert owned == list(range(placed.num_rollout_workers)), "each rollout worker has one owner"
+    assert place_rollout_workers(config, plan, "cpu").bundle == {"CPU": 1}
 
 
 def test_a_player_in_torch_has_one_gpu():
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_players=4")
-    assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
+    config, plan = plan_of(
+        "phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "rollout.backend=torch", "cluster.num_rollout_workers=4"
+    )
+    assert (plan.rollout_gpus, plan.gpus_per_rollout_worker) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
 
 
@@ -269,7 +279,7 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
     """An engine's two GPUs would be reserved, and one of them used."""
     gemma, qwen = (make_vlm(tmp_path, family) for family in ("gemma3", "qwen2_5_vl"))
     everything, lacks = ("vllm", "torchvision"), "vLLM is not used: the package {} is not installed"
-    for model, installed, players, each, line in (
+    for model, installed, workers, each, line in (
         (tiny_lm(), ("vllm",), 1, "tensor parallel 2", None),
         (tiny_lm(), ("torchvision",), 2, "1, in torch", lacks.format("vllm")),
         (gemma, everything, 2, "1, in torch", "it gets images of qwen2_5_vl, qwen3_vl, and the model type is gemma3"),
@@ -286,13 +296,13 @@ def test_where_vllm_cannot_generate_a_player_in_torch_takes_each_gpu_of_an_engin
         monkeypatch.setattr(planning, "find_spec", lambda name, found=installed: name in found or None)
         config, plan = plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", f"policy.model_name_or_path={model}")
         text = describe(config, plan, 100)
-        assert (plan.players, plan.rollout_gpus, plan.gpus_per_player) == (players, 2, 2 // players)
-        assert f"rollout GPUs: 2 ({players} x {each})" in text
+        assert (plan.workers, plan.rollout_gpus, plan.gpus_per_rollout_worker) == (workers, 2, 2 // workers)
+        assert f"rollout GPUs: 2 ({workers} x {each})" in text
         assert ("in torch:" in text) == (line is not None) and (line is None or line in text)
-        assert ("the engine takes" in text) == (players == 1 and model != "owner/unknown")
+        assert ("the engine takes" in text) == (workers == 1 and model != "owner/unknown")
     overrides = [f"policy.model_name_or_path={gemma}", "policy.parallelism.dp_shard_size=4"]
     config, plan = plan_of("gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo", *overrides, "rollout.parallelism.tp_size=3")
-    assert plan.players == 1, "three cannot be shared by four ranks"
+    assert plan.workers == 1, "three cannot be shared by four ranks"
 
 
 def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, monkeypatch):
@@ -304,7 +314,7 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
     Qwen2Config(**sizes).save_pretrained(tmp_path)
     words = [f"policy.model_name_or_path={tmp_path}", "train.param_dtype=bfloat16", "mode=colocated"]
     config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "rollout.gpu_memory_utilization=null")
-    assert plan.tp_size == 1 and not plan.players
+    assert plan.tp_size == 1 and not plan.workers
     assert "the engine takes what the policy leaves" in describe(config, plan, 100), "this machine has no GPU to share"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = {}
@@ -324,11 +334,11 @@ def test_an_engine_on_the_gpu_of_the_policy_takes_what_that_leaves(tmp_path, mon
         describe(config, plan, 100)
     config.train.fsdp_offload = True
     assert "in main memory for each GPU: weights" in describe(config, plan, 100)
-    assert share_of_engine(config, plan) == 0.8, "beside 6 GB of gathered weights"
+    assert fraction_of_engine(config, plan) == 0.8, "beside 6 GB of gathered weights"
     config.train.fsdp_offload = False
-    assert share_of_engine(config, None) == 0.8, "a player's engine has its own GPU"
+    assert fraction_of_engine(config, None) == 0.8, "a rollout worker's engine has its own GPU"
     config.policy.device = "cpu"
-    assert share_of_engine(config, plan) == 0.8  # control: on a CPU nothing is shared
+    assert fraction_of_engine(config, plan) == 0.8  # control: on a CPU nothing is shared
 
 
 def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):
@@ -338,44 +348,49 @@ def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_l
     size = sum(tensor.numel() * 4 for tensor in weights.values())
     assert whole == StoreRoom(2 * size, "policy.lora.r=8, or mode=colocated")
     adapters = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "policy.lora.r=1")[0])
-    assert size < adapters.num_bytes < 1.5 * size and adapters.cures == "mode=colocated"
+    assert size < adapters.num_bytes < 1.5 * size and adapters.fixes == "mode=colocated"
     assert store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo")[0]) is None, "the model is not on this machine"
 
 
 def test_where_ranks_share_players_fewer_of_them_are_suggested():
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_players=4")
-    with pytest.raises(ConfigError, match="Set cluster.num_players=2$"):
-        place_players(config, plan, "cpu", [Node("a", 3, 0)])
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_players=2")
-    place_players(config, plan, "cpu", [Node("a", 3, 0)])
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_rollout_workers=4")
+    with pytest.raises(ConfigError, match="Set cluster.num_rollout_workers=2$"):
+        place_rollout_workers(config, plan, "cpu", [Node("a", 3, 0)])
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT, "cluster.num_rollout_workers=2")
+    place_rollout_workers(config, plan, "cpu", [Node("a", 3, 0)])
 
 
 def test_players_that_machines_have_no_room_for_are_refused():
     config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", SPLIT)
-    with pytest.raises(ConfigError, match="a CPU and 2 GPUs of one machine for each player. Set .*policy.device=cpu"):
-        place_players(config, plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
-    place_players(config, plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
-    place_players(config, plan, "cpu", [Node("a", 2, 0)])
+    with pytest.raises(
+        ConfigError, match="a CPU and 2 GPUs of one machine for each rollout worker. Set .*policy.device=cpu"
+    ):
+        place_rollout_workers(config, plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
+    place_rollout_workers(config, plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
+    place_rollout_workers(config, plan, "cpu", [Node("a", 2, 0)])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "cure"),
+    ("overrides", "fix"),
     [
         (
             ["cluster.start=ray", "cluster.placement=colocated"],
             "cluster.start=ray with cluster.placement=colocated.*placement=null",
         ),
         (
-            ["cluster.num_players=2", "mode=colocated"],
-            "cluster.num_players=2 with mode=colocated.*Set mode=disaggregated, or",
+            ["cluster.num_rollout_workers=2", "mode=colocated"],
+            "cluster.num_rollout_workers=2 with mode=colocated.*Set mode=disaggregated, or",
         ),
         ([SPLIT, "mode=colocated"], "Set mode=disaggregated"),
-        ([SPLIT, "cluster.num_players=3"], "Set cluster.num_players=4"),
-        (["rollout.parallelism.n_init_replicas=3"], "n_init_replicas=3 players.*Set cluster.num_players=4"),
+        ([SPLIT, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
+        (
+            ["rollout.parallelism.n_init_replicas=3"],
+            "n_init_replicas=3 rollout workers.*Set cluster.num_rollout_workers=4",
+        ),
     ],
 )
-def test_players_that_do_not_fit_are_refused(overrides, cure):
-    with pytest.raises(ConfigError, match=cure):
+def test_players_that_do_not_fit_are_refused(overrides, fix):
+    with pytest.raises(ConfigError, match=fix):
         plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *overrides)
 
 

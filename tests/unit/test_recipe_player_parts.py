@@ -1,4 +1,4 @@
-"""What ranks and players of a recipe give each other, without Ray."""
+"""What ranks and rollout workers of a recipe give each other, without Ray."""
 
 from types import SimpleNamespace
 
@@ -16,25 +16,25 @@ from rlinf.llm.hf_generation import SamplingConfig
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import equal_rows, players
+from rlinf.recipes import equal_rows, workers
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
-from rlinf.recipes.players import PlayerPlaces, TokenPlayer, make_generator, way_on
+from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, TokenRolloutWorker, make_generator, way_on
 
 ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
 
 
 @pytest.mark.parametrize("in_torch", [True, False])
 def test_answers_do_not_carry_the_images_of_the_prompts_back(tiny_lm, in_torch):
-    player = object.__new__(TokenPlayer)
-    player._held = lambda: 0
+    worker = object.__new__(TokenRolloutWorker)
+    worker._held = lambda: 0
     model = HuggingFacePolicy(tiny_lm(), device_map=None).model
-    player.model, player.sampling, player.engine = model, SamplingConfig(max_new_tokens=2, eos_token_id=[]), None
+    worker.model, worker.sampling, worker.engine = model, SamplingConfig(max_new_tokens=2, eos_token_id=[]), None
     batch = BatchedDataDict({"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)})
-    expected = player.generate(batch, greedy=True)
+    expected = worker.generate(batch, greedy=True)
     if not in_torch:
-        player.engine = SimpleNamespace(generate=lambda data, greedy: BatchedDataDict({**data, **expected}))
-    found = player.generate(BatchedDataDict({**batch, "pictures": torch.ones(1, 3)}), greedy=True)
+        worker.engine = SimpleNamespace(generate=lambda data, greedy: BatchedDataDict({**data, **expected}))
+    found = worker.generate(BatchedDataDict({**batch, "images": torch.ones(1, 3)}), greedy=True)
     assert list(found) == list(expected) == ANSWER
     assert all(torch.equal(found[key], expected[key]) for key in ANSWER)
 
@@ -50,11 +50,11 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
         def wait_until_ready(self):
             pass
 
-    monkeypatch.setattr(players, "Players", NoPlayers)
-    monkeypatch.setattr(players, "rank", lambda: number)
+    monkeypatch.setattr(workers, "RolloutWorkers", NoPlayers)
+    monkeypatch.setattr(workers, "rank", lambda: number)
     policy = HuggingFacePolicy(tiny_lm(), device_map=None)
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
-    make_generator(RecipeConfig(), policy, tokenizer, None, PlayerPlaces(Placement(2, 1, 0, 0), None))
+    make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))
     assert (len(made["shell"].data) > 0) == (number == 0)
     assert made["way_on"] == "run the same command with train.resume=true"
 

@@ -34,7 +34,7 @@ def test_learning_rates_by_hand():
     assert rates(4) == [1, 1, 1, 1]
     assert rates(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1]
     assert rates(4, warmup_steps=0.5) == [0.5, 1, 1, 1]
-    assert rates(4, warmup_steps=1.0) == [0.25, 0.5, 0.75, 1], "a share of all steps"
+    assert rates(4, warmup_steps=1.0) == [0.25, 0.5, 0.75, 1], "a fraction of all steps"
     assert rates(4, warmup_steps=2.0) == [0.5, 1, 1, 1], "more than 1.0 counts steps"
     assert rates(2, warmup_steps=20) == [0.5, 1], "the warm-up ends with the run"
     assert rates(5, warmup_steps=1, decay="linear") == [1, 1, 0.75, 0.5, 0.25]
@@ -43,4 +43,4 @@ def test_learning_rates_by_hand():
     assert rates(4, decay="cosine") == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
     assert rates(4, decay="sqrt") == pytest.approx([1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)])
     assert rates(3, decay="none") == rates(3)
-    assert rates(3, warmup_steps=1) == rates(3, warmup_steps=1 / 3), "an int counts steps, a float is a share"
+    assert rates(3, warmup_steps=1) == rates(3, warmup_steps=1 / 3), "an int counts steps, a float is a fraction"

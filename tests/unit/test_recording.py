@@ -102,7 +102,7 @@ def test_recording_changes_nothing_of_the_evaluation_and_replaces_what_is_old(tm
     record_episodes(model, env, result, tmp_path / "episodes", 0, 48)
     assert kept(), "without recordings nothing is touched"
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr("rlinf.evaluation.recording._picture", lambda frame: (_ for _ in ()).throw(OSError("full")))
+        patch.setattr("rlinf.evaluation.recording._image", lambda frame: (_ for _ in ()).throw(OSError("full")))
         record_episodes(model, env, result, tmp_path / "episodes", 1, 48)
     assert kept(), "old recordings stay until the new ones are written"
     (tmp_path / "episodes" / "notes.js").write_text("mine")
@@ -126,7 +126,7 @@ def test_two_ranks_write_the_recordings_of_one(tmp_path):
 
 
 class Remembers:
-    """Acts without telling anything else."""
+    """SupportsAct without telling anything else."""
 
     def reset(self):
         self.calls = 0
@@ -143,12 +143,12 @@ def test_a_policy_that_tells_nothing_has_no_numbers(tmp_path):
     (recording,) = recordings_in(tmp_path / "episodes")
     assert [call["step"] for call in recording["calls"]] == [0, 2]
     assert all(call[name] is None for call in recording["calls"] for name in ("value", "entropy", "logprob"))
-    assert recording["calls"][1]["chunk"] == pytest.approx(np.full((2, 2), 0.2)), "the policy was told of the beginning"
+    assert recording["calls"][1]["chunk"] == pytest.approx(np.full((2, 2), 0.2)), "the policy was told of the start"
 
 
-def pusher_in(picture):
+def pusher_in(image):
     """Where the white pusher is seen: the middle of the pixels that are neither dark nor coloured."""
-    dark, bright = picture.min(-1).astype(float), picture.max(-1).astype(float)
+    dark, bright = image.min(-1).astype(float), image.max(-1).astype(float)
     rows, columns = np.nonzero((dark > 120) & (bright - dark < 30))
     assert len(rows) > 20
     return np.array([columns.mean() + 0.5, rows.mean() + 0.5])
@@ -163,11 +163,11 @@ def test_the_path_of_a_chunk_is_where_the_pusher_is_seen_later(task, offset_m):
     paths = env.chunk_paths(np.arange(3), chunks, size)
     other = env.chunk_paths(np.arange(3), -chunks, size)
     assert paths.shape == (3, 7, 2)
-    seen = [[pusher_in(picture) for picture in env.render_frames(np.arange(3), size)]]
+    seen = [[pusher_in(image) for image in env.render_frames(np.arange(3), size)]]
     for position in range(6):
         env.chunk_step(chunks[:, position : position + 1])
-        seen.append([pusher_in(picture) for picture in env.render_frames(np.arange(3), size)])
-    inside = ((paths > 25) & (paths < size - 25)).all(-1)  # the picture's edge does not cut the pusher
+        seen.append([pusher_in(image) for image in env.render_frames(np.arange(3), size)])
+    inside = ((paths > 25) & (paths < size - 25)).all(-1)  # the image's edge does not cut the pusher
     errors = np.linalg.norm(np.stack(seen, 1) - paths, axis=-1)[inside]
     assert len(errors) > 15 and errors.max() < 1.0, "pixels of 320"
     assert np.linalg.norm(np.stack(seen, 1) - other, axis=-1).max() > 20, "control: another chunk leads elsewhere"
@@ -273,10 +273,10 @@ def test_captions_are_as_short_as_they_can_be():
     assert short_names("a", "x/a") == ("a", "x/a")
 
 
-@pytest.mark.parametrize("setting", ["cluster.num_players=2", "cluster.placement=split"])
+@pytest.mark.parametrize("setting", ["cluster.num_rollout_workers=2", "cluster.placement=disaggregated"])
 def test_recordings_by_players_are_refused(tmp_path, setting):
     base = ["model=mlp", "env=tabletop", "evaluation.num_episodes=8"]
     check_evaluation(run_config(tmp_path, *base, "evaluation.record_episodes=1"))
     check_evaluation(run_config(tmp_path, *base, setting))
-    with pytest.raises(ConfigError, match=r"record_episodes=1 with players.*Set evaluation\.record_episodes=0"):
+    with pytest.raises(ConfigError, match=r"record_episodes=1 with rollout workers.*Set evaluation\.record_episodes=0"):
         check_evaluation(run_config(tmp_path, *base, setting, "evaluation.record_episodes=1"))

@@ -1,4 +1,4 @@
-"""Pictures: what is not drawn because it lies outside of them is not missed."""
+"""Images: what is not drawn because it lies outside of them is not missed."""
 
 import os
 import signal
@@ -61,10 +61,10 @@ def test_meshes_outside_of_a_picture_are_left_out_and_the_picture_is_the_same(sc
 
     def draw(which):
         renderer._meshes = which
-        picture = renderer.render([state], [0], shown)
+        image = renderer.render([state], [0], shown)
         num_drawn, renderer._meshes = renderer._scene.ngeom, meshes
         np.testing.assert_array_equal(renderer.model.geom_group, before)
-        return picture, num_drawn
+        return image, num_drawn
 
     everything, num_all = draw(meshes[:0])
     seen, num_seen = draw(meshes)
@@ -94,7 +94,7 @@ def test_with_shadows_every_mesh_is_drawn(scene):
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_signal_in_the_first_picture_leaves_nothing_half_open(scene, monkeypatch, is_made):
-    """It raises before or after the context of MuJoCo is made; then the renderer closes, and draws the next picture."""
+    """It raises before or after the context of MuJoCo is made; then the renderer closes, and draws the next image."""
     _, renderer, state = scene
     stopped, stop_signal = StateRenderer(renderer.model, 48), StopSignal(announce=False)
     make, mujoco = import_mujoco().MjrContext, import_mujoco()

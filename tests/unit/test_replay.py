@@ -57,7 +57,7 @@ class Slow:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["goes on", "terminated", "truncated", "lost"]), st.integers(1, CHUNK), st.integers(-3, 3)
+        st.sampled_from(["continues", "terminated", "truncated", "lost"]), st.integers(1, CHUNK), st.integers(-3, 3)
     ),
     max_size=25,
 )
@@ -76,7 +76,7 @@ def play(buffer: ReplayBuffer, slow: list[Slow], env: int, play_of: list) -> Non
     for outcome, executed, reward in play_of:
         observe()
         if outcome == "lost":
-            continue  # the next observation is that of the episode that began again
+            continue  # the next observation is that of the episode that started again
         mask = torch.arange(CHUNK) < executed
         rewards = (reward + torch.arange(CHUNK)) * mask
         done = torch.tensor([outcome == "terminated"])
@@ -116,7 +116,7 @@ def test_a_chunk_that_the_end_cut_counts_its_executed_steps():
 
 def test_drawing_is_uniform_over_transitions_and_repeats_with_the_generator():
     buffer, slow = make(), [Slow(6), Slow(6)]
-    play(buffer, slow, 0, [("goes on", 1, 1)] * 5)
+    play(buffer, slow, 0, [("continues", 1, 1)] * 5)
     play(buffer, slow, 1, [("terminated", 1, 1), ("lost", 1, 1), ("truncated", 1, 1)])
     state = buffer.generator.get_state()
     drawn = buffer.sample(6000, GAMMA).features.flatten()
@@ -133,7 +133,7 @@ def test_drawing_is_uniform_over_transitions_and_repeats_with_the_generator():
 def test_a_restored_buffer_draws_what_the_other_would_have_drawn(num_events):
     buffer, slow = make(), [Slow(6), Slow(6)]
     for env in range(2):
-        play(buffer, slow, env, [("goes on", 2, env)] * num_events)
+        play(buffer, slow, env, [("continues", 2, env)] * num_events)
     buffer.sample(5, GAMMA)
     state = {name: tensor.clone() for name, tensor in buffer.state_dict().items()}
     assert len(state["features"]) == min(num_events, 6)  # what was not written is not saved

@@ -1,4 +1,4 @@
-"""From where ranks that Ray has started begin again when one is lost."""
+"""From where ranks that Ray has started start again when one is lost."""
 
 import json
 from contextlib import nullcontext

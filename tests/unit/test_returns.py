@@ -41,7 +41,7 @@ def test_the_interval_of_a_return_is_student_s_t_over_episodes():
 def test_results_of_before_returns_are_read_compared_and_closed(tmp_path):
     result = result_of([1.0, 2.0, 6.0], successes=1)
     data = json.loads(result.to_json(tmp_path / "result.json").read_text())
-    new = ("return_mean", "return_interval", "tells_success", "actions_clipped_fraction", "actions_max_abs")
+    new = ("return_mean", "return_interval", "reports_success", "actions_clipped_fraction", "actions_max_abs")
     old = {key: value for key, value in data.items() if key not in new}
     old["results"] = [{key: value for key, value in row.items() if key not in new} for row in old["results"]]
     (tmp_path / "result.json").write_text(json.dumps(old))
@@ -59,7 +59,7 @@ def test_results_of_before_returns_are_read_compared_and_closed(tmp_path):
 
 def test_the_best_checkpoint_of_a_task_without_success_has_the_highest_return():
     evaluations = {
-        f"step_{n:06d}": {**result_of([mean, mean], tells_success=False).summary(), "checkpoint": f"rl_{n:06d}"}
+        f"step_{n:06d}": {**result_of([mean, mean], reports_success=False).summary(), "checkpoint": f"rl_{n:06d}"}
         for n, mean in enumerate([-9.0, -2.0, -5.0])
     }
     state = LoopState("rl", step=3, evaluations=evaluations)
@@ -79,7 +79,7 @@ def test_the_best_checkpoint_of_a_task_without_success_has_the_highest_return():
 
 def test_a_page_of_a_task_without_success_shows_returns_and_no_rate(tmp_path):
     for tag, mean in (("before_rl", -9.0), ("after_rl", -2.0)):
-        result_of([mean, mean + 1], tells_success=False).to_json(tmp_path / "eval" / tag / "result.json")
+        result_of([mean, mean + 1], reports_success=False).to_json(tmp_path / "eval" / tag / "result.json")
     page = write_report(tmp_path).read_text()
     assert "Return after RL" in page and "-1.5" in page and "+7" in page and "Return per task" in page
     assert "0.0%" not in page and "Success after RL" not in page and "McNemar" not in page

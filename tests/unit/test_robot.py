@@ -98,7 +98,7 @@ def test_the_next_chunk_is_asked_for_in_time(displacements):
 
 def test_waiting_holds_the_robot():
     sent, timing = played(latency_s=0.15, execution="wait")
-    assert sent == [*range(1, 9), 0, 0, 0, *range(9, 17), 0], "the chunk of step 8 begins three steps later"
+    assert sent == [*range(1, 9), 0, 0, 0, *range(9, 17), 0], "the chunk of step 8 starts three steps later"
     assert (timing.held, timing.stale) == (4, 0)
 
 
@@ -165,13 +165,13 @@ def test_schedule_by_hand():
 
 
 def test_lost_observations_are_survived_until_the_last_one_is_too_old():
-    """From step 5 on nothing is seen. 0.2 s are four steps, so steps 5 to 7 go on, and 8 to 11 hold."""
-    sent, timing = played(Clock(lost=range(5, 12)), frame_age_s=0.2)
+    """From step 5 on nothing is seen. 0.2 s are four steps, so steps 5 to 7 continue, and 8 to 11 hold."""
+    sent, timing = played(Clock(lost=range(5, 12)), max_observation_age_s=0.2)
     assert sent[:8] == list(range(1, 9)), "an action is still the one for its time"
     assert sent[8:12] == [0] * 4 and sent[12:] == list(range(13, 21))
     assert (timing.lost, timing.held) == (7, 4)
     policy = Foretell(chunk_len=2)
-    sent, _ = played(Clock(lost=range(5, 12)), policy, frame_age_s=0.2)
+    sent, _ = played(Clock(lost=range(5, 12)), policy, max_observation_age_s=0.2)
     assert sent[4:8] == [5, 6, 0, 0] and policy.seen.count(4) == 1, "an old observation is not asked about again"
 
 
@@ -183,8 +183,8 @@ def test_a_camera_that_never_comes_moves_nothing():
 
 
 def test_positions_are_limited_from_where_the_robot_is():
-    assert played(Clock(at=5.0), displacements=[], max_change=0.5)[0][:3] == [4.5, 4.0, 3.5]
-    assert played(Clock(at=5.0), displacements=[0], max_change=0.5)[0][:3] == [0.5, 1.0, 1.5]
+    assert played(Clock(at=5.0), displacements=[], max_relative_target=0.5)[0][:3] == [4.5, 4.0, 3.5]
+    assert played(Clock(at=5.0), displacements=[0], max_relative_target=0.5)[0][:3] == [0.5, 1.0, 1.5]
 
 
 def test_a_failed_call_costs_a_hold_and_no_episode():
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_not_finite_is_a_failed_call():
     policy = Foretell(chunk_len=1)
     as_it_was = policy.act
     policy.act = lambda row, streams: as_it_was(row, streams) * (np.nan if policy.calls in (3, 4) else 1)
-    sent, timing = played(policy=policy, displacements=[], max_change=5.0)
+    sent, timing = played(policy=policy, displacements=[], max_relative_target=5.0)
     assert np.isfinite(sent).all() and timing.failures == 2 and sent[-1] == 20
 
 
@@ -234,7 +234,7 @@ def test_a_bus_that_fails_now_and_then_is_survived():
         return as_it_was(action)
 
     clock.position, clock.send_action = position, send_action
-    sent, timing = played(clock, displacements=[], max_change=1.0)
+    sent, timing = played(clock, displacements=[], max_relative_target=1.0)
     assert timing.lost == 3 and sent[:3] == [1, 2, 3] and max(np.diff(sent)) == 1.0
     clock.position = lambda: (_ for _ in ()).throw(ConnectionError("unplugged"))
     with pytest.raises(RLinfError, match="where it is.*unplugged"):
@@ -298,7 +298,7 @@ def test_a_lost_position_leaves_the_arm_where_it_was():
 def test_an_answer_without_numbers_is_not_sent_again_and_not_recorded(displacements, sent):
     """What was executed of action 3 is not known. A displacement counts as made; positions are limited from 2, the last that is known."""
     arm = Slide(bool(displacements), untold=(3,), num_steps=6)
-    limit = {"displacements": displacements} | ({} if displacements else {"max_change": 1.0})
+    limit = {"displacements": displacements} | ({} if displacements else {"max_relative_target": 1.0})
     labels, timing = recorded(
         arm, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] if displacements else [1.0, 2.0, 2.5, 3.0, 3.5, 4.0], **limit
     )
@@ -315,7 +315,7 @@ def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(displacements
     arm.get_observation = lambda: as_it_was() if len(arm.sent) not in (4, 5, 6) else {"now": wrong}
     arm.position = lambda: tries.append(0) or {"joint": wrong if len(tries) < 3 else 5.0}
     rows, policy = Rows(), Foretell()
-    settings = RobotConfig(real_time=False, displacements=displacements, max_change=2.0)
+    settings = RobotConfig(real_time=False, displacements=displacements, max_relative_target=2.0)
     with RobotEpisodes(policy, arm, ENV, settings, recorder=rows) as episodes:
         episodes.play([SPEC], lambda result: None)
     assert np.isfinite(arm.sent).all() and np.isfinite([label for label in rows.labels if label is not None]).all()
@@ -323,7 +323,7 @@ def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(displacements
     arm.position = lambda: {"joint": wrong}
     with pytest.raises(RLinfError, match="where it is.*joint is"):
         played(arm)
-    assert set(played(Clock(), max_change=float("nan"))[0]) == {0}, "a limit that is not finite, from Python"
+    assert set(played(Clock(), max_relative_target=float("nan"))[0]) == {0}, "a limit that is not finite, from Python"
 
 
 @pytest.mark.parametrize("value", [None, "1.5", [1.0, 2.0]])
@@ -374,7 +374,7 @@ def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_los
 
 
 def test_a_changed_action_is_counted():
-    sent, timing = played(policy=Foretell(chunk_len=4), max_change=0.5)
+    sent, timing = played(policy=Foretell(chunk_len=4), max_relative_target=0.5)
     assert sent == [0.5 * step for step in range(1, 21)] and timing.limited == 20
 
 
@@ -495,7 +495,7 @@ def test_faults_of_the_robot_depend_on_the_episode_alone(tmp_path):
         name: robot(run_config(tmp_path / name, *WORDS, "evaluation.greedy=false"), RobotConfig(real_time=False, **values))
         for name, values in {
             "none": {}, "late": {"latency_s": 0.15}, "noise": {"noise": 0.3}, "again": {"noise": 0.3},
-            "lost": {"drop_frames": 1.0, "frame_age_s": 0.1},
+            "lost": {"drop_frames": 1.0, "max_observation_age_s": 0.1},
         }.items()
     }  # fmt: skip
     assert same(found["noise"], found["again"])

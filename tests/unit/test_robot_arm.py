@@ -49,20 +49,20 @@ class Table:
 
 
 def test_a_picture_that_stays_the_same_object_is_lost(monkeypatch):
-    """A camera that is gone has its last picture for half a second; one that is asked twice at once has not failed."""
+    """A camera that is gone has its last image for half a second; one that is asked twice at once has not failed."""
     joints, now = Joints(), [0.0]
     monkeypatch.setattr("rlinf.robot.arm.time.monotonic", lambda: now[0])
-    arm, pictures = Arm(joints, Table(), repeat_s=0.025), [np.zeros((4, 4, 3), np.uint8) for _ in range(2)]
-    joints.get_observation = lambda: {**joints.at, "front": picture}
-    picture = pictures[0]
+    arm, images = Arm(joints, Table(), repeat_s=0.025), [np.zeros((4, 4, 3), np.uint8) for _ in range(2)]
+    joints.get_observation = lambda: {**joints.at, "front": image}
+    image = images[0]
     arm.get_observation()
     now[0] = 0.02
-    assert arm.get_observation()["front"] is picture
+    assert arm.get_observation()["front"] is image
     now[0] = 0.05
     with pytest.raises(TimeoutError, match="front"):
         arm.get_observation()
-    picture = pictures[1]  # equal, and new
-    assert arm.get_observation()["front"] is picture
+    image = images[1]  # equal, and new
+    assert arm.get_observation()["front"] is image
 
 
 def test_an_episode_ends_after_the_actions_of_the_env():
@@ -83,7 +83,7 @@ def test_an_episode_ends_after_the_actions_of_the_env():
         ({"success": "person"}, r"displacements=null with arm=.*positions.*Set displacements=\[\]"),
         ({"success": "person", "displacements": [], "noise": 0.1}, "noise=0.1 .*simulated robot.*Set noise=0.0"),
         ({"success": "person", "displacements": [], "teleoperator": "scripted"}, "Set teleoperator=none"),
-        ({"success": "person", "displacements": []}, "max_change=null .*may jump.*Set max_change="),
+        ({"success": "person", "displacements": []}, "max_relative_target=null .*may jump.*Set max_relative_target="),
     ],
 )
 def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
@@ -97,12 +97,12 @@ def test_what_an_env_alone_can_do_is_refused(tmp_path, given, message):
 def test_actions_in_other_units_are_refused(control, units, message):
     config = SimpleNamespace(env=SimpleNamespace(control=control, units=units))
     with pytest.raises(ConfigError, match=message):
-        _check_arm(config, RobotConfig(arm="arm.yaml", success="person", displacements=[], max_change=2.0))
+        _check_arm(config, RobotConfig(arm="arm.yaml", success="person", displacements=[], max_relative_target=2.0))
 
 
 def test_an_arm_of_an_env_with_other_actions_is_refused_by_name(tmp_path):
     """The tabletop's actions are displacements, and no setting of it says so. What the message says to type is accepted."""
-    words = {"success": "person", "displacements": [], "max_change": 2.0}
+    words = {"success": "person", "displacements": [], "max_relative_target": 2.0}
     with pytest.raises(ConfigError, match="env.name=tabletop.*positions of joints") as error:
         robot(run_config(tmp_path, "env=tabletop"), RobotConfig(arm="arm.yaml", **words))
     typed = str(error.value).partition(" Set ")[2].split()

@@ -72,7 +72,7 @@ def grey_of(content):
 
 
 def test_an_episode_on_the_page(tmp_path):
-    """It shows the wanted start and the present picture; each question takes one answer, once."""
+    """It shows the wanted start and the present image; each question takes one answer, once."""
     (tmp_path / "wanted").mkdir()
     Image.new("RGB", (6, 4), (200, 200, 200)).save(tmp_path / "wanted" / "1_2_3.png")
     robot, told = Camera(40), []
@@ -190,7 +190,7 @@ def test_who_has_a_leader_arm_takes_over_on_the_page(tmp_path, monkeypatch):
         person.robot.begin = lambda spec: "again"
         person.ask = lambda text, answers: ""
         person.begin(SPEC)
-        assert person.takes_over is False, "an episode begins with the policy"
+        assert person.takes_over is False, "an episode starts with the policy"
         page.looked_s -= 2 * GONE_S
         who.look(last)
         assert not who.policy_acts and who.action is None

@@ -64,8 +64,8 @@ def test_the_person_tells_success_once(tmp_path, answer, success):
     check_fits(tells, EnvSpec("table", ["front"], ["front"], 4, 0), 1)
     robot.end()
     results = [tells.result, tells.result]
-    assert all(each.success is success and each.success_told and each.num_env_steps == 5 for each in results)
-    assert len(person.shown) == 2 and "pick it up" in person.shown[0], "one answer to begin, and one to end"
+    assert all(each.success is success and each.success_reported and each.num_env_steps == 5 for each in results)
+    assert len(person.shown) == 2 and "pick it up" in person.shown[0], "one answer to start, and one to end"
     assert robot.result.success is False, "control: the env says another thing"
 
 
@@ -93,7 +93,7 @@ def test_the_command_counts_the_episodes_of_its_list(tmp_path, monkeypatch, caps
     monkeypatch.setattr("sys.stdin", io.StringIO("\ny\n"))
     with pytest.raises(RLinfError, match="Nobody answers"):
         robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
-    assert capsys.readouterr().out.count("1 of 3: reach") == 2, "when it begins and when it is judged"
+    assert capsys.readouterr().out.count("1 of 3: reach") == 2, "when it starts and when it is judged"
     monkeypatch.setattr("sys.stdin", io.StringIO("\nn\n\ny\n"))
     found = robot_command(run_config(tmp_path, *words), RobotConfig(success="person", real_time=False))
     said = capsys.readouterr().out

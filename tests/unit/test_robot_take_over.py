@@ -63,7 +63,7 @@ def played(person, clock=None, policy=None, recorder=None, **settings):
 def test_a_person_acts_and_the_policy_is_asked_afresh(displacements):
     """The chunk of step 0 holds 1 to 8. The person acts at steps 3 and 4; the policy then plans from step 5, not from its old chunk."""
     person, policy = Person(steps=(3, 4)), Foretell()
-    sent, timing = played(person, policy=policy, displacements=displacements, align_change=1000.0)
+    sent, timing = played(person, policy=policy, displacements=displacements, handover_max_step=1000.0)
     assert sent == [1, 2, 3, 100, 100, *range(6, 21)] and 5 in policy.seen
     assert (timing.corrected, timing.helped, timing.gone, timing.held) == (2, 1, 0, 0)
     assert person.told == [1, 2, 3, *range(6, 21)], (
@@ -83,7 +83,7 @@ def test_the_answer_to_a_question_from_before_the_take_over_is_dropped():
     """0.3 s are six steps. The policy was asked at step 2 for the chunk that follows; at the hand-back at step 4 the robot holds until step 10."""
     sent, _ = played(Person(steps=(3,)), latency_s=0.3, displacements=[0])
     assert sent[:10] == [1, 2, 3, 100, 0, 0, 0, 0, 0, 0]
-    assert sent[10] == 5 + 0, "the chunk that was planned at step 4 begins, as nothing was executed since"
+    assert sent[10] == 5 + 0, "the chunk that was planned at step 4 starts, as nothing was executed since"
 
 
 def test_control_a_chunk_that_is_not_dropped_is_noticed(monkeypatch):
@@ -95,7 +95,7 @@ def test_control_a_chunk_that_is_not_dropped_is_noticed(monkeypatch):
 
 def test_positions_of_the_person_are_aligned_by_hand():
     """The robot is at 3 when the person takes over at 10: 2 units a step, until they have met. Then the person is free."""
-    sent, _ = played(Person(steps=range(3, 9), action=10.0), displacements=[], align_change=2.0)
+    sent, _ = played(Person(steps=range(3, 9), action=10.0), displacements=[], handover_max_step=2.0)
     assert sent[:9] == [1, 2, 3, 5, 7, 9, 10, 10, 10]
     take_over = TakeOver(Person(steps=range(9)), Clock(), np.array([False]), 2.0)
     take_over.teleoperator.action, last, found = 5.0, np.array([2.0], np.float32), []
@@ -111,7 +111,7 @@ def test_positions_of_the_person_are_aligned_by_hand():
 
 def test_a_teleoperator_that_vanishes_leaves_a_robot_that_holds(caplog):
     person = Person(steps=range(3, 9), action=10.0, gone=(5, 6, 7))
-    sent, timing = played(person, displacements=[], align_change=100.0)
+    sent, timing = played(person, displacements=[], handover_max_step=100.0)
     assert sent[:10] == [1, 2, 3, 10, 10, 10, 10, 10, 10, 10], "positions are held"
     assert (timing.gone, timing.held, timing.corrected) == (3, 3, 3)
     assert (
@@ -169,7 +169,7 @@ def test_what_a_person_does_without_a_picture_is_not_recorded():
 
 def test_a_teleoperator_that_does_not_fit_is_refused():
     person = Person()
-    with pytest.raises(ConfigError, match="align_change"):
+    with pytest.raises(ConfigError, match="handover_max_step"):
         played(person, displacements=[])
     person.is_calibrated = False
     with pytest.raises(ConfigError, match="calibrat"):
@@ -187,7 +187,7 @@ def test_the_scripted_person_takes_over_after_errors_in_a_row():
         action_low=np.full(1, -2.0), action_high=np.full(1, 2.0), expert_actions=lambda: np.ones((1, 1), np.float32)
     )
     robot = SimpleNamespace(env=env, num_begun=1, action_features={"joint": float})
-    person = ScriptedPerson(robot, RobotConfig(person_error=0.5, person_patience=2, person_steps=2))
+    person = ScriptedPerson(robot, RobotConfig(expert_threshold=0.5, expert_patience=2, expert_steps=2))
 
     def step(action):
         wants = person.get_teleop_events()["is_intervention"]
@@ -199,7 +199,7 @@ def test_the_scripted_person_takes_over_after_errors_in_a_row():
 
     assert [step(action) for action in (3, 1.5, 3, 3, 3, 3, 3, 3)] == [0, 0, 0, 0, 1, 1, 0, 0]
     robot.num_begun = 2
-    assert not step(1.0), "an episode begins with the policy"
+    assert not step(1.0), "an episode starts with the policy"
 
 
 # -- episodes on disk ------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_two_robots_that_record_into_one_folder_lose_nothing(tmp_path, monkeypat
 
 def test_a_folder_of_another_rate_or_other_columns_is_not_added_to(tmp_path):
     folder, result = tmp_path / "made", EpisodeResult(EpisodeSpec("clock", 0, 0, 0), "clock", True, 1.0, 4)
-    before = EpisodeRecorder(folder, tmp_path / "late", 10, {"name": "clock"})  # the folder is new as this robot begins
+    before = EpisodeRecorder(folder, tmp_path / "late", 10, {"name": "clock"})  # the folder is new as this robot starts
     other = EpisodeRecorder(folder, tmp_path / "other", 20, {"name": "tower"})
     for recorder in (EpisodeRecorder(folder, tmp_path / "kept", 20, {"name": "clock"}), before, other):
         played(Person(steps=(1,)), Clock(num_steps=4), recorder=_Renamed(recorder, result))
@@ -301,9 +301,9 @@ def test_the_command_records_and_refuses(tmp_path, caplog):
         real_time=False,
         teleoperator="scripted",
         record=str(folder),
-        person_error=0.0,
-        person_patience=1,
-        person_steps=3,
+        expert_threshold=0.0,
+        expert_patience=1,
+        expert_steps=3,
     )
     found = robot(run_config(tmp_path / "eval", *WORDS), settings)
     timing = json.loads((tmp_path / "eval" / "timing.json").read_text())
@@ -349,7 +349,7 @@ class Stored:
     ],
 )
 def test_rows_by_hand(rows, weight, chunk_len, expected):
-    found = chosen(Stored(chunk_len), SFTConfig(rows=rows, intervention_weight=weight))
+    found = chosen(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
     assert found.rows(np.arange(len(found))).tolist() == expected
 
 
@@ -359,14 +359,14 @@ def test_all_rows_are_the_dataset_itself():
 
 
 def test_control_without_interventions_other_rows_are_chosen():
-    config = SFTConfig(rows="corrected", intervention_weight=2)
+    config = SFTConfig(filter="corrected", intervention_weight=2)
     ignored = chosen(Stored(person=np.zeros(10, bool)), config)
     assert ignored.index.tolist() == list(range(8)) != chosen(Stored(), config).index.tolist()
 
 
 def test_no_rows_and_missing_columns_are_refused():
-    with pytest.raises(ConfigError, match="sft.rows=interventions"):
-        chosen(Stored(person=np.zeros(10, bool)), SFTConfig(rows="interventions"))
+    with pytest.raises(ConfigError, match="sft.filter=interventions"):
+        chosen(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
     bare = DatasetInfo("data/theirs", "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 2)
     for settings, column in (
         ({"rows": "successes"}, "next.success"),

@@ -69,7 +69,7 @@ class ClockEnv(VectorEnv):
 
 
 class ClockPolicy(ActionModel, torch.nn.Module):
-    """Acts as the given uniforms say; its log-probs and values say of which state they are."""
+    """SupportsAct as the given uniforms say; its log-probs and values say of which state they are."""
 
     evaluate_actions = None  # a rollout does not call it
     num_logprobs = num_uniforms = CHUNK
@@ -358,7 +358,7 @@ def test_envs_are_made_for_two_threads_and_offloaded_only_where_asked(offload):
 def test_threads_beside_others_have_a_stream_unless_the_simulation_is_on_the_gpu(threads, on_gpu, own_streams):
     make = type("Env", (ClockEnv,), {"on_gpu": on_gpu})
     with collecting(True, threads, make=make) as (collector, _):
-        assert [thread.lane._own_stream for thread in collector.worker_threads] == [own_streams] * threads
+        assert [thread.stream._own_stream for thread in collector.worker_threads] == [own_streams] * threads
 
 
 class WatchedPolicy(ClockPolicy):
@@ -392,7 +392,7 @@ def test_each_thread_plays_in_its_context_with_its_share_of_the_threads(num_work
     try:
         with collecting(True, num_worker_threads, temperature=1.5, autocast=counted_context) as (collector, _):
             collector.collect(policy, 3, 42, needs_values=False)
-        with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
+        with ThreadPoolExecutor(1) as fresh:  # torch's own threads start like this one
             assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)

@@ -59,7 +59,7 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     monkeypatch, tmp_path
 ):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(max_episode_steps=2))
-    config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
+    config.rollout.num_envs, config.rollout.pipeline_stages, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
     config.output_dir = str(tmp_path)
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
@@ -107,7 +107,7 @@ def test_one_thread_where_a_step_costs_less_than_a_thread(env, num_envs, num_wor
 
 def test_a_simulation_on_the_gpu_is_not_split_into_threads(monkeypatch):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(num_processes=0))
-    config.rollout.num_envs, config.rollout.num_lanes = 8, 2
+    config.rollout.num_envs, config.rollout.pipeline_stages = 8, 2
     env = WalkVectorEnv(config.env, 1, False)
     for on_gpu, widths in ((True, [8]), (False, [4, 4])):
         monkeypatch.setattr(WalkVectorEnv, "on_gpu", on_gpu)

@@ -156,8 +156,8 @@ def policy(kind, **config):
 
 
 def seen(rows, state):
-    picture = np.random.default_rng(0).integers(0, 255, (rows, 36, 36, 3)).astype(np.uint8)
-    return Observation({"front": picture}, state, ["reach it"] * rows)
+    image = np.random.default_rng(0).integers(0, 255, (rows, 36, 36, 3)).astype(np.uint8)
+    return Observation({"front": image}, state, ["reach it"] * rows)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
@@ -243,7 +243,7 @@ def test_moments_are_counted_after_the_update_and_scored_as_played(tmp_path, mon
     np.testing.assert_allclose(moments.var, var, rtol=1e-7, atol=1e-12)
     manifest = build_manifest(trainer.parts.config, trainer.model, policy_version=0)
     assert manifest.normalization["state"] == {"name": "tabletop", "state": "full"}
-    # a new run in another env is refused, unless the difference is accepted by name
+    # a new run in another env is rejected, unless the difference is accepted by name
     other = run_config(tmp_path / "other", *RUN, "env.state=proprio")
     other = replace(other, model=replace(other.model, init_config={}))
     found = tmp_path / "checkpoints" / "rl_000002"

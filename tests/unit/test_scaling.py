@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from scaling_model import Line, Machine, Workload, best, evaluation_share, measured, predict, slowest_of
+from scaling_model import Line, Machine, Workload, best, evaluation_fraction, measured, predict, slowest_of
 
 MACHINE = Machine(gpus=8, gpu_link=400e9, node_link=50e9, memory=1e12, latency_s=0.0)
 WORK = Workload(
@@ -45,10 +45,10 @@ def test_the_three_placements_by_hand():
     push = 16e9 * 3 / 4 / 400e9
     one = predict(WORK, MACHINE, "colocated", 4, 4)
     assert one.seconds == pytest.approx(rollout + training + reducing + push)
-    assert one.busy_s["players"] == 8.0 and one.busy_s["trainers"] == pytest.approx(8.2) and one.limit == "trainers"
+    assert one.busy_s["workers"] == 8.0 and one.busy_s["trainers"] == pytest.approx(8.2) and one.limit == "trainers"
     assert one.memory == 64e9  # 4 GPUs with 16 samples of 1 GB
-    moved, sent = 16e9 / 400e9, 16e9 / 400e9  # samples into a trainer, weights into its one player
-    two = predict(WORK, MACHINE, "split", 4, 4)
+    moved, sent = 16e9 / 400e9, 16e9 / 400e9  # samples into a trainer, weights into its one rollout worker
+    two = predict(WORK, MACHINE, "disaggregated", 4, 4)
     assert two.seconds == pytest.approx(rollout + moved + training + reducing + push + sent)
     three = predict(WORK, MACHINE, "async", 4, 4)
     assert three.seconds == pytest.approx(max(rollout + moved, training + reducing) + push + sent)
@@ -59,11 +59,11 @@ def test_the_three_placements_by_hand():
 
 def test_the_best_division_leaves_nobody_idle_for_long():
     found = best(WORK, MACHINE, "async", 8)
-    assert (found.trainers, found.players) == (4, 4)
+    assert (found.trainers, found.workers) == (4, 4)
     others = [predict(WORK, MACHINE, "async", count, 8 - count).seconds for count in (1, 2, 6, 7)]
     assert found.seconds < min(others)
     with pytest.raises(ValueError, match="at least 2"):
-        best(WORK, MACHINE, "split", 1)
+        best(WORK, MACHINE, "disaggregated", 1)
 
 
 def test_what_limits():
@@ -110,8 +110,8 @@ def test_a_design_that_gathers_all_samples_is_the_desk_check(gpus, images, small
 def test_evaluation_on_one_gpu_is_the_desk_check():
     """49 minutes every 50 iterations: 17 % of the training time on 8 GPUs, 57 % of the run at 64 on one of them."""
     iteration_s = 2940 / (50 * 0.17)
-    assert evaluation_share(2940, 1, 50, iteration_s / 8) == pytest.approx(0.57, abs=0.01)
-    assert evaluation_share(2940, 64, 50, iteration_s / 8) == pytest.approx(0.021, abs=0.001)
+    assert evaluation_fraction(2940, 1, 50, iteration_s / 8) == pytest.approx(0.57, abs=0.01)
+    assert evaluation_fraction(2940, 64, 50, iteration_s / 8) == pytest.approx(0.021, abs=0.001)
 
 
 def test_phases_are_medians_without_the_first_iteration():

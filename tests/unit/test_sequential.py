@@ -105,7 +105,7 @@ def test_a_forecast_beyond_the_list_is_that_of_a_longer_list_planned_from_the_st
 
 
 def test_confidence_sequences_are_where_the_mixture_says_on_a_grid():
-    """The definition, on a grid of shares instead of by equations."""
+    """The definition, on a grid of fractions instead of by equations."""
     for successes, episodes in ((0, 6), (3, 8), (20, 25)):
         grid = np.linspace(1e-4, 1 - 1e-4, 20_001)
         likelihood = np.exp(successes * np.log(grid) + (episodes - successes) * np.log(1 - grid))

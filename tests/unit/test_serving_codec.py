@@ -1,4 +1,4 @@
-"""Messages of the policy server: the bytes of other projects, and what is refused before it becomes an array."""
+"""Messages of the policy server: the bytes of other projects, and what is rejected before it becomes an array."""
 
 import io
 import re
@@ -118,10 +118,10 @@ BROKEN = {
     "number out of range": {b"__npgeneric__": True, b"data": 2**40, b"dtype": "<i4"},
     "integer keys": {1: 2}, "bytes as keys": {b"a": 2}, "deep maps": nested(MAX_DEPTH + 1), "deeper maps": nested(400), "deepest": nested(2000),
     "long list": [0] * (MAX_ITEMS + 1), "an extension": msgpack.ExtType(5, b"x"),
-    "picture of another size": picture_of(shape=[2, 9, 3]), "gif": picture_of(format="gif"), "jpeg that is a png": picture_of(format="jpeg"),
-    "no picture": picture_of(data=b"xx"), "cut picture": picture_of(data=png(9, 1)[:40]), "two channels": picture_of(shape=[1, 9, 2]),
-    "huge picture": picture_of(data=png(50_000, 50_000), shape=[50_000, 50_000, 3]),
-    "picture that is larger than it says": picture_of(data=png(50_000, 50_000)),
+    "image of another size": picture_of(shape=[2, 9, 3]), "gif": picture_of(format="gif"), "jpeg that is a png": picture_of(format="jpeg"),
+    "no image": picture_of(data=b"xx"), "cut image": picture_of(data=png(9, 1)[:40]), "two channels": picture_of(shape=[1, 9, 2]),
+    "huge image": picture_of(data=png(50_000, 50_000), shape=[50_000, 50_000, 3]),
+    "image that is larger than it says": picture_of(data=png(50_000, 50_000)),
 }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_a_broken_message_is_refused_without_memory(what):
 
 
 def packed(value) -> bytes:
-    """``msgpack.packb``, which itself refuses maps deeper than 511."""
+    """``msgpack.packb``, which itself rejects maps deeper than 511."""
     depth = 0
     while isinstance(value, dict) and set(value) == {"a"}:
         value, depth = value["a"], depth + 1
@@ -152,14 +152,14 @@ def packed(value) -> bytes:
 
 
 def test_pictures_of_a_message_share_one_budget(monkeypatch):
-    """Each of ten pictures would be allowed alone."""
+    """Each of ten images would be allowed alone."""
     monkeypatch.setattr("rlinf.serving.codec.MAX_PIXELS", 9 * 100)
     data = io.BytesIO()
     Image.new("RGB", (10, 10)).save(data, "png")
-    picture = picture_of(data=data.getvalue(), shape=[10, 10, 3])
-    assert len(decode(packed({"images": [picture] * 9}))["images"]) == 9, "a control"
+    image = picture_of(data=data.getvalue(), shape=[10, 10, 3])
+    assert len(decode(packed({"images": [image] * 9}))["images"]) == 9, "a control"
     with pytest.raises(MessageError, match="too many pixels; required: 900 at most"):
-        decode(packed({"images": [picture] * 10}))
+        decode(packed({"images": [image] * 10}))
 
 
 @pytest.mark.parametrize("broken", [[[[0] * 100] * 40] * 40, [[{"a": 0}] * 1000] * 50])
@@ -186,8 +186,8 @@ def test_random_bytes_give_a_value_or_a_message_error():
             decode(bytes(data))
             outcomes.add("read")
         except MessageError:
-            outcomes.add("refused")
-    assert outcomes == {"read", "refused"}
+            outcomes.add("rejected")
+    assert outcomes == {"read", "rejected"}
 
 
 @pytest.mark.parametrize("value", [np.array(["x"]), np.array([None]), np.array([1j]), np.zeros(2, ">f4"), object()])
@@ -241,8 +241,8 @@ def test_pictures_of_floats_are_those_of_bytes():
     ("request_", "said"),
     [
         ({"images": {}}, "no images['front']; there is nothing"), ({"images": {"side": 1}}, "no images['front']; there is side"),
-        ({"images": 3}, "no images['front']; there is a int"), ({"images": {"front": "x"}}, "required: a picture"),
-        ({"images": {"front": np.zeros((4, 4))}}, "[4, 4]; required: a picture"),
+        ({"images": 3}, "no images['front']; there is a int"), ({"images": {"front": "x"}}, "required: an image"),
+        ({"images": {"front": np.zeros((4, 4))}}, "[4, 4]; required: an image"),
         ({"images": {"front": np.full((4, 4, 3), 2.0)}}, "outside 0 to 1"),
         ({"images": {"front": np.full((4, 4, 3), np.nan)}}, "outside 0 to 1"), ({"prompt": None}, "no prompt"), ({}, "no state"),
         ({"state": "far"}, "state is"), ({"state": ["1", "2"]}, "state is a list; required: numbers"), ({"state": [[1], [2, 3]]}, "state is"),
@@ -256,8 +256,8 @@ def test_an_observation_that_does_not_fit_is_refused_by_name(request_, said):
 
 
 def test_widths_are_those_of_each_part_and_sizes_are_compared_before_anything_is_computed():
-    picture = np.zeros((4, 4, 3), np.uint8)
-    request = {"observation/exterior_image_1_left": picture, "prompt": "x"}
+    image = np.zeros((4, 4, 3), np.uint8)
+    request = {"observation/exterior_image_1_left": image, "prompt": "x"}
     request |= {"observation/joint_position": np.zeros(6), "observation/gripper_position": np.zeros(2)}
     with pytest.raises(MessageError, match="observation/joint_position has 6 numbers; required: 7"):
         layout_of("droid", ["front"]).read(request, ["front"], reads_state=True)

@@ -25,9 +25,9 @@ def set_up(
     """Run the script with an environment of stubs; returns its result and the recorded commands that install."""
     (folder / "venv" / "bin").mkdir(parents=True)
     (folder / "path").mkdir()
-    refuse = "" if has_cpu_build else 'case "$*" in *+cpu) exit 1 ;; esac\n'
+    reject = "" if has_cpu_build else 'case "$*" in *+cpu) exit 1 ;; esac\n'
     for name, code in {
-        "venv/bin/python": RECORD + refuse, "venv/bin/uv": f"{RECORD}exit {uv_status}\n", "venv/bin/rlinf": RECORD,
+        "venv/bin/python": RECORD + reject, "venv/bin/uv": f"{RECORD}exit {uv_status}\n", "venv/bin/rlinf": RECORD,
         "path/id": "#!/bin/sh\necho 1000\n",  # not root: nothing is installed into the system
     }.items():  # fmt: skip
         (folder / name).write_text(code)

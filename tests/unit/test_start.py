@@ -14,11 +14,11 @@ import torch.distributed as dist
 import rlinf
 from rlinf.commands import hydra_app
 from rlinf.commands.hydra_app import run_training
-from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
+from rlinf.commands.ranks import prepare_rank, reject_expandable_segments
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group, start
-from rlinf.distributed.start import LaunchContext, first_host, launch_context, refuse_differences, refuse_shared_gpus
+from rlinf.distributed.start import LaunchContext, first_host, launch_context, reject_differences, reject_shared_gpus
 from rlinf.errors import ConfigError
 from rlinf.options import to_mapping
 from rlinf.preflight.validation import check_devices
@@ -154,17 +154,17 @@ def test_a_launchers_rank_needs_one_gpu_and_a_run_that_starts_its_ranks_one_for_
 def test_a_rank_that_differs_is_named_with_its_host_and_what_differs():
     same = start.what_ranks_share(["train", "seed=3"])
     assert same["the word seed"] == "seed=3" and "version of torch" in same
-    refuse_differences([("a", same), ("b", dict(same))])
+    reject_differences([("a", same), ("b", dict(same))])
     other = {**same, "version of torch": "1.0", "the word seed": "seed=4"}
     with pytest.raises(ConfigError) as error:
-        refuse_differences([("a", same), ("a", same), ("b", other)])
+        reject_differences([("a", same), ("a", same), ("b", other)])
     lines = str(error.value).splitlines()
     assert "the word seed: rank 2 on b has seed=4, rank 0 on a has seed=3" in lines[1]
     assert f"version of torch: rank 2 on b has 1.0, rank 0 on a has {same['version of torch']}" in lines[2]
     assert len(lines) == 4
     many = {f"version of {number}": "1" for number in range(100)}
     with pytest.raises(ConfigError, match="and 80 more"):
-        refuse_differences([("a", {}), ("b", many)])
+        reject_differences([("a", {}), ("b", many)])
 
 
 def test_another_line_of_code_is_another_source(monkeypatch, tmp_path):
@@ -190,9 +190,9 @@ def test_another_line_of_code_is_another_source(monkeypatch, tmp_path):
 def test_ranks_that_share_a_gpu_are_refused(gpus, words):
     found = [(host, {"gpus": own}) for host, own in zip("xxy", gpus, strict=True)]
     if words is None:
-        return refuse_shared_gpus(found)
+        return reject_shared_gpus(found)
     with pytest.raises(ConfigError, match=f"{words}.*one GPU for each rank.*cluster.device=cpu"):
-        refuse_shared_gpus(found)
+        reject_shared_gpus(found)
 
 
 def started_on_gpus(monkeypatch, gpus, started_early=False):
@@ -267,20 +267,20 @@ def test_ranks_with_another_plugin_or_configuration_are_refused_on_all(tmp_path)
     assert "configuration of model" not in text
 
 
-def refuse_segments_of_the_last_rank(folder):
+def reject_segments_of_the_last_rank(folder):
     variable = "PYTORCH_CUDA_ALLOC_CONF"
-    refuse_expandable_segments()  # a control
+    reject_expandable_segments()  # a control
     if process_group.rank() == 1:
         os.environ[variable] = "max_split_size_mb:64,expandable_segments:True"
     with pytest.raises(ConfigError) as error:
-        refuse_expandable_segments()
+        reject_expandable_segments()
     (Path(folder) / f"error{process_group.rank()}").write_text(str(error.value))
 
 
 def test_memory_that_one_rank_could_not_share_with_its_engine_is_refused_on_all(tmp_path, monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
-    launch.launch(refuse_segments_of_the_last_rank, str(tmp_path), 2, "cpu")
+    launch.launch(reject_segments_of_the_last_rank, str(tmp_path), 2, "cpu")
     first, second = ((tmp_path / f"error{rank}").read_text() for rank in (0, 1))
     assert first == second
     assert "PYTORCH_CUDA_ALLOC_CONF is 'max_split_size_mb:64,expandable_segments:True' on rank 1 on " in first

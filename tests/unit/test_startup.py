@@ -1,4 +1,4 @@
-"""What each command loads: a refusal, a help text or a list of names needs neither torch nor a simulator."""
+"""What each command loads: a rejection, a help text or a list of names needs neither torch nor a simulator."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ for words in sys.argv[2:]:
           "serve checkpoint=no_such_folder": 2, "export checkpoint=no_such_folder output=no_such_output": 2}, ["hydra"]),
         ({SMALL_RUN: 0}, ["torch", "mujoco", "gymnasium", "numpy", "hydra"]),
     ],
-    ids=["help", "refusals", "a run"],
+    ids=["help", "rejections", "a run"],
 )  # fmt: skip
 def test_a_command_loads_only_what_it_needs(commands, loaded, tmp_path, monkeypatch):
     """The commands of a case run one after the other in a process of their own; the last case is the control."""

@@ -1,4 +1,4 @@
-"""The store of objects of a cluster that a run starts has room for the run, or the run is refused."""
+"""The store of objects of a cluster that a run starts has room for the run, or the run is rejected."""
 
 import sys
 from types import SimpleNamespace
@@ -51,18 +51,18 @@ def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
 
 def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(monkeypatch):
     pytest.importorskip("ray", reason="not installed: ray; extra 'ray'")
-    tables = {"players": {0: "a", 1: "b"}, "ranks": {0: "c"}}
+    tables = {"workers": {0: "a", 1: "b"}, "ranks": {0: "c"}}
     monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
 
     def check(groups, small):
         nodes = [node(name, GIB // (1 + (name == small))) for name in ("a", "b", "c", "command", "unused")]
         reservation._check_stores(ray_of("command", nodes), groups, StoreRoom(GIB, "smaller=true"))
 
-    for groups, refused, allowed in (
-        (["players"], ["a", "b", "command"], ["c", "unused"]),  # the ranks are on the machine of the command
-        (["players", "ranks"], ["a", "b", "c"], ["command", "unused"]),
+    for groups, rejected, allowed in (
+        (["workers"], ["a", "b", "command"], ["c", "unused"]),  # the ranks are on the machine of the command
+        (["workers", "ranks"], ["a", "b", "c"], ["command", "unused"]),
     ):
-        for name in refused:
+        for name in rejected:
             with pytest.raises(ConfigError, match=f"store of objects has 512.* on {name}; required: 1"):
                 check(groups, name)
         for name in allowed:

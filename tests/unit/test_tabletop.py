@@ -1,4 +1,4 @@
-"""The built-in simulator: goals, rewards, experts, pictures."""
+"""The built-in simulator: goals, rewards, experts, images."""
 
 import itertools
 import subprocess

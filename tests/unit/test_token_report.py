@@ -93,15 +93,15 @@ class Page(HTMLParser):
 
 
 def test_images_of_prompts_are_in_the_page_once_for_each_row_that_has_some(run):
-    pictures = [preview(Image.new("RGB", (400, 200), colour)) for colour in ("red", "blue")]
+    images = [preview(Image.new("RGB", (400, 200), colour)) for colour in ("red", "blue")]
     rows = [json.loads(line) for line in samples(BEFORE, "dunno").splitlines()]
-    shown = [row | ({"images": pictures[: number % 3]} if number % 3 else {}) for number, row in enumerate(rows)]
+    shown = [row | ({"images": images[: number % 3]} if number % 3 else {}) for number, row in enumerate(rows)]
     for name in ("step_0", "step_20", "step_100"):
         write_samples(run / "samples", name, shown)
     files = sorted((run / "samples" / "images").iterdir())
     assert [Image.open(file).size for file in files] == [(128, 64)] * 2, "each once, and small"
     page = write_report(run).read_text(encoding="utf-8")
-    stored = [base64.b64encode(picture).decode() for picture in pictures]
+    stored = [base64.b64encode(image).decode() for image in images]
     assert [page.count(f'src="data:image/jpeg;base64,{each}"') for each in stored] == [2, 1]
     files[0].unlink()
     left = write_report(run).read_text(encoding="utf-8").count("data:image/jpeg")

@@ -30,9 +30,9 @@ rollout/replaced_groups train/preference_accuracy train/preference_chosen train/
 eval/loss eval/reward_mean eval/reward_std eval/num_answers eval/completion_length_mean eval/completion_length_max
 eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/preference_rejected eval/preference_margin
 throughput/tokens_per_s throughput/mfu
-rollout/base_calls_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline
-rollout/base_calls_total rollout/base_chosen rollout/correction rollout/transitions train/critic_loss train/q_mean train/target_mean train/alpha train/at_bound
-train/reward_scale train/correction train/q_first train/return_first train/updates_total
+rollout/base_policy_queries_offline rollout/success_rate_offline train/q_mean_online train/q_mean_offline
+rollout/base_policy_queries rollout/base_action_fraction rollout/residual_norm rollout/transitions train/critic_loss train/q_mean train/target_mean train/alpha train/action_saturation
+train/reward_scale train/residual_norm train/q_initial train/return_initial train/updates_total
 """.split()
 
 
@@ -139,7 +139,7 @@ def test_disabled_weights_and_biases_write_nothing(tmp_path, monkeypatch):
 
 
 def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, monkeypatch, caplog):
-    class Refusing(FakeWandb):
+    class Rejecting(FakeWandb):
         class errors:
             class Error(Exception):
                 pass
@@ -147,7 +147,7 @@ def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, mon
         def init(self, **arguments):
             raise self.errors.Error("WANDB_API_KEY invalid:\nAPI key must have 40+ characters")
 
-    monkeypatch.setitem(__import__("sys").modules, "wandb", Refusing())
+    monkeypatch.setitem(__import__("sys").modules, "wandb", Rejecting())
     monkeypatch.setenv("WANDB_API_KEY", "wrong")
     with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
         tracker.log(0, {"train/loss": 1.0})

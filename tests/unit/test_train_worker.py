@@ -1,4 +1,4 @@
-"""Every trained tensor is stepped: one that the optimiser lacks is refused before anything starts."""
+"""Every trained tensor is stepped: one that the optimiser lacks is rejected before anything starts."""
 
 from __future__ import annotations
 

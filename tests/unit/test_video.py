@@ -1,4 +1,4 @@
-"""Videos: what a browser needs, and a text that never covers the picture."""
+"""Videos: what a browser needs, and a text that never covers the image."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""The parent's end of an engine: what becomes of a request when the process dies, hangs or refuses. No vLLM is needed."""
+"""The parent's end of an engine: what becomes of a request when the process dies, hangs or rejects. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from processes import is_running
 
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineError, VllmEngine
-from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_handle import WeightsRejectedError
 from rlinf.errors import ConfigError
 
 SERVER = """
@@ -31,8 +31,8 @@ from rlinf.errors import ConfigError, RLinfError
 
 # Messages name two classes of modules that import torch, which would take most of the time of each start.
 handles, transfer = (sys.modules.setdefault(f"rlinf.engines.weight_{name}", ModuleType(name)) for name in ("handle", "transfer"))
-WeightsRefusedError = type("WeightsRefusedError", (RLinfError,), {"__module__": "rlinf.engines.weight_handle"})
-handles.WeightsRefusedError, transfer.PushHeader = WeightsRefusedError, type("PushHeader", (), {})
+WeightsRejectedError = type("WeightsRejectedError", (RLinfError,), {"__module__": "rlinf.engines.weight_handle"})
+handles.WeightsRejectedError, transfer.PushHeader = WeightsRejectedError, type("PushHeader", (), {})
 
 faulthandler.register(signal.SIGUSR2)
 end_with(int(sys.argv[2]), sys.argv[3])
@@ -51,11 +51,11 @@ while True:
         end(sys.argv[3])
     elif command == "start":
         answer = ("error", ConfigError("no such setting")) if payload.model == "bad" else ("ok", 0)
-    elif command == "begin":
+    elif command == "start":
         header = payload
         answer = "ok", None
     elif command == "load" and not os.path.exists(payload.path):
-        answer = "error", WeightsRefusedError("gone")
+        answer = "error", WeightsRejectedError("gone")
     elif command == "load":
         weight = float(Path(payload.path).read_text())
         answer = "ok", None
@@ -174,7 +174,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     engine.update_weights(handle)
     os.remove(handle.path)
     (faults / "die").write_text("generate")
-    with pytest.raises(WeightsRefusedError, match="gone"):
+    with pytest.raises(WeightsRejectedError, match="gone"):
         engine.generate("request")
     with pytest.raises(EngineError, match="weights of version 1 and has lost them"):
         engine.generate("request")

@@ -21,7 +21,7 @@ from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import GenerateResult
 from rlinf.engines.vllm_server import CPU_CACHE_BYTES, DECODE_GRAPHS, graph_arguments, language_model_arguments
 from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
-from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import engine_arguments, sampling_arguments
@@ -89,7 +89,7 @@ def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
     checked("cluster.num_processes=2")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Set rollout.vllm"):
         checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2")
-    split = ["cluster.start=ray", "cluster.placement=split"]  # whose engines have GPUs of their own
+    split = ["cluster.start=ray", "cluster.placement=disaggregated"]  # whose engines have GPUs of their own
     checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2", *split)
 
 
@@ -100,9 +100,9 @@ def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
 
 
 def test_missing_vllm_names_the_extra_and_the_command(no_vllm):
-    for refused in (checked, lambda: VllmGeneration(None, {"model_name": "x"}), lambda: VllmGenerationWorker("x")):
+    for rejected in (checked, lambda: VllmGeneration(None, {"model_name": "x"}), lambda: VllmGenerationWorker("x")):
         with pytest.raises(MissingDependencyError, match=r"scripts/setup.sh --vllm.*\.\[vllm\]"):
-            refused()
+            rejected()
     assert doctor.check_vllm().status == doctor.OPTIONAL
     assert "scripts/setup.sh --vllm" in doctor.check_vllm().detail
 
@@ -462,7 +462,7 @@ def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engin
     assert found.engine == 2 * found.weights + (6 * 2 + 1) * per_block
     assert ("rollout", "vLLM engine", format_bytes(found.engine)) in found.rows()
     config = build_config(compose_config(["experiment=quickstart_vllm", "rollout.num_envs=6"]))
-    assert estimate_memory(config, 10**10).engine == found.engine, "no share of main memory"
+    assert estimate_memory(config, 10**10).engine == found.engine, "no fraction of main memory"
     assert found.total - estimate("rollout.num_envs=6", "rollout.backend=torch").total == found.engine
     assert estimate("rollout.vllm.kv_cache_memory_bytes=4096").engine == 2 * found.weights + 4096
     assert estimate("trainer.max_steps=0").engine == 0
@@ -502,7 +502,7 @@ def test_weights_of_another_vocabulary_are_refused_by_name():
     weights = LlamaForCausalLM(config(50)).state_dict()
     assert read(LanguageModelNames(config(50)), weights).keys() == weights.keys()
     words = r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed"
-    with pytest.raises(WeightsRefusedError, match=words):
+    with pytest.raises(WeightsRejectedError, match=words):
         read(LanguageModelNames(config(48)), weights)
 
 
@@ -532,9 +532,9 @@ def test_experts_are_taken_by_the_names_in_memory_and_by_those_of_a_checkpoint()
         assert found.keys() == public.keys() | {"lm_head.weight"}
         assert all(torch.equal(found[name], tensor) for name, tensor in public.items())
         assert torch.equal(found["lm_head.weight"], public["model.embed_tokens.weight"])
-    with pytest.raises(WeightsRefusedError, match=rf"missing {gate} \(1 in all\)"):
+    with pytest.raises(WeightsRejectedError, match=rf"missing {gate} \(1 in all\)"):
         read(names, {name: tensor for name, tensor in public.items() if name != gate})
-    with pytest.raises(WeightsRefusedError, match=r"missing model.layers.0.mlp.experts.down_proj \(1 in all\)"):
+    with pytest.raises(WeightsRejectedError, match=r"missing model.layers.0.mlp.experts.down_proj \(1 in all\)"):
         read(names, {name: tensor for name, tensor in own.items() if "down_proj" not in name})
 
 

@@ -1,4 +1,4 @@
-"""The weight push between two plain models: every tensor arrives, or the push is refused."""
+"""The weight push between two plain models: every tensor arrives, or the push is rejected."""
 
 import contextlib
 
@@ -128,7 +128,7 @@ def test_frozen_tensors_are_copied_once_and_a_version_once():
         trained.layer.bias.fill_(9.0)  # a frozen tensor that changes after all
     with pytest.raises(RLinfError, match="in 1 of 6 tensors: layer.bias"):
         sync.push(3)
-    assert sync.push(3) == 3 and (played.layer.bias == 9.0).all(), "the push after a refusal copies everything"
+    assert sync.push(3) == 3 and (played.layer.bias == 9.0).all(), "the push after a rejection copies everything"
 
 
 @contextlib.contextmanager

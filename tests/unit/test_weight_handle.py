@@ -1,4 +1,4 @@
-"""Weights through shared memory: bit-equal in another process, and complete or refused."""
+"""Weights through shared memory: bit-equal in another process, and complete or rejected."""
 
 import dataclasses
 import gc
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest, complete_tied
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRejectedError, check_manifest, complete_tied
 from rlinf.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
@@ -62,7 +62,7 @@ def test_weights_of_a_closed_buffer_are_an_error_that_says_so():
     buffer = WeightBuffer()
     handle = buffer.write({"a": torch.ones(4)}, 5)
     buffer.close()
-    with pytest.raises(WeightsRefusedError, match="version 5 has been overwritten or freed.*Keep the WeightBuffer"):
+    with pytest.raises(WeightsRejectedError, match="version 5 has been overwritten or freed.*Keep the WeightBuffer"):
         handle.open()
 
 
@@ -70,14 +70,14 @@ def test_a_handle_never_opens_as_other_weights():
     buffer = WeightBuffer()
     first = buffer.write({"a": torch.ones(4)}, 1)
     second = buffer.write({"a": torch.zeros(4)}, 2)
-    with pytest.raises(WeightsRefusedError, match="version 1 has been overwritten or freed"):
+    with pytest.raises(WeightsRejectedError, match="version 1 has been overwritten or freed"):
         first.open()
     assert second.open()["a"].tolist() == [0.0] * 4
     buffer.close()
     # The number of the closed descriptor may by now belong to another buffer of the same size and version.
     other = WeightBuffer()
     third = other.write({"a": torch.full((4,), 7.0)}, 2)
-    with pytest.raises(WeightsRefusedError, match="version 2 has been overwritten or freed"):
+    with pytest.raises(WeightsRejectedError, match="version 2 has been overwritten or freed"):
         dataclasses.replace(second, path=third.path).open()
     assert third.open()["a"].tolist() == [7.0] * 4, "control"
     other.close()
@@ -90,7 +90,7 @@ def test_a_stale_handle_leaves_a_file_under_its_descriptor_as_it_is(tmp_path):
     with open(tmp_path / "log", "w+b") as file:
         file.write(b"short")
         file.flush()
-        with pytest.raises(WeightsRefusedError, match="version 1 has been overwritten or freed"):
+        with pytest.raises(WeightsRejectedError, match="version 1 has been overwritten or freed"):
             dataclasses.replace(handle, path=f"/proc/{os.getpid()}/fd/{file.fileno()}").open()
     assert (tmp_path / "log").read_bytes() == b"short"
 
@@ -109,7 +109,7 @@ def test_a_buffer_that_nobody_keeps_gives_its_memory_back():
     assert shared() == before + 1
     lost = WeightBuffer().write({"a": torch.ones(4)}, 2)
     assert shared() == before + 1
-    with pytest.raises(WeightsRefusedError):
+    with pytest.raises(WeightsRejectedError):
         lost.open()
     assert handle.open()["a"].tolist() == [1.0] * 4
     kept.close()
@@ -125,7 +125,7 @@ def test_a_reader_in_the_middle_of_a_write_gets_whole_weights_or_none():
             for name, tensor in super().items():
                 try:
                     opened.append({name: float(tensor[0]) for name, tensor in first.open().items()})
-                except WeightsRefusedError:
+                except WeightsRejectedError:
                     opened.append(None)
                 yield name, tensor
 
@@ -150,17 +150,17 @@ def test_a_handle_of_a_gpu_is_opened_under_the_number_that_the_gpu_has_here(monk
     on_gpu = dataclasses.replace(handle, path=None, ipc=(rebuild, tuple("tensors8")), gpu="GPU-c")
     assert on_gpu.open()["a"].tolist() == [1.0] * 4
     assert asked == [(*"tensor", 2, "8")]
-    with pytest.raises(WeightsRefusedError, match="version 3 are on the GPU GPU-x, but this process sees .*GPU-a"):
+    with pytest.raises(WeightsRejectedError, match="version 3 are on the GPU GPU-x, but this process sees .*GPU-a"):
         dataclasses.replace(on_gpu, gpu="GPU-x").open()
     assert len(asked) == 1
     buffer.write({"a": torch.zeros(4)}, 4)
-    with pytest.raises(WeightsRefusedError, match="version 3 has been overwritten or freed"):
+    with pytest.raises(WeightsRejectedError, match="version 3 has been overwritten or freed"):
         on_gpu.open()
     buffer.close()
 
 
 def test_weights_of_another_size_move_to_other_memory():
-    """A larger and a smaller model in turn; each tensor begins at a multiple of the alignment, behind the header."""
+    """A larger and a smaller model in turn; each tensor starts at a multiple of the alignment, behind the header."""
     gc.collect()
     buffer, before = WeightBuffer(), shared()
     for length in (1, 16, 17, 3, 16):
@@ -198,19 +198,19 @@ def test_weights_must_be_complete_known_and_of_the_right_shape_and_kind(manifest
     model = Tied()
     required, tensors = model.state_dict(keep_vars=True), dict(model.state_dict())
     check_manifest(manifest(tensors), required)
-    refusals = {
+    rejections = {
         r"missing norm.bias, norm.weight \(2 in all\)": {k: v for k, v in tensors.items() if "norm" not in k},
         r"unknown extra \(1 in all\)": tensors | {"extra": torch.zeros(1)},
         r"norm.bias is \[3\] instead of \[4\]": tensors | {"norm.bias": torch.zeros(3)},
         "norm.bias is torch.int8 instead of torch.float32": tensors | {"norm.bias": torch.zeros(4, dtype=torch.int8)},
     }
-    for words, given in refusals.items():
-        with pytest.raises(WeightsRefusedError, match=words):
+    for words, given in rejections.items():
+        with pytest.raises(WeightsRejectedError, match=words):
             check_manifest(manifest(given), required)
     check_manifest(manifest({name: tensor.bfloat16() for name, tensor in tensors.items()}), required)
     counts = {"count": torch.tensor(3)}
     check_manifest(manifest(counts), counts)
-    check_manifest(manifest({"count": torch.tensor(3.0)}), counts)  # a fraction can be a whole number
+    check_manifest(manifest({"count": torch.tensor(3.0)}), counts)  # a fraction can be an integer
     with pytest.raises(ConfigError, match="got no tensors"):
         manifest({})
 
@@ -222,7 +222,7 @@ def test_one_name_of_tied_weights_is_enough_and_none_is_not(manifest):
         check_manifest(manifest({k: v for k, v in tensors.items() if k != name}), required)
         tied = complete_tied({k: v for k, v in tensors.items() if k != name}, required)
         assert tied.keys() == required.keys() and tied["embedding.weight"] is tied["head.weight"]
-    with pytest.raises(WeightsRefusedError, match="missing embedding.weight, head.weight"):
+    with pytest.raises(WeightsRejectedError, match="missing embedding.weight, head.weight"):
         check_manifest(manifest({k: v for k, v in tensors.items() if "norm" in k}), required)
 
 

@@ -1,4 +1,4 @@
-"""Weights to another process: bounded buckets, frozen tensors once, and complete or refused by name."""
+"""Weights to another process: bounded buckets, frozen tensors once, and complete or rejected by name."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from weight_peers import Net, Remote, serve
 
-from rlinf.engines.weight_handle import WeightBuckets, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuckets, WeightsRejectedError
 from rlinf.engines.weight_transfer import ModuleReceiver, ModuleWeights, PushHeader, push
 from rlinf.models.base_weights import trained_names
 from rlinf.models.lora import merged_state_dict, merged_tensors
@@ -194,13 +194,13 @@ def test_a_spoilt_push_is_refused_by_name_and_the_next_one_mends_it(buckets, fau
     setattr(faulty, fault, name)
     with torch.no_grad():
         source.head.weight.add_(1.0)
-    with pytest.raises(WeightsRefusedError, match=words):
+    with pytest.raises(WeightsRejectedError, match=words):
         push(faulty, peer)
-    # Refused at the first bucket, nothing was changed; later, nobody may act.
+    # Rejected at the first bucket, nothing was changed; later, nobody may act.
     assert receiver.version == (2 if name == "count" else None)
     if receiver.version is None:
         with pytest.raises(
-            WeightsRefusedError, match="replaces some tensors of version 2, but the receiver holds no complete"
+            WeightsRejectedError, match="replaces some tensors of version 2, but the receiver holds no complete"
         ):
             push(ModuleWeights(source, 3, buckets), peer, base=2)
     assert push(ModuleWeights(source, 3, buckets), peer) == 3 == receiver.version and equal(source, target)
@@ -220,13 +220,13 @@ def test_nobody_acts_between_begin_and_commit(buckets):
         )
     assert receiver.commit() == 6 == receiver.version
     assert not receiver._mapped, "the sender's memory is let go"
-    with pytest.raises(WeightsRefusedError, match="ended before it had begun"):
+    with pytest.raises(WeightsRejectedError, match="ended before it had started"):
         receiver.commit()
-    with pytest.raises(WeightsRefusedError, match="version 6 arrived; expected: none"):
+    with pytest.raises(WeightsRejectedError, match="version 6 arrived; expected: none"):
         receiver.load(handle)
     assert receiver.version == 6
     receiver.begin(PushHeader(7, weights.manifest))
-    with pytest.raises(WeightsRefusedError, match="version 6 arrived; expected: 7"):
+    with pytest.raises(WeightsRejectedError, match="version 6 arrived; expected: 7"):
         receiver.load(handle)
 
 
@@ -237,7 +237,7 @@ def test_a_push_that_stops_after_a_tensor_leaves_no_weights_to_build_on(buckets)
     receiver.begin(PushHeader(6, base=5))
     receiver.begin(PushHeader(7, base=5))  # control: nothing has been taken
     receiver.take("head.bias", source.head.bias)
-    with pytest.raises(WeightsRefusedError, match="the receiver holds no complete weights"):
+    with pytest.raises(WeightsRejectedError, match="the receiver holds no complete weights"):
         receiver.begin(PushHeader(8, base=5))
 
 
@@ -245,7 +245,9 @@ def test_a_push_without_a_bucket_is_incomplete_and_nobody_acts_after_it(buckets)
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
     push(weights, Direct(receiver))
     receiver.begin(PushHeader(6, base=5))
-    with pytest.raises(WeightsRefusedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4 tensors\)"):
+    with pytest.raises(
+        WeightsRejectedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4 tensors\)"
+    ):
         receiver.commit()
     assert receiver.version is None
     receiver.begin(PushHeader(7, weights.manifest))  # a complete push mends it
@@ -259,7 +261,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(buckets, value):
     source, receiver = Net(1), ModuleReceiver(Net(2))
     with torch.no_grad():
         source.head.bias[1] = value
-    with pytest.raises(WeightsRefusedError, match=f"'head.bias' holds {value}"):
+    with pytest.raises(WeightsRejectedError, match=f"'head.bias' holds {value}"):
         push(ModuleWeights(source, 1, buckets), Direct(receiver))
     assert receiver.version is None
 
@@ -327,7 +329,7 @@ def test_a_receiver_that_is_killed_halfway_is_replaced_and_gets_everything(bucke
     assert process.wait(60) == -signal.SIGKILL
     connection, _ = start("receiver")
     peer = Remote(connection)
-    with pytest.raises(WeightsRefusedError, match="holds no complete weights"):
+    with pytest.raises(WeightsRejectedError, match="holds no complete weights"):
         push(ModuleWeights(source, 10, buckets), peer, base=9)
     assert push(ModuleWeights(source, 10, buckets), peer) == 10
     peer.send("state", None)

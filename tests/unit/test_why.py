@@ -124,7 +124,7 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
 
 
 OTHER_KEYS = {
-    "algorithm.head.scale",
+    "algorithm.actor.scale",
     "algorithm.learning_rate",
     "env.success_bonus",
     "env.reward_scale",
@@ -164,7 +164,7 @@ def test_a_warm_up_does_not_count():
         "rollout__success_rate": lambda step: float(step >= 4),
         **PLAYED,
     }
-    rollouts = Record(lines(**played), {"algorithm": {"warmup_env_steps": 400}}).rollout_ends(4)
+    rollouts = Record(lines(**played), {"algorithm": {"learning_starts": 400}}).rollout_ends(4)
     assert [(step, success.successes) for step, success in rollouts] == [(4, 128), (10, 128)]
 
 
@@ -210,9 +210,9 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "RL whose return rises before its first success": (
         lines(rollout__success_rate=0.0, rollout__episode_len=50.0, rollout__return_mean=falls(0, 1), **PLAYED), {},
     ),
-    "head that corrects by as much as it can": (lines(train__at_bound=0.7), {"algorithm": {"head": {"scale": 2.0}}}),
+    "actor that corrects by as much as it can": (lines(train__at_bound=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
     "demonstrations in memory": (lines("sft", throughput__data_wait_fraction=0.7), {"sft": {"num_workers": 2}}),
-    "cloning that goes on": (
+    "cloning that continues": (
         lines("sft", sft__loss=0.2, sft__grad_norm=0.5, sft__learning_rate=1e-4), {"init_from": "outputs/clone"},
     ),
 }  # fmt: skip
@@ -538,8 +538,8 @@ def test_the_rate_is_that_of_a_run_that_has_gone_back():
     assert rate_of(Record([*played, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 2.5e-4)
     cloning = lines(phase="sft", train__learning_rate=0.1)
     assert rate_of(Record([*cloning, *evaluations(80)], SEVERAL)) == ("trainer.learning_rate", 1e-3)
-    head = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
-    assert rate_of(Record(played, head)) == ("algorithm.learning_rate", 5e-3)
+    actor = SEVERAL | {"algorithm": {"learning_rate": 5e-3}}
+    assert rate_of(Record(played, actor)) == ("algorithm.learning_rate", 5e-3)
 
 
 def held_out() -> list[dict]:

@@ -25,8 +25,8 @@ def write_folder(export: Path, folder: Path) -> None:
     config = RLinfConfig(export=str(export.absolute()), device=auto_select_torch_device().type)
     made = RLinfPolicy(config)
     env = made.policy.config.env
-    picture = PolicyFeature(FeatureType.VISUAL, (3, env.image_size, env.image_size))
-    config.input_features = {f"{OBS_IMAGES}.{name}": picture for name in made.policy.cameras}
+    image = PolicyFeature(FeatureType.VISUAL, (3, env.image_size, env.image_size))
+    config.input_features = {f"{OBS_IMAGES}.{name}": image for name in made.policy.cameras}
     width = ENVS.get(env.name).state_width(env)
     if width:
         config.input_features[OBS_STATE] = PolicyFeature(FeatureType.STATE, (width,))

@@ -13,7 +13,7 @@ class RLinfConfig(PreTrainedConfig):
     """A policy that ``rlinf export`` wrote.
 
     Attributes:
-        export: Folder of the export; a relative path begins at the folder of this ``config.json``.
+        export: Folder of the export; a relative path starts at the folder of this ``config.json``.
         overrides: Changes to its configuration, as on rlinf's command line: ``["model.precision=fp32"]``.
     """
 
@@ -36,11 +36,11 @@ class RLinfConfig(PreTrainedConfig):
         return None
 
     def get_optimizer_preset(self) -> None:
-        """Refuse."""
+        """Reject."""
         raise NotImplementedError(TRAIN_THERE)
 
     def get_scheduler_preset(self) -> None:
-        """Refuse."""
+        """Reject."""
         raise NotImplementedError(TRAIN_THERE)
 
     def validate_features(self) -> None:

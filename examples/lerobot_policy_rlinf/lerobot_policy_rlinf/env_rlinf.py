@@ -54,8 +54,8 @@ class RLinfEnv(EnvConfig):
         else:
             settings = read_config(resolve_checkpoint(self.checkpoint), self.overrides).env
         env = make_env(settings, n_envs, auto_reset=False)
-        picture = PolicyFeature(FeatureType.VISUAL, (settings.image_size, settings.image_size, 3))
-        self.features = {f"{OBS_IMAGES}.{name}": picture for name in settings.cameras}
+        image = PolicyFeature(FeatureType.VISUAL, (settings.image_size, settings.image_size, 3))
+        self.features = {f"{OBS_IMAGES}.{name}": image for name in settings.cameras}
         self.features_map = {name: name for name in (*self.features, ACTION)} | {"agent_pos": OBS_STATE}
         self.features[ACTION] = PolicyFeature(FeatureType.ACTION, (env.action_dim,))
         if env.state_dim:
@@ -101,7 +101,7 @@ class NumberedEpisodes(gymnasium.vector.VectorEnv):
         return self._theirs(observation), rewards, terminated, truncated, {"is_success": infos["success"] & self._over}
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple:
-        """Return an attribute or picture of each row that lerobot asks for."""
+        """Return an attribute or image of each row that lerobot asks for."""
         if name == "render":
             return tuple(self._env.render_frames(np.arange(self.num_envs), FRAME_SIZE))
         if name == "task_description":

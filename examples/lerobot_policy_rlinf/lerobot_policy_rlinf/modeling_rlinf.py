@@ -14,13 +14,13 @@ from torch import Tensor
 
 import rlinf
 from lerobot_policy_rlinf.configuration_rlinf import TRAIN_THERE, RLinfConfig
-from rlinf.evaluation.evaluator import RowPolicy, Stream
+from rlinf.evaluation.evaluator import BatchedPolicy, Stream
 from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
 
 class RLinfPolicy(PreTrainedPolicy):
-    """Acts greedily, as ``rlinf evaluate`` does: the actions of a row depend on its own row alone."""
+    """SupportsAct greedily, as ``rlinf evaluate`` does: the actions of a row depend on its own row alone."""
 
     config_class = RLinfConfig
     name = "rlinf"
@@ -30,7 +30,7 @@ class RLinfPolicy(PreTrainedPolicy):
         self._export = folder / config.export
         self.policy = rlinf.load_policy(self._export, device=config.device, overrides=config.overrides)
         self.model = self.policy.model  # lerobot moves it
-        self._rows = RowPolicy(self.model, [], greedy=True, temperature=1.0, seed=0)
+        self._rows = BatchedPolicy(self.model, [], greedy=True, temperature=1.0, seed=0)
         self.reset()
 
     @classmethod
@@ -51,7 +51,7 @@ class RLinfPolicy(PreTrainedPolicy):
         config.save_pretrained(save_directory)
 
     def reset(self) -> None:
-        """Begin new episodes in all rows."""
+        """Start new episodes in all rows."""
         self._streams: list[Stream] = []
         self._queue: deque[Tensor] = deque()
 
@@ -72,11 +72,11 @@ class RLinfPolicy(PreTrainedPolicy):
         return self._queue.popleft()
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict | None]:
-        """Refuse."""
+        """Reject."""
         raise NotImplementedError(TRAIN_THERE)
 
     def get_optim_params(self) -> dict:
-        """Refuse."""
+        """Reject."""
         raise NotImplementedError(TRAIN_THERE)
 
 
@@ -88,9 +88,9 @@ def observation_of(batch: dict[str, Any]) -> Observation:
             ``observation.environment_state``, which are joined in this order; ``task``, ``B`` sentences.
     """
     names = [key for key in batch if key.startswith(f"{OBS_IMAGES}.")]
-    pictures = {
+    images = {
         name.removeprefix(f"{OBS_IMAGES}."): (batch[name] * 255).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
         for name in names
     }
     parts = [batch[key].float().cpu().numpy() for key in (OBS_STATE, OBS_ENV_STATE) if batch.get(key) is not None]
-    return Observation(pictures, np.concatenate(parts, 1) if parts else None, list(batch["task"]))
+    return Observation(images, np.concatenate(parts, 1) if parts else None, list(batch["task"]))

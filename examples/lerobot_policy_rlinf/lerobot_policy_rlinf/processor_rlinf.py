@@ -1,4 +1,4 @@
-"""Processors that change no number: the policy itself turns units and pictures into what its network reads."""
+"""Processors that change no number: the policy itself turns units and images into what its network reads."""
 
 from lerobot.processor import (
     DeviceProcessorStep,

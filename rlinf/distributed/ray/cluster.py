@@ -44,13 +44,13 @@ def check_address(needed_by: str) -> str | None:
     if address == "auto":
         return address
     host, _, port = address.rpartition(":")
-    cure = "Set RAY_ADDRESS=<host of `ray start --head`>:6379, or unset it to start Ray on this machine"
+    fix = "Set RAY_ADDRESS=<host of `ray start --head`>:6379, or unset it to start Ray on this machine"
     if not host or not port.isdigit() or "/" in host:
-        raise ConfigError(f"RAY_ADDRESS is '{address}', and {needed_by} needs host:port. {cure}")
+        raise ConfigError(f"RAY_ADDRESS is '{address}', and {needed_by} needs host:port. {fix}")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster answers there ({error}). {cure}") from error
+        raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster answers there ({error}). {fix}") from error
     _check_token(address)
     return address
 
@@ -71,8 +71,8 @@ def _check_token(address: str) -> None:
             return
     who = f"The Ray cluster at RAY_ADDRESS={address}"
     if token is not None:
-        cure = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
-        raise ConfigError(f"{who} does not accept the token of this machine. {cure}")
+        fix = "Copy ~/.ray/auth_token of the machine of `ray start --head`, or set RAY_AUTH_TOKEN to its content"
+        raise ConfigError(f"{who} does not accept the token of this machine. {fix}")
     raise ConfigError(
         f"{who} asks for a token, and RAY_AUTH_MODE is '{os.environ.get('RAY_AUTH_MODE', '')}' here. Copy the ~/.ray/auth_token of its "
         f"head to this machine, then type: RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
@@ -95,7 +95,7 @@ def _token() -> str:
 def connect(needed_by: str) -> ModuleType:
     """Connect all ranks (a collective call) to the Ray cluster that rank 0 has found at ``RAY_ADDRESS``, or started.
 
-    Errors name the setting ``needed_by``, such as ``cluster.env_nodes=2``. Return the module ``ray``.
+    Errors name the setting ``needed_by``, such as ``cluster.num_env_workers=2``. Return the module ``ray``.
     """
     ray = import_ray(needed_by)
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None

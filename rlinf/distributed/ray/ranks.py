@@ -64,7 +64,7 @@ class RankAgent:
         return ray.get_runtime_context().get_node_id()
 
     def check(self, check: Callable[[], None]) -> Failure | None:
-        """Check something about this machine; return why it is refused."""
+        """Check something about this machine; return why it is rejected."""
         return failure_in(check)
 
     def run(
@@ -277,7 +277,7 @@ def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] |
 
 
 def raise_failure(failures: Sequence[Failure | None]) -> None:
-    """Raise the first refusal of a machine, if any machine refuses, as ConfigError."""
+    """Raise the first rejection of a machine, if any machine rejects, as ConfigError."""
     for failure in filter(None, failures):
         raise ConfigError(failure.message)
 

@@ -15,7 +15,7 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 1.0
 CONNECT_S = 2.0
-"""Seconds that a process on its way to its end has to refuse or accept a connection."""
+"""Seconds that a process on its way to its end has to reject or accept a connection."""
 LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds without the head after which Ray ends each process without a word of Python."""
 _watches: list[ClusterWatch] = []
@@ -46,16 +46,16 @@ class ClusterWatch:
         self._ended.set()
 
     def lost(self) -> RankError | None:
-        """Return the error to raise if the head or the daemon refuses connections."""
+        """Return the error to raise if the head or the daemon rejects connections."""
         if not _listens(self.daemon):
             return RankError(
-                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to players and ranks "
+                f"Ray's daemon on this machine (raylet at {self.daemon}) has ended, and with it the connection to rollout workers and ranks "
                 "elsewhere; often memory ran out. Look for the cause in "
                 f"Ray's logs. {WAY_ON}"
             )
-        return None if _listens(self.head) else self._head_is_lost("has ended")
+        return None if _listens(self.head) else self._actor_is_lost("has ended")
 
-    def _head_is_lost(self, how: str) -> RankError:
+    def _actor_is_lost(self, how: str) -> RankError:
         return RankError(
             f"The head of the Ray cluster at {self.head} {how}. {WAY_ON}. If your head is one that comes back, give it longer, on all "
             f"machines and for the run: {LIMIT}={4 * self.limit_s:g}"
@@ -74,7 +74,7 @@ class ClusterWatch:
             self.silent_s += min(now - last, 2 * POLL_S)  # this process may have been stopped (Ctrl-Z)
             last = now
             if self.silent_s > self.limit_s:
-                error = self._head_is_lost(f"has not answered for {self.limit_s:g} s")
+                error = self._actor_is_lost(f"has not answered for {self.limit_s:g} s")
                 print_error(error)
                 kill_children()
                 os._exit(exit_status(error))  # the main thread may wait for the cluster; ranks end with this process

@@ -1,4 +1,4 @@
-"""Choose and try the OpenGL and Vulkan drivers that render pictures.
+"""Choose and try the OpenGL and Vulkan drivers that render images.
 
 MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a
 process silently, so each driver is first tried in a separate process.
@@ -30,7 +30,7 @@ NO_MUJOCO = "The package 'mujoco' is missing. Install it with `pip install mujoc
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
 """Tells child processes which backend already worked in a parent, so that they do not try again."""
 SINGLE_THREADED_MESA = ("LP_NUM_THREADS", "0")
-"""Mesa's rasteriser threads slow down pictures of these sizes."""
+"""Mesa's rasteriser threads slow down images of these sizes."""
 PROBE_TIMEOUT_S = 60.0
 """A probe takes one to two seconds, but far longer on a busy machine or a cold disk."""
 _PROBE = """

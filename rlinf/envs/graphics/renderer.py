@@ -15,7 +15,7 @@ import numpy as np
 from rlinf.envs.graphics.backend import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
 SIGHT_MARGIN = 0.001
-"""Share of a mesh's box and of the model's extent. A mesh that lies farther outside the picture is not drawn."""
+"""Fraction of a mesh's box and of the model's extent. A mesh that lies farther outside the image is not drawn."""
 
 DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
 
@@ -29,10 +29,10 @@ def _close_at_exit() -> None:
 
 
 class StateRenderer:
-    """Draw states of one model into square pictures of one size.
+    """Draw states of one model into square images of one size.
 
-    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any
-    thread may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they
+    The GL context is made at the first image. It is current only during a call, and a lock serialises calls, so any
+    thread may call. With ``fast``, meshes outside the image are not drawn: without shadows and reflections they
     cannot be seen, but would cost as much as the others.
 
     Args:
@@ -77,7 +77,7 @@ class StateRenderer:
         _close_at_exit()
 
     def render(self, states: list[Any], cameras: list[Any], geom_groups: np.ndarray | None = None) -> np.ndarray:
-        """Draw each state from each camera. Return pictures, uint8 ``[len(cameras), len(states), size, size, 3]``.
+        """Draw each state from each camera. Return images, uint8 ``[len(cameras), len(states), size, size, 3]``.
 
         ``cameras`` are ids of fixed cameras, or free cameras (``mujoco.MjvCamera``). ``states`` are ``K`` ``mujoco.MjData`` with up-to-date kinematics. ``geom_groups``, uint8 ``[K, 6]``, is 1 where
         a state shows a geom group; None: MuJoCo's default groups.
@@ -174,7 +174,7 @@ def _release_function(backend: str) -> Any:
 
 
 def project(model: Any, data: Any, camera_id: int, points: np.ndarray, size: int) -> np.ndarray:
-    """Return the places of ``points [N, 3]`` (metres) in a square picture of ``size`` pixels from a perspective camera.
+    """Return the places of ``points [N, 3]`` (metres) in a square image of ``size`` pixels from a perspective camera.
 
     ``model`` and ``data`` are MuJoCo's, with up-to-date kinematics. The result, ``[N, 2]``, is in pixels to the right
     of and below the upper left corner; NaN behind the camera.

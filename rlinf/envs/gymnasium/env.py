@@ -1,4 +1,4 @@
-"""Any environment that is registered with gymnasium and acts with bounded or whole numbers."""
+"""Any environment that is registered with gymnasium and acts with bounded or integers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import numpy as np
 from rlinf.envs.config import ProcessEnvConfig, check_cameras
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.gymnasium import reading
-from rlinf.envs.gymnasium.reading import Parts
+from rlinf.envs.gymnasium.reading import TrainerContext
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.envs.process.trial import Trial, finished, tried
-from rlinf.envs.spaces import checked_picture, resized
+from rlinf.envs.spaces import checked_image, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.imports import import_string
 from rlinf.options import option
@@ -48,7 +48,7 @@ class GymnasiumConfig(ProcessEnvConfig):
     )
     cameras: list[str] | None = option(
         None,
-        f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the picture of "
+        f"Cameras, stretched to a square: boxes of uint8 [H, W, 3] in the observation, by their keys, and {CAMERA}, the image of "
         "render_mode=rgb_array; null: the observation's, as many as the model reads.",
     )
     success_bonus: float = option(0.0, "Reward added at the step of success.")
@@ -105,7 +105,7 @@ class Spaces(NamedTuple):
 
     action_low: np.ndarray
     action_high: np.ndarray
-    parts: Parts
+    parts: TrainerContext
     state_low: np.ndarray
     state_high: np.ndarray
     horizon: int | None
@@ -115,7 +115,7 @@ class Spaces(NamedTuple):
     packages: tuple[str, ...]
     acts_in_choices: bool
     has_expert: bool
-    tells_success: bool = False
+    reports_success: bool = False
     has_sentence: bool = False
 
 
@@ -192,10 +192,10 @@ def trial(config: GymnasiumConfig) -> Trial:
     yield "step"
     simulator.step((spaces.action_low + spaces.action_high) / 2)
     simulator.observe()
-    tells_success = config.success_return is None and reading.success_of(simulator.info, config.id) is not None
+    reports_success = config.success_return is None and reading.success_of(simulator.info, config.id) is not None
     simulator.close()
     parts, has_sentence = replace(spaces.parts, state=[]), simulator.sentence is not None
-    return spaces._replace(parts=parts, tells_success=tells_success, has_sentence=has_sentence)
+    return spaces._replace(parts=parts, reports_success=reports_success, has_sentence=has_sentence)
 
 
 def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
@@ -204,7 +204,7 @@ def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
 
 @functools.cache
 def _spaces_here(env_id: str, kwargs: str, state: str) -> Spaces:
-    """Return what an env tells that is made in this process, without pictures. ``parts`` holds its spaces."""
+    """Return what an env tells that is made in this process, without images. ``parts`` holds its spaces."""
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
         low, high = action_bounds(env.action_space, env_id)
@@ -226,7 +226,7 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
     """Return the float32 bounds ``[D]`` of the numbers that encode an action of ``space``.
 
     A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last
-    choice, so that each choice has an equal share of the range.
+    choice, so that each choice has an equal fraction of the range.
     """
     margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
     low, high = _limits(space)
@@ -274,7 +274,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 
 
 class GymnasiumVectorEnv(ProcessVectorEnv):
-    """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
+    """Envs of one gymnasium id: observation as state, image as image, reward as dense reward.
 
     The env's own ``terminated`` and ``truncated`` end an episode, as the time limit does.
     """
@@ -309,9 +309,9 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         check_cameras(config.cameras, [*config.default_cameras(), CAMERA])
 
     @classmethod
-    def tells_success(cls, config: GymnasiumConfig) -> bool:
+    def reports_success(cls, config: GymnasiumConfig) -> bool:
         """Return whether ``info`` of a step tells success, or a return counts as one."""
-        return config.success_return is not None or spaces_of(config).tells_success
+        return config.success_return is not None or spaces_of(config).reports_success
 
     @classmethod
     def acts_in_choices(cls, config: GymnasiumConfig) -> bool:
@@ -324,7 +324,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_drawing(cls, config: GymnasiumConfig) -> None:
-        """Check that the env can be drawn by drawing a picture, except with MuJoCo, whose GL takes seconds to open."""
+        """Check that the env can be drawn by drawing an image, except with MuJoCo, whose GL takes seconds to open."""
         spaces = spaces_of(config)
         if not spaces.can_draw and not spaces.parts.cameras:
             raise ConfigError(
@@ -400,7 +400,7 @@ class GymnasiumSimulator(Simulator):
         self._observation, reward, terminated, truncated, self.info = result
         self._num_steps, self._return = self._num_steps + 1, self._return + reward
         if self.config.success_return is None:
-            success = reading.success_of(self.info, self.config.id, refuses=False)
+            success = reading.success_of(self.info, self.config.id, rejects=False)
         else:
             is_over = terminated or truncated or self._num_steps >= self._horizon
             success = is_over and self._return >= self.config.success_return
@@ -410,16 +410,16 @@ class GymnasiumSimulator(Simulator):
 
     def observe(self) -> View:
         state = self._spaces.parts.flattened(self._observation, self.config.id) if len(self._spaces.state_low) else None
-        images = {camera: self._picture(camera, self.config.image_size) for camera in self.config.cameras}
+        images = {camera: self._image(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, state, self.config.instruction if self.sentence is None else self.sentence)
 
-    def _picture(self, camera: str, size: int) -> np.ndarray:
-        """Return the picture of a camera, uint8 ``[size, size, 3]``."""
+    def _image(self, camera: str, size: int) -> np.ndarray:
+        """Return the image of a camera, uint8 ``[size, size, 3]``."""
         path = self._spaces.parts.cameras.get(camera)
         if path is None:
             return self.render(size)
         seen = np.asarray(reading.part(self._observation, path))
-        return resized(checked_picture(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
+        return resized(checked_image(seen, f"env.id={self.config.id}", "env.cameras=[]"), size)
 
     def expert_action(self) -> np.ndarray:
         """Return the action of ``env.expert``, or of the env's own ``expert_action``, within the bounds."""
@@ -439,10 +439,10 @@ class GymnasiumSimulator(Simulator):
         raise ConfigError(f"{expert} returns {action!r:.80}; required: an action of {self._env.action_space}")
 
     def render(self, size: int) -> np.ndarray:
-        """Return the env's picture, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
+        """Return the env's image, or without render_mode=rgb_array its first camera's; raise as ``make_single`` does."""
         cameras = list(self._spaces.parts.cameras)
         if cameras and not self._spaces.can_draw:
-            return self._picture(cameras[0], size)
+            return self._image(cameras[0], size)
         if self._spaces.uses_mujoco:
             choose_backend()
         viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
@@ -450,14 +450,14 @@ class GymnasiumSimulator(Simulator):
             viewer.make_context_current()  # another row's context may still be current
         without = "env.cameras=[] evaluation.num_videos_per_task=0"
         try:
-            picture = self._env.render() if self._spaces.can_draw else None
+            image = self._env.render() if self._spaces.can_draw else None
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingDependencyError(
-                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or set {without}"
+                f"Images of env.id={self.config.id} need a package that is missing: {error}. Or set {without}"
             ) from error
-        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Set {without}")
-        return resized(checked_picture(picture, f"env.id={self.config.id}", without), size)
+        if not isinstance(image, np.ndarray) or image.ndim != 3:
+            raise ConfigError(f"env.id={self.config.id} gives no image under render_mode=rgb_array. Set {without}")
+        return resized(checked_image(image, f"env.id={self.config.id}", without), size)
 
     def close(self) -> None:
         if self._env is not None:

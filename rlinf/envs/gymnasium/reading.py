@@ -29,7 +29,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass
-class Parts:
+class TrainerContext:
     """The parts of an observation, in the order of the space (gymnasium sorts the keys of a plain dict).
 
     Attributes:
@@ -73,9 +73,9 @@ def _numbers_of(space: gymnasium.Space, path: Path, observation: Any, env_id: st
     raise ConfigError(f"{_named(path)} of env.id={env_id} is {value!r:.80}; required: an element of its space {space}")
 
 
-def parts_of(space: gymnasium.Space, env_id: str) -> Parts:
+def parts_of(space: gymnasium.Space, env_id: str) -> TrainerContext:
     """Sort the parts of an observation space; raise ConfigError if it has two sentences."""
-    found = Parts()
+    found = TrainerContext()
     for path, leaf in _leaves(space, ()):
         if isinstance(leaf, Text):
             if found.sentence is not None:
@@ -155,10 +155,10 @@ def step_of(env: gymnasium.Env, env_id: str, action: Any) -> tuple[Any, float, b
     return observation, number_of(reward, f"`reward` {of}"), *ends, info
 
 
-def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bool | None:
+def success_of(info: Mapping[str, Any], env_id: str, rejects: bool = True) -> bool | None:
     """Return the success that ``info`` of a step tells (None: nothing); raise ConfigError if another key seems to tell it.
 
-    Without ``refuses``, such a key is a warning: a run that has begun is not ended by it.
+    Without ``rejects``, such a key is a warning: a run that has started is not ended by it.
     """
     for key in SUCCESS_KEYS:
         if key in info:
@@ -171,13 +171,13 @@ def success_of(info: Mapping[str, Any], env_id: str, refuses: bool = True) -> bo
                 f"env.id={env_id} seems to tell success in info['{key}'], which is not read; required: one of {known}. Register a version "
                 "with a gymnasium.Wrapper that renames it, or set env.success_return=<sum of rewards that counts as a success>"
             )
-            if refuses:
+            if rejects:
                 raise ConfigError(text)
             warnings.warn(text, stacklevel=2)  # once for each line of code
     return None
 
 
-def sentence_of(parts: Parts, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
+def sentence_of(parts: TrainerContext, observation: Any, info: Mapping[str, Any], env_id: str) -> str | None:
     """Return the sentence of an observation or of ``info`` (None: neither); raise ConfigError for two, or if it is not a str."""
     shown = None if parts.sentence is None else part(observation, parts.sentence)
     said = info.get(INSTRUCTION_KEY)

@@ -98,11 +98,11 @@ class LiberoConfig(ProcessEnvConfig):
         choices=("proprio", "none"),
     )
     num_settling_steps: int = option(
-        10, "Env steps at the beginning in which objects fall into place; they do not count.", minimum=0
+        10, "Env steps at the start in which objects fall into place; they do not count.", minimum=0
     )
     rendering: str = option(
         "full",
-        "full: robosuite's own pictures, pixel by pixel; fast: without shadows, reflections and multisampling (5 times "
+        "full: robosuite's own images, pixel by pixel; fast: without shadows, reflections and multisampling (5 times "
         "as fast without a GPU), not for published checkpoints.",
         choices=("full", "fast"),
     )
@@ -121,8 +121,8 @@ class LiberoVectorEnv(ProcessVectorEnv):
     50 ms, and the gripper.
 
     Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions,
-    horizons, settling, picture orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises
-    MissingDependencyError without LIBERO, a package of the right version, the assets or a GL for pictures.
+    horizons, settling, image orientation, fixtures and sensor timing equal OpenVLA's evaluation script. Raises
+    MissingDependencyError without LIBERO, a package of the right version, the assets or a GL for images.
     """
 
     config_class = LiberoConfig
@@ -156,14 +156,14 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
-        """Refuse statistics with the other gripper convention: the policy would do the opposite, or nothing.
+        """Reject statistics with the other gripper convention: the policy would do the opposite, or nothing.
 
         The smallest gripper number is negative with ``env.gripper=env``, and 0 or more with ``env.gripper=openvla``.
         """
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))
         if numbers is None or len(numbers) != 7:
-            return  # mean and deviation do not show the convention; another width is refused elsewhere
+            return  # mean and deviation do not show the convention; another width is rejected elsewhere
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:
@@ -220,7 +220,7 @@ class LiberoSimulator(Simulator):
         states = recorded_states(suite, task)
         if len(states) <= number < DRAWN_OFFSET:
             raise ConfigError(
-                f"{spec} asks for recorded state {number} of {task}, which has {len(states)}; drawn ones begin at "
+                f"{spec} asks for recorded state {number} of {task}, which has {len(states)}; drawn ones start at "
                 f"{DRAWN_OFFSET}."
             )
         scene = _scene_of(suite, task, self._assets, self.config.rendering == "fast", self.config.max_scenes)
@@ -248,12 +248,12 @@ class LiberoSimulator(Simulator):
 
     def observe(self) -> View:
         with self._scene.lock:
-            pictures = self._scene.render(self._state, self.config.cameras, self.config.image_size)
+            images = self._scene.render(self._state, self.config.cameras, self.config.image_size)
             state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None
-        return View(dict(zip(self.config.cameras, pictures, strict=True)), state, instruction(self._task))
+        return View(dict(zip(self.config.cameras, images, strict=True)), state, instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the camera that faces the robot, turned as the policy sees it."""
+        """Return an image of the camera that faces the robot, turned as the policy sees it."""
         with self._scene.lock:
             return self._scene.render(self._state, ["agentview"], size)[0]
 

@@ -167,7 +167,7 @@ class Scene:
         return np.concatenate([position, axis_angle(hand.xquat), state.seen_gripper]).astype(np.float32)
 
     def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
-        """Return uint8 ``[size, size, 3]`` per camera: robosuite's pictures turned by 180 degrees, as in published datasets.
+        """Return uint8 ``[size, size, 3]`` per camera: robosuite's images turned by 180 degrees, as in published datasets.
 
         They are upright, with left and right exchanged.
         """
@@ -177,11 +177,11 @@ class Scene:
         if size not in self._renderers:
             self._renderers[size] = StateRenderer(self.model, size, MAX_GEOMS, fast=self._fast_rendering)
         ids = [self.model.camera(CAMERAS[name]).id for name in cameras]
-        pictures = self._renderers[size].render([self._shown], ids, GEOM_GROUPS)[:, 0]
-        return [np.ascontiguousarray(picture[:, ::-1]) for picture in pictures]
+        images = self._renderers[size].render([self._shown], ids, GEOM_GROUPS)[:, 0]
+        return [np.ascontiguousarray(image[:, ::-1]) for image in images]
 
     def path(self, state: SceneState, actions: np.ndarray, camera: str, size: int) -> np.ndarray:
-        """Return where ``actions [C, 7]`` would lead the hand in a picture of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
+        """Return where ``actions [C, 7]`` would lead the hand in an image of ``render``: ``[C + 1, 2]`` pixels. Simulates a copy."""
         sim = state.controller.sim  # shared, as in ``state``
         controller = copy.deepcopy(state.controller, {id(sim): sim})
         moved = replace(state, data=copy.copy(state.data), controller=controller, gripper=state.gripper.copy())
@@ -296,7 +296,7 @@ def _import_libero(assets: Path) -> Any:
     choose_backend()  # otherwise robosuite sets MUJOCO_GL itself
     with _import_lock, tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").touch()
-        # robosuite refuses an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL counts differently.
+        # robosuite rejects an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL counts differently.
         before = {name: os.environ.pop(name, None) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_EGL_DEVICE_ID")}
         os.environ["LIBERO_CONFIG_PATH"] = folder
         logging.disable(logging.WARNING)  # robosuite warns about an optional file

@@ -28,7 +28,7 @@ class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
     name: str = option("maniskill", "Registered environment.")
     render_device: str = option(
         "cpu",
-        "Where pictures are rendered: cpu (Mesa's lavapipe), gpu (the NVIDIA driver). They differ by some grey levels.",
+        "Where images are rendered: cpu (Mesa's lavapipe), gpu (the NVIDIA driver). They differ by some grey levels.",
         choices=("cpu", "gpu"),
     )
 
@@ -73,12 +73,12 @@ class ManiSkillSimulator(Simulator):
         return SingleStep(reward[0], success[0], failure[0])
 
     def observe(self) -> View:
-        images = {name: picture[0] for name, picture in self._scene.images(FIRST_ROW).items()}
+        images = {name: image[0] for name, image in self._scene.images(FIRST_ROW).items()}
         state = self._scene.state(FIRST_ROW)
         return View(images, None if state is None else state[0], TASKS[self._scene.task].instruction)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of ManiSkill's camera for human viewers."""
+        """Return an image of ManiSkill's camera for human viewers."""
         return self._scene.frames([0], size)[0]
 
     def poses(self) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig, select_tasks
-from rlinf.envs.spaces import checked_picture, resized
+from rlinf.envs.spaces import checked_image, resized
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -213,14 +213,14 @@ class Scene:
         for thing in env._hidden_objects:
             thing.show_visual() if self.config.show_goals else thing.hide_visual()
         env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
-        pictures = {}
+        images = {}
         for name in self.config.cameras:
             camera = env.scene.sensors[name]
             camera.capture()
             seen = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False, normal=False, albedo=False)
-            picture = _array(seen["rgb"])[rows]
-            pictures[name] = checked_picture(picture, f"ManiSkill's camera '{name}'", "env.cameras=[]")
-        return pictures
+            image = _array(seen["rgb"])[rows]
+            images[name] = checked_image(image, f"ManiSkill's camera '{name}'", "env.cameras=[]")
+        return images
 
     def state(self, rows: np.ndarray) -> np.ndarray | None:
         """Return float32 ``[K, S]`` under ``config.state``, or None."""
@@ -234,9 +234,9 @@ class Scene:
 
     def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
         """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals drawn."""
-        pictures = _array(self._env.render_rgb_array())[list(rows)]
-        pictures = checked_picture(pictures, "ManiSkill", "evaluation.num_videos_per_task=0")
-        return np.stack([resized(picture, size) for picture in pictures])
+        images = _array(self._env.render_rgb_array())[list(rows)]
+        images = checked_image(images, "ManiSkill", "evaluation.num_videos_per_task=0")
+        return np.stack([resized(image, size) for image in images])
 
     def poses(self, row: int) -> dict[str, list[float]]:
         """Return position and quaternion (w, x, y, z) of the hand, the movable objects and the goals."""
@@ -257,7 +257,7 @@ class EqualGenerators(Sequence):
         self._of_row: dict[int, np.random.RandomState] = {}
 
     def seed(self, seed: int) -> None:
-        """Begin anew under another seed."""
+        """Start anew under another seed."""
         self._seed = seed
         self._of_row.clear()
 

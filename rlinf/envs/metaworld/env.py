@@ -121,15 +121,15 @@ class MetaWorldConfig(ProcessEnvConfig):
     )
     upright: bool = option(
         True,
-        "Turn the pictures of the corner cameras by 180 degrees, so that up is up; false: as Meta-World draws them.",
+        "Turn the images of the corner cameras by 180 degrees, so that up is up; false: as Meta-World draws them.",
     )
 
 
 class MetaWorldVectorEnv(ProcessVectorEnv):
     """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
 
-    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises
-    MissingDependencyError without Meta-World, MuJoCo or a GL for its pictures.
+    Goals are part of the state and drawn in the image. Dense reward: Meta-World's own (0 to 10) times 0.1. Raises
+    MissingDependencyError without Meta-World, MuJoCo or a GL for its images.
     """
 
     config_class = MetaWorldConfig
@@ -211,7 +211,7 @@ class MetaWorldSimulator(Simulator):
         return np.clip(ENV_POLICY_MAP[self._task]().get_action(seen), -1.0, 1.0).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the first camera, or of corner4."""
+        """Return an image of the first camera, or of corner4."""
         return self._draw(self._video_camera, size)
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray:
@@ -265,10 +265,10 @@ class MetaWorldSimulator(Simulator):
     def _draw(self, camera: str, size: int) -> np.ndarray:
         _show_goal(self._env)
         renderer = _renderer_of(self._env.fullpath, size)
-        picture = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
+        image = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
         if self._is_turned(camera):
-            picture = picture[::-1, ::-1]
-        return np.ascontiguousarray(picture)
+            image = image[::-1, ::-1]
+        return np.ascontiguousarray(image)
 
 
 _idle_scenes: list[tuple[str, Any]] = []
@@ -327,7 +327,7 @@ _renderers_lock = threading.Lock()
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
     """Return this process's renderer for all envs of a model. It holds its own copy of the model, with equal geoms.
 
-    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at
+    A renderer takes 150 MB and about a second to make. For each image size there are at most as many as envs (at
     least ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
     """
     with _renderers_lock:

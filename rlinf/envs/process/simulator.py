@@ -69,7 +69,7 @@ class Simulator(ABC):
         raise ConfigError(f"Environment '{self.config.name}' has no scripted expert.")
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture for videos, uint8 ``[size, size, 3]``."""
+        """Return an image for videos, uint8 ``[size, size, 3]``."""
         raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
 
     def chunk_path(self, chunk: np.ndarray, size: int) -> np.ndarray | None:

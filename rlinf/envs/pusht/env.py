@@ -58,7 +58,7 @@ class PushTConfig(ProcessEnvConfig):
     )
     dense: str = option(
         "coverage",
-        "coverage: the package's reward, the covered share of the outline over 0.95, at most 1; keypoints: that minus the mean "
+        "coverage: the package's reward, the covered fraction of the outline over 0.95, at most 1; keypoints: that minus the mean "
         "distance of the T's corners from their places, in units of 128 pixels.",
         choices=("coverage", "keypoints"),
     )
@@ -77,7 +77,7 @@ class PushTConfig(ProcessEnvConfig):
 class PushTVectorEnv(ProcessVectorEnv):
     """Push the T onto the green outline. An action is the place to which the disc is pulled for 0.1 s.
 
-    Dense reward: the covered share of the outline over 0.95, at most 1. Success: more than 0.95 is covered. Raises
+    Dense reward: the covered fraction of the outline over 0.95, at most 1. Success: more than 0.95 is covered. Raises
     MissingDependencyError without gym-pusht.
     """
 
@@ -145,7 +145,7 @@ class PushTSimulator(Simulator):
         return View(images, self._state(), SENTENCE)
 
     def render(self, size: int) -> np.ndarray:
-        """Return the board as the package draws it for its pictures, without the mark of the last action."""
+        """Return the board as the package draws it for its images, without the mark of the last action."""
         return np.ascontiguousarray(self._env._get_img(self._env._draw(), size, size))
 
     def poses(self) -> dict[str, list[float]]:

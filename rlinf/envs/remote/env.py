@@ -88,7 +88,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
     kind: ClassVar[type[VectorEnv]]
     nodes: ClassVar[EnvNodes]
     workers_name = "env actors"
-    restarts_key = "cluster.env_node_restarts"
+    restarts_key = "cluster.env_worker_restarts"
 
     @classmethod
     def of(cls, kind: type[VectorEnv], nodes: EnvNodes) -> type[Self]:
@@ -106,7 +106,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
         self.kind.check_names(config)
-        self._ray = connect(f"cluster.env_nodes={self.nodes.count}")
+        self._ray = connect(f"cluster.num_env_workers={self.nodes.count}")
         self._task_config = config
         count = min(self.nodes.count, num_envs)
         self._workers: list[_Actor] = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), count)]
@@ -215,7 +215,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
     def _exchange_in_time(self, calls: dict[_Actor, Call]) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
         """Call methods of ``EnvHost``, store the observations, and return the values and why actors were lost."""
         asked = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
-        answers, lost = self._exchange(asked, self.nodes.timeout_s, "cluster.env_node_timeout_s")
+        answers, lost = self._exchange(asked, self.nodes.timeout_s, "cluster.env_worker_timeout_s")
         return {actor: self._take(actor, answer) for actor, answer in answers.items()}, lost
 
     def _take(self, actor: _Actor, answer: HostAnswer) -> Any:
@@ -286,7 +286,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
         self._restart_rows(actor.ids, f"{actor}: {why}", self._num_lost, self.nodes.max_restarts)
 
     def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
-        """Start actors and let them build their envs; return their facts, and why others did not start; refuse other software."""
+        """Start actors and let them build their envs; return their facts, and why others did not start; reject other software."""
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
         chosen = [machine for machine in machines if RESOURCE in machine]

@@ -42,10 +42,10 @@ class Task(NamedTuple):
     pays_nearness: bool = False
 
 
-PLACE_SENTENCE = "Pick up the {} cube and place it on the blue circle."
+PLACE_INSTRUCTION = "Pick up the {} cube and place it on the blue circle."
 TASKS = {
     "PickLift": Task("so101_nexus.mujoco.pick_env:PickLiftEnv", "Pick up the {} cube.", 1024),
-    "PickAndPlace": Task("so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv", PLACE_SENTENCE, 1024),
+    "PickAndPlace": Task("so101_nexus.mujoco.pick_and_place:PickAndPlaceEnv", PLACE_INSTRUCTION, 1024),
     "Touch": Task("so101_nexus.mujoco.touch_env:TouchEnv", "Touch the {} cube.", 512, pays_nearness=True),
 }
 """Task by the package's name."""
@@ -114,7 +114,7 @@ class SO101VectorEnv(ProcessVectorEnv):
     """Tasks of the SO-101 arm by sentence.
 
     Dense reward: the package's; of Touch, whose own pays for being near, its change. Success is the package's. Raises
-    MissingDependencyError without so101-nexus, which needs Python 3.12 or 3.13, or without a GL for its pictures.
+    MissingDependencyError without so101-nexus, which needs Python 3.12 or 3.13, or without a GL for its images.
     """
 
     config_class = SO101Config
@@ -232,7 +232,7 @@ class SO101Simulator(Simulator):
         return in_units(self.config, target).astype(np.float32)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the first camera, or from the side."""
+        """Return an image of the first camera, or from the side."""
         return self._draw(next(iter(self.config.cameras), "side"), size)
 
     def poses(self) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Meshes with fewer triangles, for pictures of few pixels."""
+"""Meshes with fewer triangles, for images of few pixels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 CELL_M = 0.004
-"""Width of a cube within which vertices become one; a pixel of a 64 px picture shows 10 mm of the table."""
+"""Width of a cube within which vertices become one; a pixel of a 64 px image shows 10 mm of the table."""
 
 
 def lighten(model: Any, cell_m: float = CELL_M) -> None:
     """Merge the vertices of each mesh of a MuJoCo ``model`` within cubes of ``cell_m`` metres (Rossignac and Borrel 1993).
 
     Triangles that become lines or points, and repeated ones, go. The arrays keep their sizes, and the numbers of
-    triangles shrink. Use the model for pictures only, before its graphics context is made.
+    triangles shrink. Use the model for images only, before its graphics context is made.
     """
     for mesh in range(model.nmesh):
         start, count = model.mesh_vertadr[mesh], model.mesh_vertnum[mesh]
@@ -43,6 +43,6 @@ def clustered(vertices: np.ndarray, faces: np.ndarray, cell_m: float) -> tuple[n
     means = np.stack([np.bincount(labels, vertices[:, axis]) for axis in range(3)], axis=1) / counts[:, None]
     merged = labels[faces]
     merged = merged[(merged != np.roll(merged, 1, axis=1)).all(1)]
-    # Of the three orders of a triangle's corners with one orientation, the one that begins with the smallest.
+    # Of the three orders of a triangle's corners with one orientation, the one that starts with the smallest.
     merged = np.take_along_axis(merged, (merged.argmin(1)[:, None] + np.arange(3)) % 3, axis=1)
     return means, np.unique(merged, axis=0)

@@ -28,9 +28,9 @@ class TabletopVectorEnv(VectorEnv):
     """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
-    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL
+    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first image opens the GL
     context. Calls may come from any thread, one at a time. Raises MissingDependencyError without MuJoCo or a GL for its
-    pictures.
+    images.
     """
 
     config_class = TabletopConfig
@@ -121,8 +121,8 @@ class TabletopVectorEnv(VectorEnv):
         names = self.config.cameras
         images = {}
         if names:
-            pictures = self._render(ids, [self._simulator.camera_ids[name] for name in names], self.config.image_size)
-            images = dict(zip(names, pictures, strict=True))
+            rendered = self._render(ids, [self._simulator.camera_ids[name] for name in names], self.config.image_size)
+            images = dict(zip(names, rendered, strict=True))
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
     def expert_actions(
@@ -168,7 +168,7 @@ class TabletopVectorEnv(VectorEnv):
         return [self._simulator.poses(int(index)) for index in ids]
 
     def offload(self) -> None:
-        """Free the GL contexts. The next picture opens them again."""
+        """Free the GL contexts. The next image opens them again."""
         self.close_extras()
 
     def close_extras(self, **kwargs: object) -> None:

@@ -22,7 +22,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
-from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
+from rlinf.llm.hf_generation import generate_tokens, reject_other_names
 from rlinf.llm.losses import TokenLoss
 from rlinf.llm.megatron.groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
 from rlinf.llm.megatron.weights import (
@@ -73,7 +73,7 @@ class MegatronPolicy(TokenPolicy):
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
-        refuse_other_names(kwargs)
+        reject_other_names(kwargs)
         self.config = config = from_mapping(MegatronPolicyConfig, kwargs)
         check_trainable(config)
         self._dtype = torch_dtype_of(config.torch_dtype)

@@ -122,7 +122,7 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square norm; Megatron-core's own version in plain torch refuses sequence parallelism."""
+    """Root mean square norm; Megatron-core's own version in plain torch rejects sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -172,7 +172,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def source_names(name: str, first_layer: int) -> tuple[str, ...]:
-    """Return the checkpoint's tensors that make up the tensor ``name`` of a ``GPTModel`` that begins at ``first_layer``."""
+    """Return the checkpoint's tensors that make up the tensor ``name`` of a ``GPTModel`` that starts at ``first_layer``."""
     if name in _AROUND:
         return (_AROUND[name],)
     _, _, layer, rest = name.split(".", 3)
@@ -222,7 +222,7 @@ def load_weights(
 ) -> None:
     """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint, by its names.
 
-    ``model`` is a result of ``build_gpt`` that begins at ``first_layer``; ``config`` is the checkpoint's.
+    ``model`` is a result of ``build_gpt`` that starts at ``first_layer``; ``config`` is the checkpoint's.
     """
     placed = set(_AROUND.values())
     for name, parameter in model.named_parameters():

@@ -85,7 +85,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     _graphs: CudaGraphs | None = None
     state_range: Range | None = None
     readout_token: ReadoutToken | None
-    _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
+    _supports_sdpa: ClassVar[bool] = True  # transformers rejects the default kernel to a class that does not say so
     config: Any
     dtype: torch.dtype
     action_dim: int
@@ -114,7 +114,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def check_env(cls, config: Any, env: EnvSpec) -> None:
-        """Refuse an environment that does not show the model's inputs. Neither of them is built yet.
+        """Reject an environment that does not show the model's inputs. Neither of them is built yet.
 
         The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
         """
@@ -147,11 +147,11 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def check_rl(cls, config: Any) -> None:
-        """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
+        """Reject settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
     @classmethod
     def check_sft(cls, config: Any) -> None:
-        """Refuse settings with which the policy cannot be cloned, although it has ``sft_loss``."""
+        """Reject settings with which the policy cannot be cloned, although it has ``sft_loss``."""
 
     @classmethod
     def values_in_rollouts(cls, config: Any) -> bool:
@@ -160,7 +160,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
-        """Refuse ``model.cuda_graph``, as the default does: a class that accepts it computes by ``_graphs`` if there are any."""
+        """Reject ``model.cuda_graph``, as the default does: a class that accepts it computes by ``_graphs`` if there are any."""
         raise ConfigError(
             f"model.cuda_graph=true records the policy call of OpenVLA, OpenVLA-OFT or pi0; {cls.__name__} has no part that is "
             "recorded. Set model.cuda_graph=false"
@@ -317,7 +317,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             inputs: Result of ``preprocess``.
             num_candidates: ``N``, at least 1.
             uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1). They decide the other candidates: token and
-                Gaussian policies draw by inverse transform sampling, a flow policy begins with this noise and adds no other.
+                Gaussian policies draw by inverse transform sampling, a flow policy starts with this noise and adds no other.
                 None: drawn from torch's global generator. A policy that takes none repeats its greedy action.
             resumable: Return ``Proposal.sample``, with which further chunks are drawn once the features are known.
         """
@@ -402,7 +402,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
 
 def check_hidden_size(given: int | None, found: int) -> None:
-    """Refuse a ``hidden_size`` that is not the model's."""
+    """Reject a ``hidden_size`` that is not the model's."""
     if given not in (None, found):
         raise ConfigError(
             f"model.hidden_size is {given}, but the model has {found}. "

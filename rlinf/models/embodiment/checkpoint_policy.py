@@ -1,4 +1,4 @@
-"""Policies made of modules of transformers, whose checkpoint folder fits exactly, or is refused."""
+"""Policies made of modules of transformers, whose checkpoint folder fits exactly, or is rejected."""
 
 from __future__ import annotations
 

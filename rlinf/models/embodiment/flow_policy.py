@@ -37,7 +37,7 @@ class FlowPolicy(ActionModel):
     and ``joint_logprob``.
     """
 
-    noise_head: nn.Module | None
+    dsrl_actor: nn.Module | None
 
     @abstractmethod
     def encode_prefix(self, **inputs: Tensor) -> Any:
@@ -61,7 +61,7 @@ class FlowPolicy(ActionModel):
 
     @classmethod
     def check_rl(cls, config: Any) -> None:
-        """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
+        """Reject ``noise_method=flow_ode``, whose steps have no noise."""
         if config.noise_method == "flow_ode":
             raise without_logprobs("noise_method", "flow_ode", "flow_sde")
 
@@ -108,7 +108,7 @@ class FlowPolicy(ActionModel):
         config, times = self.config, denoising_times(self.config.num_steps, x.device)
         t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
         velocity, output = self.velocity(prefix, state, x, times[step])
-        noise_std = None if self.noise_head is None else self.noise_head(output)
+        noise_std = None if self.dsrl_actor is None else self.dsrl_actor(output)
         grid = (x, velocity, t, t_next, times[1])
         mean, std = step_moments(config.noise_method, *grid, config.noise_level, noise_std)
         euler, zero = step_moments("flow_ode", *grid, config.noise_level)

@@ -1,4 +1,4 @@
-"""Policies whose checkpoint folder fits exactly, or is refused."""
+"""Policies whose checkpoint folder fits exactly, or is rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FolderPolicy(ActionModel):
 
     @classmethod
     def check_settings(cls, config: Any, **arguments: Any) -> None:
-        """Refuse wrong settings before weights are read.
+        """Reject wrong settings before weights are read.
 
         ``arguments`` are the constructor's, and ``attn_implementation``, while it is not in ``config`` yet.
         """
@@ -56,7 +56,7 @@ class FolderPolicy(ActionModel):
         return state_dict
 
     @classmethod
-    def _cure(cls, config: Any) -> dict[str, Any]:
+    def _fix(cls, config: Any) -> dict[str, Any]:
         """Return the settings that mend weights that do not fit, besides another folder."""
         return {}
 
@@ -114,7 +114,7 @@ class FolderPolicy(ActionModel):
         state_dict = {name: in_memory(weight) for name, weight in weights.items()}
         wanted_info = kwargs.pop("output_loading_info", False)
         model, info = cls._with_weights(config, state_dict, *args, **kwargs)
-        check_fit(folder, info, **cls._cure(config))
+        check_fit(folder, info, **cls._fix(config))
         model._freeze()
         setattr(model, READ_WHOLE, because)
         return (model, info) if wanted_info else model
@@ -152,7 +152,7 @@ class FolderPolicy(ActionModel):
     ) -> None:
         """Write a folder in the public layout; ``state_dict``: gathered weights under our names, if any."""
         state_dict = self.state_dict() if state_dict is None else state_dict
-        refuse_adapters(state_dict)
+        reject_adapters(state_dict)
         self._write(save_directory, self._public_weights(state_dict), **kwargs)
         own = {"action_dim": self.action_dim, "action_chunks_len": self.action_chunks_len}
         if getattr(self, "unnorm_key", None) is not None:
@@ -163,7 +163,7 @@ class FolderPolicy(ActionModel):
 
 
 def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
-    """Return the tensors of all ``model*.safetensors`` of a folder, in their files; refuse a folder without a shard."""
+    """Return the tensors of all ``model*.safetensors`` of a folder, in their files; reject a folder without a shard."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -186,8 +186,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     os.replace(temporary, path)
 
 
-def refuse_adapters(names: Iterable[str]) -> None:
-    """Refuse to write LoRA layers, recognised by the ``names`` of tensors, into a folder of another format."""
+def reject_adapters(names: Iterable[str]) -> None:
+    """Reject to write LoRA layers, recognised by the ``names`` of tensors, into a folder of another format."""
     if any(".lora_" in name for name in names):
         raise CheckpointError(
             "The model has LoRA layers, which a public folder cannot hold; write them with "

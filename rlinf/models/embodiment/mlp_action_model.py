@@ -40,7 +40,7 @@ class MLPConfig(PlainConfig):
     """
 
     model_type: ClassVar[str] = "mlp"
-    num_images_in_input: ClassVar[int] = 0  # the env draws no pictures for it
+    num_images_in_input: ClassVar[int] = 0  # the env draws no images for it
 
     state_dim: int = 1
     hidden_sizes: list[int] | None = None
@@ -82,7 +82,7 @@ class MLPForRLActionPrediction(PlainPolicy):
 
     @classmethod
     def check_env(cls, config: MLPConfig, env: EnvSpec) -> None:
-        """Refuse an environment of another state than the policy reads, and a policy that reads none."""
+        """Reject an environment of another state than the policy reads, and a policy that reads none."""
         if cls.needs_state and config.state_dim < 1:
             if env.state_dim == 0:
                 raise ConfigError(

@@ -47,7 +47,7 @@ class RemoteConfig(PreTrainedConfig):
 
 
 class RemotePolicy(ActionModel, nn.Module):
-    """Asks a server for actions, and refuses answers that do not fit.
+    """Asks a server for actions, and rejects answers that do not fit.
 
     It acts and does nothing else: it has no weights, no log-probabilities and no gradients here.
 
@@ -75,15 +75,15 @@ class RemotePolicy(ActionModel, nn.Module):
 
     @classmethod
     def check_env(cls, config: RemoteConfig, env: EnvSpec) -> None:
-        """Refuse an env whose cameras or state the server's keys have no place for."""
+        """Reject an env whose cameras or state the server's keys have no place for."""
         if config.keys is not None:
             layout = layout_of(config.keys, env.cameras)
-            cure = f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
-            check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", cure)
+            fix = f"model.keys=<another>, or env.cameras={override_text(list(env.cameras)[: len(layout.images)])}"
+            check_layout(config.keys, layout, env.cameras, env.state_dim, f"env={env.name}", fix)
 
     @classmethod
     def check_rl(cls, config: RemoteConfig) -> None:
-        """Refuse training."""
+        """Reject training."""
         raise ConfigError(
             f"model.url={config.url} acts elsewhere and has no weights here; required: a policy to train. "
             "Set model.url=null model=openvla_tiny"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.distributed.transfers import to_device
-from rlinf.errors import RefusedInputError
+from rlinf.errors import RejectedInputError
 from rlinf.models.embodiment.base import ActionModel, Inputs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
@@ -46,11 +46,11 @@ class TokenActionModel(ActionModel):
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Refuse inputs that, with the actions, are longer than the positions of the language model."""
+        """Reject inputs that, with the actions, are longer than the positions of the language model."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
-            raise RefusedInputError(
+            raise RejectedInputError(
                 f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), and the "
                 f"language model was made for {positions} positions (max_position_embeddings), behind which its numbers mean "
                 "nothing. Shorten the instructions of the environment, or set fewer env.cameras or a smaller "

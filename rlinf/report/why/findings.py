@@ -125,7 +125,7 @@ class Record:
         if name.startswith("train/"):
             return line["step"] < self.setting("algorithm.critic_warmup_steps", 0)
         played = line.get("rollout/env_steps_total", math.inf)
-        return name.startswith("rollout/") and played <= self.setting("algorithm.warmup_env_steps", 0)
+        return name.startswith("rollout/") and played <= self.setting("algorithm.learning_starts", 0)
 
     def lines_with(self, *names: str) -> list[dict[str, Any]]:
         """Return the lines after a warm-up that have finite values of all these metrics; raise NotMeasured without such a line."""
@@ -192,7 +192,7 @@ class Record:
 
     @property
     def has_rl(self) -> bool:
-        """Whether RL has begun."""
+        """Whether RL has started."""
         return any(line["phase"] == "rl" for line in self.lines)
 
     @property

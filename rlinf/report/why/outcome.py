@@ -12,7 +12,7 @@ from rlinf.evaluation.result import Success
 
 ROSE, FELL, DID_NOT_RISE, UNKNOWN = "rose", "fell", "did_not_rise", "cannot_be_told"
 MASTERED = 0.95
-"""Success rate, or share of the full reward, from which there is nothing left to learn."""
+"""Success rate, or fraction of the full reward, from which there is nothing left to learn."""
 MATTERS, SLIGHT = 0.1, 0.05
 """A rise of success that matters, and a fall that is too small to be called one."""
 CERTAIN = 2.5758 / 1.96
@@ -45,10 +45,10 @@ class Outcome:
         return not self.is_good and self.verdict != UNKNOWN
 
     def made_worse(self, start: str | None) -> list[str]:
-        """Return a line that training made the policy worse, which began at ``start`` (None: random weights); empty if it did not."""
+        """Return a line that training made the policy worse, which started at ``start`` (None: random weights); empty if it did not."""
         if self.verdict != FELL or self.measure == "loss":
             return []
-        began = f"it began with {start or 'random weights'}"
+        began = f"it started with {start or 'random weights'}"
         return [f"training made the policy worse: the {self.measure} fell {self.text}; {began}"]
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class Outcome:
 def outcome_of_counts(
     counts: Sequence[tuple[int, Success]],
     place: str,
-    cure: str,
+    fix: str,
     measure: str = "success",
     interval: tuple[float, float] | None = None,
 ) -> Outcome:
-    """Compare the first with the last success by step, counted in ``place``; ``cure`` would tell more.
+    """Compare the first with the last success by step, counted in ``place``; ``fix`` would tell more.
 
     ``interval``: 95 % interval of the change over pairs of episodes. Without one, the two count as independent (Newcombe 1998, method 10).
     """
@@ -84,7 +84,7 @@ def outcome_of_counts(
     elif low <= 0 and high < MATTERS:
         verdict, then = DID_NOT_RISE, f"; a rise by {100 * MATTERS:.0f} points is excluded"
     else:
-        verdict, then = UNKNOWN, f". To tell, set {cure}"
+        verdict, then = UNKNOWN, f". To tell, set {fix}"
     step, best = max(counts, key=lambda each: each[1].success_rate)
     if best.interval[0] > max(first.interval[1], last.interval[1]):
         then = f"; it was {best} at step {step}{then}"
@@ -94,7 +94,7 @@ def outcome_of_counts(
 
 
 def outcome_of_intervals(
-    means: Sequence[tuple[int, float, float, float]], cure: str, interval: tuple[float, float] | None = None
+    means: Sequence[tuple[int, float, float, float]], fix: str, interval: tuple[float, float] | None = None
 ) -> Outcome:
     """Compare the first with the last mean return of evaluations: step, mean and ends of its 95 % interval.
 
@@ -105,7 +105,7 @@ def outcome_of_intervals(
     half, change = math.hypot(ends[1] - ends[0], last_ends[1] - last_ends[0]) / 2, last - first
     low, high = interval or (change - half, change + half)
     matters = 0.2 * abs(first)
-    verdict, then = UNKNOWN, f". To tell, set {cure}"
+    verdict, then = UNKNOWN, f". To tell, set {fix}"
     certain_low, certain_high = certainly(change, low, high)
     if (certain_low > 0 or certain_high < 0) and abs(change) >= 0.03 * abs(first):
         verdict, then = ROSE if low > 0 else FELL, ""
@@ -116,7 +116,7 @@ def outcome_of_intervals(
 
 
 def outcome_of_values(
-    measure: str, steps: Sequence[int], values: Sequence[float], cure: str, full: float = math.inf
+    measure: str, steps: Sequence[int], values: Sequence[float], fix: str, full: float = math.inf
 ) -> Outcome:
     """Compare the first with the last quarter of values by step; ``full`` is the largest that there can be.
 
@@ -141,7 +141,7 @@ def outcome_of_values(
     elif max(sign * low, sign * high) <= matters:
         verdict, then = DID_NOT_RISE, f"; a {'rise' if sign > 0 else 'fall'} by {matters:.3g} is excluded"
     else:
-        verdict, then = UNKNOWN, f". To tell, set {cure}"
+        verdict, then = UNKNOWN, f". To tell, set {fix}"
     ends = f"from {first:.4g} (steps {steps[0]} to {steps[window - 1]}) to {last:.4g} (steps {steps[-window]} to {steps[-1]})"
     text = f"{ends}, by {change:+.3g} (95 % {low:+.3g} to {high:+.3g}){then}"
     is_good = verdict == (ROSE if sign > 0 else FELL) or is_mastered

@@ -92,7 +92,7 @@ def constant_return(record: Record) -> Finding | None:
 
 
 def zero_variance_groups(record: Record) -> Finding | None:
-    """From the beginning, all returns are equal in half of the groups, not counting those in which all attempts succeed."""
+    """From the start, all returns are equal in half of the groups, not counting those in which all attempts succeed."""
     fraction = record.series("rollout/zero_variance_group_fraction")
     # Groups in which all attempts succeed teach nothing either. They are at most as frequent as success.
     has_counts = record.has_success and not record.is_recipe
@@ -187,7 +187,7 @@ def entropy_collapse(record: Record) -> Finding | None:
     is_gone = tokens_gone if record.has_tokens else after < -2.5 or before - after > 3
     if not is_gone or return_change(record).verdict == ROSE:
         return None
-    text = f"The entropy is {after:.3g} nat, after {before:.3g} at the beginning: the policy no longer explores"
+    text = f"The entropy is {after:.3g} nat, after {before:.3g} at the start: the policy no longer explores"
     key = "model.init_config.initial_log_std"
     return Finding(text, f"{key}=-0.5" if record.setting(key, 0) < -2 else "", entropy.late_steps)
 
@@ -204,7 +204,7 @@ def too_few_updates(record: Record) -> Finding | None:
 
 def q_overestimation(record: Record) -> Finding | None:
     """The critics expect more than the episodes return, by half of the largest return."""
-    expected, reached = record.series("train/q_first"), record.series("train/return_first")
+    expected, reached = record.series("train/q_initial"), record.series("train/return_initial")
     late, real = median(expected.late), median(reached.late)
     # Half of the largest return that was ever reached: critics are off by a tenth or two in healthy runs.
     if late - real <= 0.5 * max(map(abs, reached.values)):

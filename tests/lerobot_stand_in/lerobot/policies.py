@@ -18,7 +18,7 @@ class Encoder(nn.Linear):
 
 
 class Linear(nn.Module):
-    """Each action of a chunk is a linear function of the state and each picture's mean colours."""
+    """Each action of a chunk is a linear function of the state and each image's mean colours."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

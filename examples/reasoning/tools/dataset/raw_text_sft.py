@@ -3,7 +3,7 @@
     rlinf launch --config configs/mistral/mistral-7b-fsdp4-sft.toml tools/dataset/raw_text_sft.py
 
 A conversation becomes one line `role: content` for each message; a text stays as it is. Every token is learned. Roles may come in any
-order, which the chat templates of some models, such as Mistral's, refuse.
+order, which the chat templates of some models, such as Mistral's, reject.
 """
 
 from rlinf.recipes.launch_worker import launch_worker

@@ -72,7 +72,7 @@ class HfVlaConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         if type(self.n_action_bins) is not int or self.n_action_bins < 2:
-            problem = f"n_action_bins is {self.n_action_bins!r}; required: a whole number of at least 2"
+            problem = f"n_action_bins is {self.n_action_bins!r}; required: an integer of at least 2"
             raise field_error(problem, "n_action_bins=256")
         if self.prompt_template is not None and fields_of(self.prompt_template) != {"image", "instruction"}:
             raise ConfigError(

@@ -26,7 +26,7 @@ from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.base import Inputs, check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
-from rlinf.models.embodiment.folder_policy import refuse_adapters
+from rlinf.models.embodiment.folder_policy import reject_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
@@ -39,7 +39,7 @@ from rlinf.models.sampling import check_finite, sample_tokens
 from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-HEAD_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
+ACTOR_FILES = {"value_head": VALUE_HEAD_FILE, "readout_token": READOUT_FILE}
 """Modules besides the VLM, and their files next to the VLM's."""
 
 
@@ -136,7 +136,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
                 init.normal_(module.weight, std=scale * module.weight[0].numel() ** -0.5)
             elif isinstance(module, nn.Embedding):
                 init.normal_(module.weight, std=1.0)
-        # Learned positions of images, which several families begin at zero: patches could not be told apart.
+        # Learned positions of images, which several families start at zero: patches could not be told apart.
         for name, parameter in self.vlm.named_parameters():
             if name.endswith("position_embeddings"):
                 init.normal_(parameter, std=1.0)
@@ -150,13 +150,13 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
+        """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.sentences(observation)))
-        self.check_length(max(lengths))  # `preprocess` counts the tokens of pictures, too
+        self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
         return lengths
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which the VLM's ``generate`` would begin, images in the number format of its weights."""
+        """The keyword arguments with which the VLM's ``generate`` would start, images in the number format of its weights."""
         dtype = self.get_input_embeddings().weight.dtype
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         positions = self.vlm._prepare_position_ids_for_generation(input_ids, {"input_ids": input_ids, **inputs})
@@ -270,10 +270,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         if not isinstance(config, HfVlaConfig):
             config = HfVlaConfig.from_pretrained(config or folder)
         loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
-        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is refused below
+        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is rejected below
         loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         kwargs.pop("trust_remote_code", None)  # all classes come from transformers
-        with torch.device("meta"), init.no_init_weights():  # refuses wrong settings before weights are read
+        with torch.device("meta"), init.no_init_weights():  # rejects wrong settings before weights are read
             model = cls(config, *args, **kwargs)
         try:
             with no_progress_bars(), without_load_report():
@@ -285,7 +285,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
         check_fit(folder, {**info, "unexpected_keys": unused})
         model._take_vlm(vlm)
-        for name, file in HEAD_FILES.items():
+        for name, file in ACTOR_FILES.items():
             head = getattr(model, name)
             if head is not None:
                 head.to_empty(device="cpu").reset_parameters()
@@ -302,14 +302,14 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> None:
         """Write a folder of the VLM's own format, with the value head and the processor's files next to it."""
         state = self.state_dict() if state_dict is None else state_dict
-        refuse_adapters(state)
+        reject_adapters(state)
         folder = Path(save_directory)
         tied = getattr(self.vlm, "all_tied_weights_keys", {})
         weights = {name: tensor for name, tensor in _part(state, "vlm.").items() if name not in tied}
         with no_progress_bars():
             self.vlm.save_pretrained(folder, state_dict=weights, **kwargs)
         self.config.save_pretrained(folder)
-        for name, file in HEAD_FILES.items():
+        for name, file in ACTOR_FILES.items():
             if getattr(self, name) is not None:
                 head = _part(state, f"{name}.")
                 tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in head.items()}

@@ -40,7 +40,7 @@ def report(
     if not wrong and config is not None:
         try:
             runner = start_runner(str(folder), config, interpreter)
-            rows += [("weights", "fit"), ("features of a head", str(runner.feature_dim))]
+            rows += [("weights", "fit"), ("features of an actor", str(runner.feature_dim))]
         except MissingDependencyError as error:
             rows += [("weights", f"not compared: {error}")]
         except RLinfError as error:

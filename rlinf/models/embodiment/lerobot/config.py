@@ -19,7 +19,7 @@ CHUNK_FIELDS = ("chunk_size", "horizon", "action_chunk_size")
 STEP_FIELDS = ("n_action_steps", "action_chunk_size")
 """Names that they have for the actions which are executed before the next pass."""
 RESIZING = ("smolvla", "pi0", "pi05", "pi0_fast")
-"""Types that resize pictures themselves, so that pictures of any size will do."""
+"""Types that resize images themselves, so that images of any size will do."""
 SUPPORTED = ("act", "diffusion", "vqbet", "smolvla", "pi0", "pi05", "pi0_fast")
 
 
@@ -35,8 +35,8 @@ class LerobotConfig(PlainConfig):
         chunk_size: Actions that one pass predicts from the present one on.
         n_action_steps: Actions of these that are executed before the next pass.
         noise_shape: Of the normal noise that decides a chunk; None: the policy draws none.
-        width: Features of a head, as far as the folder tells; the policy that is built knows.
-        cameras: Name of a picture's feature to the env's camera; None: the same name.
+        width: Features of an actor, as far as the folder tells; the policy that is built knows.
+        cameras: Name of an image's feature to the env's camera; None: the same name.
         state_scale, action_scale: The policy's units in one of the env's, for each number or for all: 57.29578 where a policy
             counts in degrees and the env in radians.
         prompt: Sentence that replaces the env's; None: the env's.
@@ -85,7 +85,7 @@ class LerobotConfig(PlainConfig):
         config = cls(
             policy_type=str(values.get("type")),
             n_obs_steps=before,
-            chunk_size=chunk - (before - 1) * ("horizon" in values),  # a horizon begins with the oldest observation
+            chunk_size=chunk - (before - 1) * ("horizon" in values),  # a horizon starts with the oldest observation
             n_action_steps=next((values[name] for name in STEP_FIELDS if values.get(name)), 1),
             width=values.get("dim_model") or 1024,
             **known,
@@ -107,8 +107,8 @@ class LerobotConfig(PlainConfig):
                 raise field_error(found, f"{name}=1.0")
 
     @property
-    def pictures(self) -> dict[str, Sequence[int]]:
-        """Features that are pictures, with their shapes ``[3, H, W]``, without the empty ones that a policy fills itself."""
+    def images(self) -> dict[str, Sequence[int]]:
+        """Features that are images, with their shapes ``[3, H, W]``, without the empty ones that a policy fills itself."""
         found = _shapes(self.input_features, "VISUAL")
         return {name: shape for name, shape in found.items() if "empty_camera" not in name}
 
@@ -126,8 +126,8 @@ class LerobotConfig(PlainConfig):
 
     @property
     def num_images_in_input(self) -> int:
-        """Number of pictures."""
-        return len(self.pictures)
+        """Number of images."""
+        return len(self.images)
 
     @property
     def action_dim(self) -> int:
@@ -135,35 +135,35 @@ class LerobotConfig(PlainConfig):
         return next((shape[0] for shape in _shapes(self.output_features, "ACTION").values()), 0)
 
     def camera_of(self, cameras: Sequence[str]) -> dict[str, str]:
-        """Return the env's camera for each picture of the policy; ConfigError unless ``cameras`` are exactly these."""
+        """Return the env's camera for each image of the policy; ConfigError unless ``cameras`` are exactly these."""
         given = self.cameras or {}
-        short = {name: short_name(name) for name in self.pictures}
+        short = {name: short_name(name) for name in self.images}
         unknown = sorted(set(given) - set(short.values()))
         if unknown:
             raise field_error(f"cameras names '{unknown[0]}'; required: {', '.join(short.values())}", "cameras=null")
         found = {name: given.get(part, part) for name, part in short.items()}
         if len(found) == len(cameras) == 1 and not given and next(iter(short.values())) == "image":
-            found = dict.fromkeys(found, cameras[0])  # a policy whose only picture has no name
+            found = dict.fromkeys(found, cameras[0])  # a policy whose only image has no name
         chosen = list(found.values())
         shown = override_text(list(cameras))
         if len(set(chosen)) < len(chosen):
             twice = next(each for each in chosen if chosen.count(each) > 1)
             raise field_error(
-                f"cameras shows '{twice}' to two pictures of the policy; required: one camera each", "cameras=null"
+                f"cameras shows '{twice}' to two images of the policy; required: one camera each", "cameras=null"
             )
         missing = [name for name, camera in found.items() if camera not in cameras]
         pairs = ", ".join(f"{part}: <camera>" for part in short.values())
         if missing:
             known = cameras or ["none"]
             raise ConfigError(
-                f"The policy reads the picture '{missing[0]}' from a camera '{found[missing[0]]}', and env.cameras is {shown}. Set "
+                f"The policy reads the image '{missing[0]}' from a camera '{found[missing[0]]}', and env.cameras is {shown}. Set "
                 f"env.cameras={override_text(chosen)}, or say which camera shows it: 'model.override_config.cameras={{{pairs}}}' with "
                 f"one of {', '.join(known)}"
             )
         extra = [camera for camera in cameras if camera not in chosen]
         if extra:
             raise ConfigError(
-                f"env.cameras is {shown}, and no picture of the policy is from '{extra[0]}'. Set env.cameras={override_text(chosen)}"
+                f"env.cameras is {shown}, and no image of the policy is from '{extra[0]}'. Set env.cameras={override_text(chosen)}"
             )
         return found
 

@@ -35,7 +35,7 @@ NAMES = {
 }
 """Fields that name a tokenizer or a model, and the field of ``LerobotConfig`` that replaces it."""
 LARGEST_COUNT, LARGEST_SHAPE = 100_000, 10**8
-"""A width or a number of steps; numbers of a picture."""
+"""A width or a number of steps; numbers of an image."""
 COUNTS = ("n_obs_steps", "chunk_size", "horizon", "action_chunk_size", "n_action_steps", "dim_model", "max_action_dim")
 FEATURES, TEXTS = {"*": {"type": str, "shape": [int]}}, {f"{name}?": str for name in NAMES}
 CONFIG = {
@@ -53,10 +53,10 @@ class Finding:
 
     feature: str
     problem: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.feature} {self.problem}. {self.cure[:1].upper()}{self.cure[1:]}"
+        return f"{self.feature} {self.problem}. {self.fix[:1].upper()}{self.fix[1:]}"
 
 
 def read_typed(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def mismatch(value: Any, wanted: Any, place: str = "") -> str | None:
     """Return where a JSON value has another type than ``wanted``, or a size that no policy has; None: nowhere."""
     kind = wanted if isinstance(wanted, type) else type(wanted)
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 < value <= LARGEST_COUNT)):
-        names = {dict: "an object", list: "a list", str: "a text", int: f"a whole number from 1 to {LARGEST_COUNT}"}
+        names = {dict: "an object", list: "a list", str: "a text", int: f"an integer from 1 to {LARGEST_COUNT}"}
         return f"{place or 'its content'} = {value!r:.60}; required: {names[kind]}"
     inner = [(name, item, wanted[0]) for name, item in enumerate(value)] if kind is list else []
     for name, of in wanted.items() if kind is dict and wanted is not kind else ():
@@ -139,10 +139,10 @@ def _tokenizer_findings(
             continue
         place = local_tokenizer(folder, name)
         if place is None:
-            cure = f"set model.override_config.{field}=<its folder>, or put it into {folder}/{name}"
-            cure = cure if field else f"run `hf download {name}`, if you trust its code"
+            fix = f"set model.override_config.{field}=<its folder>, or put it into {folder}/{name}"
+            fix = fix if field else f"run `hf download {name}`, if you trust its code"
             part = key if field == "vlm" else "tokenizer"
-            yield Finding(part, f"'{name:.80}' ({key} of {file}) is not on this machine", cure)
+            yield Finding(part, f"'{name:.80}' ({key} of {file}) is not on this machine", fix)
         elif not given and os.path.isdir(place):
             for path in (*Path(place).glob("*config.json"), *Path(place).glob("*/*config.json")):
                 if "auto_map" in str(read_json(path)):

@@ -33,8 +33,8 @@ MIGRATE = "rlinf check-policy {0} migrate={0}_migrated"
 OLD_PARTS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """First parts of the names of statistics that an old lerobot kept among the weights."""
 ANOTHER = "take the folder that training wrote, or train again"
-LARGEST_PICTURE = 2.0
-"""Statistics of pictures in 0..1 lie far below."""
+LARGEST_IMAGE = 2.0
+"""Statistics of images in 0..1 lie far below."""
 
 
 def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> list[Finding]:
@@ -61,7 +61,7 @@ def check_folder(folder: str | Path, config: LerobotConfig | None = None) -> lis
     ]
 
 
-def refuse_folder(folder: str | Path, config: LerobotConfig | None = None) -> None:
+def reject_folder(folder: str | Path, config: LerobotConfig | None = None) -> None:
     """Raise CheckpointError with the first finding of ``check_folder``."""
     found = check_folder(folder, config)
     if found:
@@ -72,7 +72,7 @@ def refuse_folder(folder: str | Path, config: LerobotConfig | None = None) -> No
 def compare_weights(folder: str | Path, state: Mapping[str, Tensor]) -> list[Finding]:
     """Return findings unless a policy holds exactly the numbers of its folder's weight file.
 
-    lerobot loads with ``strict=False``, or catches what a strict load raises, and goes on with random weights. Names may lack the
+    lerobot loads with ``strict=False``, or catches what a strict load raises, and continues with random weights. Names may lack the
     file's first part ``model.``. A tensor that shares its memory with one of the file need not be in it.
     """
     with safe_open(Path(folder) / WEIGHTS, "pt") as file:
@@ -125,11 +125,11 @@ def _ensembling(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _feature_findings(config: LerobotConfig) -> Iterator[Finding]:
-    for name, shape in config.pictures.items():
+    for name, shape in config.images.items():
         if len(shape) != 3 or shape[0] != 3:
-            cure = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such pictures"
-            yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", cure)
-    if not config.pictures and not config.states:
+            fix = f"write the shape as [3, {', '.join(map(str, list(shape)[:2]))}] and train with such images"
+            yield Finding(name, f"has the shape {list(shape)}; required: [3, H, W], channels first", fix)
+    if not config.images and not config.states:
         yield Finding("input_features", "of config.json is empty, so the policy sees nothing", ANOTHER)
     if not config.action_dim:
         yield Finding("output_features", "of config.json has no action", ANOTHER)
@@ -139,8 +139,8 @@ def _weight_files(folder: Path) -> Iterator[Finding]:
     path = folder / WEIGHTS
     if not path.is_file():
         adapters = (folder / "adapter_config.json").is_file()
-        cure = "merge the adapters into their base with PEFT and save that" if adapters else instead_of_weights(folder)
-        yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), cure)
+        fix = "merge the adapters into their base with PEFT and save that" if adapters else instead_of_weights(folder)
+        yield Finding(WEIGHTS, "is missing" + (", and there are adapters" if adapters else ""), fix)
         return
     try:
         with safe_open(path, "pt") as file:
@@ -162,8 +162,8 @@ def _pipeline_findings(folder: Path, config: LerobotConfig) -> Iterator[Finding]
     states = {}
     for file, kind in PIPELINES.items():
         if not (folder / file).is_file():
-            cure = f"copy it from the training's folder, or for a folder of an old lerobot: {MIGRATE.format(folder)}"
-            yield Finding(file, "is missing, so nothing is normalised", cure)
+            fix = f"copy it from the training's folder, or for a folder of an old lerobot: {MIGRATE.format(folder)}"
+            yield Finding(file, "is missing, so nothing is normalised", fix)
             continue
         try:
             step = _step(folder, file)
@@ -220,17 +220,17 @@ def _normalizer_findings(
         yield Finding(name, f"never changes by its statistics in {file} ({keys[1]})", retrain)
     elif bool((second < (0 if mode == "MEAN_STD" else first)).any()):
         yield Finding(name, f"has statistics in {file} that turn its sign ({keys[1]})", retrain)
-    elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_PICTURE:
+    elif feature["type"] == "VISUAL" and float(torch.maximum(first, second).max()) > LARGEST_IMAGE:
         largest = f"{float(torch.maximum(first, second).max()):.3g}"
-        found = f"has statistics of pictures in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
-        yield Finding(name, found, "divide them by 255 and train again with float pictures")
+        found = f"has statistics of images in 0..255 (up to {largest}) in {file}; a policy gets them in 0..1"
+        yield Finding(name, found, "divide them by 255 and train again with float images")
 
 
 def _renamed(folder: Path, config: LerobotConfig) -> Iterator[Finding]:
-    """Check that no step gives a picture of the policy to another one."""
+    """Check that no step gives an image of the policy to another one."""
     for step in _steps(folder, "policy_preprocessor.json"):
         for old, new in step["config"].get("rename_map", {}).items():
-            if old != new and {old, new} <= set(config.pictures):
+            if old != new and {old, new} <= set(config.images):
                 found = f"is shown to the policy as {new} by policy_preprocessor.json: the cameras are swapped"
                 yield Finding(old, found, "empty its rename_map")
 
@@ -279,7 +279,7 @@ def facts(config: LerobotConfig) -> dict[str, str]:
     """Return what a policy reads and gives, for a table."""
     return {
         "type": config.policy_type,
-        "pictures": ", ".join(f"{name} {list(shape)}" for name, shape in config.pictures.items()) or "none",
+        "images": ", ".join(f"{name} {list(shape)}" for name, shape in config.images.items()) or "none",
         "state": ", ".join(f"{name} [{width}]" for name, width in config.states.items()) or "none",
         "action": f"{config.action_dim} numbers, {config.n_action_steps} of a chunk of {config.chunk_size}",
         "observations": str(config.n_obs_steps),

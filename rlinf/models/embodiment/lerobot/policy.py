@@ -1,4 +1,4 @@
-"""Any policy of lerobot as a policy of this project: it acts, and is the frozen base of a head."""
+"""Any policy of lerobot as a policy of this project: it acts, and is the frozen base of an actor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlinf.models.embodiment.lerobot.folder import (
     NEEDED,
     action_statistics,
     folder_digest,
-    refuse_folder,
+    reject_folder,
 )
 from rlinf.models.embodiment.lerobot.runner import Answer, LocalRunner
 from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for, runs_here
@@ -38,8 +38,8 @@ FAR = 5.0
 class LerobotPolicy(ActionModel, nn.Module):
     """Asks a runner, in this process or in an interpreter of its own, for chunks and features.
 
-    The weights stay with the runner. The state dict holds their digest, so that a head knows its base, and ``save_pretrained`` copies
-    the folder. With ``config.trained`` it holds the weights as well, and ``save_pretrained`` writes them in place of the folder's. **Greedy** (``do_sample=False``) begins flows and diffusions from one fixed noise, the same for every row and call;
+    The weights stay with the runner. The state dict holds their digest, so that an actor knows its base, and ``save_pretrained`` copies
+    the folder. With ``config.trained`` it holds the weights as well, and ``save_pretrained`` writes them in place of the folder's. **Greedy** (``do_sample=False``) starts flows and diffusions from one fixed noise, the same for every row and call;
     lerobot's evaluation draws new noise, as sampling does here.
 
     Args:
@@ -59,26 +59,26 @@ class LerobotPolicy(ActionModel, nn.Module):
 
     @classmethod
     def check_env(cls, config: LerobotConfig, env: EnvSpec) -> None:
-        """Refuse an env with other cameras, another picture size or another state than the policy reads."""
+        """Reject an env with other cameras, another image size or another state than the policy reads."""
         config.camera_of(env.cameras)
-        for name, (_, height, width) in config.pictures.items():
+        for name, (_, height, width) in config.images.items():
             if config.policy_type not in RESIZING and (height, width) != (env.image_size, env.image_size):
-                fix = f"env.image_size={height}" if height == width else "an env with such pictures"
+                fix = f"env.image_size={height}" if height == width else "an env with such images"
                 found = f"'{name}' has {height} x {width} pixels, and env.image_size is {env.image_size}"
-                raise ConfigError(f"The policy's picture {found}. Set {fix}")
+                raise ConfigError(f"The policy's image {found}. Set {fix}")
         super().check_env(config, env)
 
     @classmethod
     def check_rl(cls, config: LerobotConfig) -> None:
-        """Refuse policy gradients."""
+        """Reject policy gradients."""
         raise ConfigError(
-            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns a head on it, "
-            f"frozen. Set algorithm=sac algorithm.head.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
+            f"A policy of lerobot ({config.policy_type}) has no log-probabilities here; required: an algorithm that learns an actor on it, "
+            f"frozen. Set algorithm=sac algorithm.actor.name=residual, or {TRAINED.get(config.policy_type, INSTEAD)}"
         )
 
     @classmethod
     def check_sft(cls, config: LerobotConfig) -> None:
-        """Refuse weights that are not in this process, and losses of several observations."""
+        """Reject weights that are not in this process, and losses of several observations."""
         if config.n_obs_steps > 1:
             raise ConfigError(
                 f"{config.policy_type} reads {config.n_obs_steps} observations, and a row of a demonstration has one; required: a policy of one. "
@@ -111,7 +111,7 @@ class LerobotPolicy(ActionModel, nn.Module):
             raise ConfigError(
                 "A policy of lerobot computes in the number format of its folder. Set model.precision=fp32"
             )
-        refuse_folder(place, config)
+        reject_folder(place, config)
         config.norm_stats = {"lerobot": {ACTION: action_statistics(place)}}
         names = ("interpreter", "timeout_s", "connect_timeout_s")
         given = {name: arguments[name] for name in names if name in arguments}
@@ -211,7 +211,7 @@ class LerobotPolicy(ActionModel, nn.Module):
                 return
             least, most = learnt[names[0]], learnt[names[1]]
         if len(low) != self.action_dim:
-            return  # the env refuses actions of another width
+            return  # the env rejects actions of another width
         least, most = (np.broadcast_to(each / np.array(self.config.action_scale), low.shape) for each in (least, most))
         middle, half = (low + high) / 2, (high - low) / 2
         beyond = np.flatnonzero(np.maximum(abs(least - middle), abs(most - middle)) > FAR * half)
@@ -224,9 +224,9 @@ class LerobotPolicy(ActionModel, nn.Module):
             )
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return pictures uint8 ``[B, H, W, 3]`` and states float32 by the names of the features, and the sentences as bytes.
+        """Return images uint8 ``[B, H, W, 3]`` and states float32 by the names of the features, and the sentences as bytes.
 
-        With ``num_observations`` above 1, pictures and states have an axis of moments after ``B``.
+        With ``num_observations`` above 1, images and states have an axis of moments after ``B``.
         """
         cameras = self.config.camera_of(list(observation.images))
         moments = [
@@ -237,7 +237,7 @@ class LerobotPolicy(ActionModel, nn.Module):
         if any(each != self.num_observations for each in moments) or (self.num_observations > 1 and not moments):
             raise ConfigError(
                 f"The policy ({self.config.policy_type}) reads {self.num_observations} observations at a time (n_obs_steps), and got "
-                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` remember them; servers and heads do not. "
+                f"{moments[0] if moments else 1}. `rlinf evaluate`, `audit`, `play` and `collect` remember them; servers and actors do not. "
                 "Set model.model_path=<a policy with n_obs_steps=1>"
             )
         found = {
@@ -262,7 +262,7 @@ class LerobotPolicy(ActionModel, nn.Module):
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act; ``temperature`` multiplies the variance of the noise that a flow or a diffusion begins with."""
+        """Act; ``temperature`` multiplies the variance of the noise that a flow or a diffusion starts with."""
         rows = len(inputs[PROMPT])
         noise = None
         if do_sample and self.num_uniforms:
@@ -361,7 +361,7 @@ def numbers(scale: float | list[float]) -> Tensor:
 
 
 def _check_sizes(config: LerobotConfig, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse other sizes than the folder's."""
+    """Reject other sizes than the folder's."""
     if (action_dim, action_chunks_len) != (config.action_dim, config.n_action_steps):
         raise ConfigError(
             f"model.action_token_len={action_dim} model.action_chunks_len={action_chunks_len}, and the folder's policy acts with "

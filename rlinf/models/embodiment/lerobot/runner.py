@@ -22,7 +22,7 @@ from rlinf.errors import CheckpointError, MissingDependencyError
 from rlinf.models.embodiment.folder_policy import write_safetensors
 from rlinf.models.embodiment.lerobot.config import ACTION, PROMPT, LerobotConfig
 from rlinf.models.embodiment.lerobot.contents import Finding, local_tokenizer
-from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, refuse_folder
+from rlinf.models.embodiment.lerobot.folder import WEIGHTS, compare_weights, reject_folder
 from rlinf.models.loading import read_json
 
 FEATURES: dict[str, tuple[str, str]] = {
@@ -35,7 +35,7 @@ FEATURES: dict[str, tuple[str, str]] = {
     "pi0_fast": ("model.paligemma_with_expert.paligemma.model.language_model.norm", "batch first"),
 }
 """Type to the module that has seen the observation, and where its states are: its output, or an argument. Their mean over the
-positions is what a head reads."""
+positions is what an actor reads."""
 
 
 def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> Tensor:
@@ -45,13 +45,13 @@ def flow_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor | None) -> T
 
 def code_chunk(policy: Any, prepared: dict[str, Any], noise: Tensor) -> Tensor:
     """Return the same of a policy that draws codes from torch's global stream: row by row, each seeded by its own noise."""
-    pictures = torch.stack([prepared[name] for name in policy.config.image_features], -4)
+    images = torch.stack([prepared[name] for name in policy.config.image_features], -4)
     chunks = []
     for row, seed in enumerate(seeds_of(noise)):
         with torch.random.fork_rng(devices=[noise.device] if noise.is_cuda else []):
             torch.manual_seed(seed)
             batch = {
-                "observation.images": pictures[row : row + 1],
+                "observation.images": images[row : row + 1],
                 "observation.state": prepared["observation.state"][row : row + 1],
             }
             chunks.append(policy.vqbet(batch, rollout=True)[:, : policy.config.action_chunk_size])
@@ -84,11 +84,11 @@ class FlowPrefix(NamedTuple):
 
 
 class LocalRunner:
-    """Loads a folder, and refuses one whose weights do not fit."""
+    """Loads a folder, and rejects one whose weights do not fit."""
 
     def __init__(self, folder: str, config: LerobotConfig) -> None:
         self.folder, self.config = Path(folder).expanduser(), config
-        refuse_folder(self.folder, config)  # here, because no other code lets lerobot read a folder's pipelines
+        reject_folder(self.folder, config)  # here, because no other code lets lerobot read a folder's pipelines
         with quiet():
             self.policy, self._before, self._after = self._load()
         found = compare_weights(self.folder, self.policy.state_dict())
@@ -102,17 +102,17 @@ class LocalRunner:
                 self.feature_dim = self.ask(self._blank(), None).features.shape[1]
         except Exception as error:
             found = f"lerobot's {config.policy_type} does not act here ({type(error).__name__}: {error})"
-            cure = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot asks for>"
-            raise CheckpointError(f"{found}. {cure}") from error
+            fix = "Set model.interpreter=<a Python with the versions of transformers and torch that lerobot asks for>"
+            raise CheckpointError(f"{found}. {fix}") from error
 
     def _load(self) -> tuple[Any, Callable, Callable]:
         try:
             from lerobot.configs import PreTrainedConfig
             from lerobot.policies import get_policy_class, make_pre_post_processors
         except ImportError as error:
-            cure = "Run bash scripts/setup.sh --lerobot, or set model.interpreter=<a Python that has it>"
+            fix = "Run bash scripts/setup.sh --lerobot, or set model.interpreter=<a Python that has it>"
             raise MissingDependencyError(
-                f"model=lerobot needs the package lerobot, which does not import ({error}). {cure}"
+                f"model=lerobot needs the package lerobot, which does not import ({error}). {fix}"
             ) from error
         try:
             config = PreTrainedConfig.from_pretrained(self.folder, cli_overrides=["--device=cpu"])
@@ -196,7 +196,7 @@ class LocalRunner:
         """Return chunks and features for ``B`` rows.
 
         Args:
-            batch: Pictures uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by the names of their features, each with an axis of
+            batch: Images uint8 ``[B, H, W, 3]`` and states float32 ``[B, S]`` by the names of their features, each with an axis of
                 ``n_obs_steps`` after ``B`` if that is above 1, and ``task``, ``B`` sentences.
             noise: float32 ``[B, N, *config.noise_shape]``; None: one chunk from the same fixed noise for every row.
         """
@@ -280,7 +280,7 @@ class LocalRunner:
         return given.to(self.device).contiguous()
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        """Return a feature as lerobot's own evaluation makes it: pictures float32 ``[B, 3, H, W]`` in 0..1."""
+        """Return a feature as lerobot's own evaluation makes it: images float32 ``[B, 3, H, W]`` in 0..1."""
         tensor = torch.from_numpy(values).to(self.device)
         return tensor.float().div(255).movedim(-1, -3).contiguous() if values.dtype == np.uint8 else tensor
 
@@ -288,7 +288,7 @@ class LocalRunner:
         """Return one row without anything to see."""
         steps = () if self.config.n_obs_steps == 1 else (self.config.n_obs_steps,)
         found: dict[str, Any] = {PROMPT: ["stand still"]}
-        found |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.pictures.items()}
+        found |= {name: np.zeros((1, *steps, *shape[1:], 3), np.uint8) for name, shape in self.config.images.items()}
         return found | {name: np.zeros((1, *steps, width), np.float32) for name, width in self.config.states.items()}
 
 

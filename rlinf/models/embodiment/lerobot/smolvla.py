@@ -32,7 +32,7 @@ class SmolVLAConfig(LerobotConfig):
         noise_method: How a step becomes a distribution (``step_moments``): flow_sde or flow_cps. ``flow_ode`` has no log-probabilities.
         noise_level: ``a`` of both.
         joint_logprob: As of pi0: all steps are sampled and scored, or one of them per call.
-        freeze_vlm: Pictures and sentences are read by fixed weights, as lerobot fine-tunes it.
+        freeze_vlm: Images and sentences are read by fixed weights, as lerobot fine-tunes it.
     """
 
     model_type: ClassVar[str] = "smolvla"
@@ -63,7 +63,7 @@ class SmolVLAConfig(LerobotConfig):
         if self.policy_type != "smolvla":
             raise ConfigError(
                 f"The folder has a policy of the type {self.policy_type}; required by model=smolvla: smolvla. Set model=lerobot, on which a "
-                "head learns (algorithm=sac algorithm.head.name=residual)"
+                "actor learns (algorithm=sac algorithm.actor.name=residual)"
             )
         check_choice("noise_method", self.noise_method, ("flow_sde", "flow_cps", "flow_ode"))
         if self.num_steps < 1:
@@ -80,7 +80,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
     config_class = SmolVLAConfig
     predicts_values: ClassVar[bool] = True  # type: ignore[assignment]
     has_logprobs: ClassVar[bool] = True
-    noise_head = None
+    dsrl_actor = None
 
     @classmethod
     def values_in_rollouts(cls, config: Any) -> bool:
@@ -88,7 +88,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
 
     @classmethod
     def check_rl(cls, config: SmolVLAConfig) -> None:
-        """Refuse a flow without noise, and weights that are not in this process."""
+        """Reject a flow without noise, and weights that are not in this process."""
         super().check_rl(config)
         cls.check_sft(config)
 
@@ -111,7 +111,7 @@ class SmolVLAPolicy(FlowPolicy, LerobotPolicy):
         return horizon, width
 
     def encode_prefix(self, **inputs: Tensor) -> FlowPrefix:
-        """Read pictures, sentence and state."""
+        """Read images, sentence and state."""
         return self.runner.prefix(batch_of(inputs))
 
     def velocity(self, prefix: FlowPrefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

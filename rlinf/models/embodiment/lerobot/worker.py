@@ -53,13 +53,13 @@ def interpreter_for(given: str | None) -> str | None:
 
     ``given`` is ``model.interpreter``. Without it: this Python, the variable RLINF_LEROBOT_PYTHON, ``.venv-lerobot`` of the clone.
     """
-    cure = "Run bash scripts/setup.sh --lerobot, which makes .venv-lerobot, or set model.interpreter=<a Python with lerobot>"
+    fix = "Run bash scripts/setup.sh --lerobot, which makes .venv-lerobot, or set model.interpreter=<a Python with lerobot>"
     named = given or (None if runs_here() else os.environ.get(VARIABLE))
     if named is not None:
         path = Path(named).expanduser()
         if not os.access(path, os.X_OK) or path.is_dir():
             source = "model.interpreter" if given else VARIABLE
-            raise MissingDependencyError(f"{source} is '{named}', which cannot be run. {cure}")
+            raise MissingDependencyError(f"{source} is '{named}', which cannot be run. {fix}")
         return str(path)
     if runs_here():
         return None
@@ -67,7 +67,7 @@ def interpreter_for(given: str | None) -> str | None:
         return str(OWN_PLACE)
     version = ".".join(map(str, sys.version_info[:2]))
     found = f"Python {version} has no lerobot" + (", which needs 3.12 or later" if sys.version_info < OLDEST else "")
-    raise MissingDependencyError(f"model=lerobot: {found}, and {OWN_PLACE} does not exist. {cure}")
+    raise MissingDependencyError(f"model=lerobot: {found}, and {OWN_PLACE} does not exist. {fix}")
 
 
 class WorkerRunner:
@@ -121,9 +121,9 @@ class WorkerRunner:
             told = self._reply(self.start_timeout_s, "model.connect_timeout_s", "has not loaded it")
         except (EOFError, OSError):
             status, words = self._child.ending()
-            cure = f"Try it: {self.interpreter} -c 'import rlinf, lerobot', or bash scripts/setup.sh --lerobot"
+            fix = f"Try it: {self.interpreter} -c 'import rlinf, lerobot', or bash scripts/setup.sh --lerobot"
             raise PolicyServerError(
-                f"{self.interpreter}, which loads the policy of {self.folder}, {words} at the start. {cure}"
+                f"{self.interpreter}, which loads the policy of {self.folder}, {words} at the start. {fix}"
             ) from None
         except RLinfError:
             self._child.kill()
@@ -142,9 +142,9 @@ class WorkerRunner:
                 except (EOFError, OSError):
                     _, words = self._child.ending()
                     if is_last:
-                        cure = f"Look at what it printed, or at the memory of this machine. Try it: {self.interpreter} -c 'import lerobot'"
+                        fix = f"Look at what it printed, or at the memory of this machine. Try it: {self.interpreter} -c 'import lerobot'"
                         found = f"{self.interpreter}, which runs the policy of {self.folder}, {words} twice with the same question"
-                        raise PolicyServerError(f"{found}. {cure}") from None
+                        raise PolicyServerError(f"{found}. {fix}") from None
                     logger.warning("the policy of %s %s; it is started again, and asked again", self.folder, words)
                     self.num_restarts += 1
                     self._start()

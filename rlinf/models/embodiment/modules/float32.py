@@ -1,4 +1,4 @@
-"""Parts of a policy that compute in float32, whatever the rest of it does."""
+"""TrainerContext of a policy that compute in float32, whatever the rest of it does."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
 
     A horizontal and then a vertical pass, each a sum of weighted pixels in 32-bit integers with ``PRECISION_BITS`` bits
     behind the point, rounded and clipped to uint8. Shrinking widens the kernel (antialiasing). Pillow up to version 12
-    always works in this order, as public checkpoints were trained; version 13 begins with the vertical pass for images
+    always works in this order, as public checkpoints were trained; version 13 starts with the vertical pass for images
     that lose more than two rows per column lost.
     """
     return _in_slices(images, tuple(size), _bicubic_slice)

@@ -1,4 +1,4 @@
-"""Parts of a Llama layer that keep less for their gradients than autograd would, with the same numbers, bit for bit."""
+"""TrainerContext of a Llama layer that keep less for their gradients than autograd would, with the same numbers, bit for bit."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rlinf.models.embodiment.modules.float32 import without_autocast
 
 TOKEN_WIDTH = 256
 NAME, READOUT_FILE = "readout_token", "readout_token.safetensors"
-"""Attribute of a policy and beginning of the names of its weights; their file, where the policy's own cannot hold them."""
+"""Attribute of a policy and start of the names of its weights; their file, where the policy's own cannot hold them."""
 
 
 class ReadoutToken(nn.Module):

@@ -61,7 +61,7 @@ class VisionTowerSpec:
 
 
 CROP_AREA = 0.9
-"""Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
+"""Part of an image that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
 
 
 class OpenVLAConfig(PreTrainedConfig):
@@ -93,7 +93,7 @@ class OpenVLAConfig(PreTrainedConfig):
         image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made again; None: the towers'
             own. A mean near the background's colour makes small objects stand out, without which a small model does not
             learn.
-        image_preparation: The first step on a picture. ``rlds``: compress it as JPEG and back, and resize it to the model's
+        image_preparation: The first step on an image. ``rlds``: compress it as JPEG and back, and resize it to the model's
             input by Lanczos-3, as in RLDS data sets and the public evaluation on LIBERO, with the bits of TensorFlow;
             ``none``: only the resizing above.
         center_crop: Cut out the centre, 0.9 of the area, and enlarge it, as the public evaluations do for models that were
@@ -200,7 +200,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @property
     def crop_area(self) -> float:
-        """Share of a picture's area that the policy sees outside of augmented cloning."""
+        """Fraction of an image's area that the policy sees outside of augmented cloning."""
         return CROP_AREA if self.center_crop else 1.0
 
     @property

@@ -188,7 +188,7 @@ def additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def aligned(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a bool mask into the numbers that GPU kernels of sdpa add to their scores.
 
-    sdpa would do so in every layer. Its kernels take rows that begin at a multiple of 8 numbers as they are, and copy others.
+    sdpa would do so in every layer. Its kernels take rows that start at a multiple of 8 numbers as they are, and copy others.
     """
     *shape, num_keys = allowed.shape
     whole = torch.zeros(*shape, -(-num_keys // 8) * 8, dtype=dtype, device=allowed.device)

@@ -205,7 +205,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return replace(observation, images=images, is_resized=True)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; refuse prompts that are longer than the language model's positions."""
+        """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
         lengths = self._ready_processor().prompt_lengths(self.sentences(observation))
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths

@@ -185,8 +185,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
-        pictures = [each if isinstance(each, Image.Image) else Image.fromarray(np.asarray(each)) for each in batch]
-        pixels = torch.stack([self.apply_transform(picture) for picture in pictures])
+        pil_images = [each if isinstance(each, Image.Image) else Image.fromarray(np.asarray(each)) for each in batch]
+        pixels = torch.stack([self.apply_transform(pil_image) for pil_image in pil_images])
         return BatchFeature({"pixel_values": pixels.float().numpy()}, tensor_type=return_tensors)
 
 

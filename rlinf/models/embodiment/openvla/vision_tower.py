@@ -79,7 +79,7 @@ class PatchEmbedding(nn.Module):
         """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches row by row."""
         batch, channels, height, width = pixel_values.shape
         size = self.patch_size
-        # Rows of pixels stay whole: the weights, which are small, are reordered instead of the pictures.
+        # Rows of pixels stay whole: the weights, which are small, are reordered instead of the images.
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
         first = self.proj if self.stem is None else self.stem

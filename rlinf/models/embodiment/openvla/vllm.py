@@ -25,7 +25,7 @@ class OpenVLAVllmAdapter:
 
     @staticmethod
     def check(config: OpenVLAConfig) -> None:
-        """Refuse parallel decoding, whose attention in both directions vLLM does not have."""
+        """Reject parallel decoding, whose attention in both directions vLLM does not have."""
         if config.action_decoding != "autoregressive":
             raise ConfigError(
                 f"rollout.backend=vllm decodes token by token, and the model has action_decoding={config.action_decoding}. "

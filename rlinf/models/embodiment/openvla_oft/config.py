@@ -16,7 +16,7 @@ NEW_PARTS = {
     "film": "use_film=true",
     "placeholders": "learned_placeholders=true",
 }
-"""Parts that a base OpenVLA does not have, and the option that each belongs to."""
+"""TrainerContext that a base OpenVLA does not have, and the option that each belongs to."""
 ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 
 
@@ -37,7 +37,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
             evaluation (one outside the bins decodes as the nearest bin); false: of the action bins. Sampling and
             log-probabilities are over the bins either way.
         action_decoding: Always ``parallel``.
-        new_parts: Parts that the folder may lack, and that then start again, as in the public fine-tuning of a base OpenVLA:
+        new_parts: TrainerContext that the folder may lack, and that then start again, as in the public fine-tuning of a base OpenVLA:
             ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity (the public code
             draws it at random). A part that the folder has is loaded. Building the model empties this list.
     """

@@ -78,7 +78,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     @classmethod
     def check_rl(cls, config: OpenVLAOFTConfig) -> None:
-        """Refuse ``action_head=l1``, which gives one action without a distribution."""
+        """Reject ``action_head=l1``, which gives one action without a distribution."""
         if config.action_head == "l1":
             raise without_logprobs("action_head", "l1", "discrete")
 

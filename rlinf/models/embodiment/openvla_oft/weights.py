@@ -25,7 +25,7 @@ MAX_LORA_ALPHA = 16
 def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight]:
     """Read ``model*.safetensors`` and the files ``<part>--<step>_checkpoint.pt`` of the same folder.
 
-    Parts: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
+    TrainerContext: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
     place of the whole vision backbone of the safetensors; adapters inside it are added to its weights.
     """
     wanted = {
@@ -59,15 +59,15 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight
 
 
 def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
-    """Return the names in ``config.new_parts`` without a tensor in ``names``; refuse a folder that lacks another part."""
+    """Return the names in ``config.new_parts`` without a tensor in ``names``; reject a folder that lacks another part."""
     present = {"film" if ".film." in name else name.split(".")[0] for name in names}
     absent = [part for part in config.optional_parts if part not in present]
-    refused = [part for part in absent if part not in config.new_parts]
-    if refused:
+    rejected = [part for part in absent if part not in config.new_parts]
+    if rejected:
         raise CheckpointError(
-            f"The weights in '{folder}' do not fit the model: missing {refused}, which "
-            f"{', '.join(NEW_PARTS[part] for part in refused)} needs. Set model.model_path=<a folder with them>, or start them "
-            f"again: model.override_config.new_parts=[{','.join([*config.new_parts, *refused])}]"
+            f"The weights in '{folder}' do not fit the model: missing {rejected}, which "
+            f"{', '.join(NEW_PARTS[part] for part in rejected)} needs. Set model.model_path=<a folder with them>, or start them "
+            f"again: model.override_config.new_parts=[{','.join([*config.new_parts, *rejected])}]"
         )
     if absent:
         listed = ", ".join(absent)

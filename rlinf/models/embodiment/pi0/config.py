@@ -191,14 +191,14 @@ class Pi0Config(PreTrainedConfig):
 
 
 def check_attention(implementation: str | None) -> None:
-    """Refuse a kernel that takes no masks."""
+    """Reject a kernel that takes no masks."""
     if implementation not in (None, "sdpa", "eager"):
         found = f"model.attn_implementation is {implementation}, whose kernels take no masks"
         raise ConfigError(f"{found}. Set model.attn_implementation=sdpa")
 
 
 def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse sizes of the model section that exceed the network's."""
+    """Reject sizes of the model section that exceed the network's."""
     if action_dim > config.action_dim:
         raise ConfigError(
             f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "

@@ -182,9 +182,9 @@ class Pi0Network(CheckpointPolicy):
     @classmethod
     def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Weight]:
         state_dict = from_public(open_safetensors(folder))
-        if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
+        if config.noise_std_range is not None and any(name.startswith("dsrl_actor.") for name in state_dict):
             bounds = deviation_bounds(config.noise_std_range)
-            state_dict |= {f"noise_head.{name}": bound for name, bound in bounds.items()}
+            state_dict |= {f"dsrl_actor.{name}": bound for name, bound in bounds.items()}
         return state_dict
 
     @classmethod
@@ -196,7 +196,7 @@ class Pi0Network(CheckpointPolicy):
         return to_public(state_dict)
 
     @classmethod
-    def _cure(cls, config: Pi0Config) -> dict[str, Any]:
+    def _fix(cls, config: Pi0Config) -> dict[str, Any]:
         return {"override_config.pi05": not config.pi05}
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
@@ -216,17 +216,17 @@ def prefix_positions(mask: Tensor) -> Tensor:
 
 
 def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
-    width, noise_head = config.expert["width"], None
+    width, dsrl_actor = config.expert["width"], None
     if config.noise_method == "flow_noise":
         std_range = config.noise_std_range or NEW_STD_RANGE
-        noise_head = DeviationHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
+        dsrl_actor = StdHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
     return {
         "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
-        "noise_head": noise_head,
+        "dsrl_actor": dsrl_actor,
     }
 
 
-class DeviationHead(nn.Module):
+class StdHead(nn.Module):
     """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
 
     ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with ``low`` and ``high`` the logarithms of the squared bounds.
@@ -257,7 +257,7 @@ class DeviationHead(nn.Module):
 
 
 def deviation_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
-    """Return the buffers of a ``DeviationHead``: the logarithms of the squared bounds."""
+    """Return the buffers of a ``StdHead``: the logarithms of the squared bounds."""
     low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
     return {"logvar_min": low, "logvar_max": high}
 

@@ -39,9 +39,9 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
     lora_target_modules: ClassVar[str] = r"(vision_tower\..*\.(\w_proj|out_proj|fc\d)|(language_model|expert)\..*_proj)"
-    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head", "readout_token")
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "dsrl_actor", "readout_token")
     float32_modules: ClassVar[tuple[str, ...]] = (
-        "value_head", "noise_head", "readout_token", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
+        "value_head", "dsrl_actor", "readout_token", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
         "action_time_mlp_out", "time_mlp_in", "time_mlp_out",
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         return replace(observation, images=images)
 
     def _resized(self, image: np.ndarray) -> Tensor:
-        """Send pictures ``[B, H, W, 3]`` to the model's device and resize them there, ``[B, 3, size, size]``."""
+        """Send images ``[B, H, W, 3]`` to the model's device and resize them there, ``[B, 3, size, size]``."""
         frames = to_device(torch.from_numpy(image), self.device).permute(0, 3, 1, 2)
         return resize_with_pad(frames, self.config.vision["image_size"])
 

@@ -1,17 +1,17 @@
-"""A copy of a policy that is trained elsewhere: the base class of all players."""
+"""A copy of a policy that is trained elsewhere: the base class of all rollout workers."""
 
 from __future__ import annotations
 
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
 from rlinf.errors import RLinfError
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 
-class PolicyCopy:
+class PolicyReplica:
     """A policy with the weights of the last push, made from its shell."""
 
-    def __init__(self, shell: PolicyShell, device: str) -> None:
+    def __init__(self, shell: PolicySkeleton, device: str) -> None:
         self.model = shell.build(device)
         self.receiver = ModuleReceiver(self.model)
 
@@ -39,6 +39,6 @@ class PolicyCopy:
         """Return the version of the weights; raise RLinfError if a push is missing or incomplete."""
         if self.version is None:
             raise RLinfError(
-                "A player has no complete weights: no push has ended, or the last one was refused. Push again"
+                "A rollout worker has no complete weights: no push has ended, or the last one was rejected. Push again"
             )
         return self.version

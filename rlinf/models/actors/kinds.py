@@ -1,4 +1,4 @@
-"""What a head may be: a correction of the frozen policy's action, an action of its own, or the noise that the policy samples from."""
+"""What an actor may be: a correction of the frozen policy's action, an action of its own, or the noise that the policy samples from."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
-from rlinf.models.heads.base import Head
+from rlinf.algorithms.offpolicy_config import ActorConfig
+from rlinf.models.actors.base import Actor
 
 
-class ResidualHead(Head):
-    """``clip(b + scale r)``: begins as the frozen policy, and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
+class ResidualActor(Actor):
+    """``clip(b + scale r)``: starts as the frozen policy, and stays near it (Johannink et al. 2019, Silver et al. 2018)."""
 
     begins_as_base = True
 
@@ -20,8 +20,8 @@ class ResidualHead(Head):
         return (base[:, 0] + self.config.scale * r).clamp(-1.0, 1.0)
 
 
-class DirectHead(Head):
-    """``r``, from the features alone: begins in the middle of the env's range. A correction is measured against it."""
+class DirectActor(Actor):
+    """``r``, from the features alone: starts in the middle of the env's range. A correction is measured against it."""
 
     acts_alone = True
 
@@ -32,7 +32,7 @@ class DirectHead(Head):
         return r
 
 
-class ActorHead(Head):
+class ScratchActor(Actor):
     """``r``, without a frozen policy: SAC and TD3 from scratch. An encoder of its own, if any, learns with the critics."""
 
     acts_alone = True
@@ -45,7 +45,7 @@ class ActorHead(Head):
         return r
 
 
-class ChunkHead(ResidualHead):
+class RLTActor(ResidualActor):
     """``clip(b + scale r)`` that also learns to act without ``b``, and pays for what it changes (RLT, 2604.23073).
 
     In some rows of its loss, ``b`` is replaced by 0 (reference dropout): there it must say the whole chunk by itself. The loss adds
@@ -62,10 +62,10 @@ class ChunkHead(ResidualHead):
         return self.config.reference_weight * (actions - base[:, 0]).square().sum(1)
 
 
-class NoiseHead(Head):
+class DSRLActor(Actor):
     """``scale r`` standard deviations of noise: it executes only what the policy can sample (DSRL, Wagenmaker et al. 2025).
 
-    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It begins with noise 0: the median of
+    The critics value ``r`` (DSRL-SAC), so an update does not run the frozen policy. It starts with noise 0: the median of
     each sampled number, or a flow's output for the mode of its noise.
     """
 
@@ -79,14 +79,14 @@ class NoiseHead(Head):
         return r
 
 
-class EditHead(ResidualHead):
+class EXPOActor(ResidualActor):
     """``N`` chunks and ``clip(b + scale r)`` of each: the critics choose in acting and in the target (EXPO, Dong et al. 2025)."""
 
     chooses = True
     begins_as_base = False  # untrained critics may choose a sampled chunk
 
     @classmethod
-    def num_candidates_of(cls, config: HeadConfig) -> int:
+    def num_candidates_of(cls, config: ActorConfig) -> int:
         return config.num_candidates
 
     @property

@@ -1,4 +1,4 @@
-"""A player: plays a policy that is trained elsewhere. It does not depend on Ray."""
+"""A rollout worker: plays a policy that is trained elsewhere. It does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlinf.cluster.factory import collector_factory, env_maker, threads_of_rank
-from rlinf.cluster.policy_copy import PolicyCopy
+from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import given_num_threads, resolve_device
 from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.errors import ConfigError
-from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
+from rlinf.evaluation.evaluator import BatchedPolicy, LocalEpisodes, Video
 from rlinf.memory import num_cores
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
@@ -31,50 +31,52 @@ if TYPE_CHECKING:
     from rlinf.rollout.vllm_policy import VllmPolicy
 
 
-def player_maker(config: RunConfig, shell: PolicyShell, placement: Placement) -> Callable[[int, int], Player]:
+def worker_maker(config: RunConfig, shell: PolicySkeleton, placement: Placement) -> Callable[[int, int], RolloutWorker]:
     """Return ``make(number, num_neighbours)`` with this process's ``OMP_NUM_THREADS``, which Ray overwrites."""
     cluster = replace(config.cluster, num_threads=given_num_threads(config.cluster.num_threads))
-    return partial(Player, replace(config, cluster=cluster), shell, placement)
+    return partial(RolloutWorker, replace(config, cluster=cluster), shell, placement)
 
 
-class Player(PolicyCopy):
+class RolloutWorker(PolicyReplica):
     """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
     With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from the copy, which still
     evaluates, preprocesses and computes values.
 
-    Any player may play any blocks, up to its share of ``placement.num_blocks`` in a call: a rollout depends on the
+    Any rollout worker may play any blocks, up to its fraction of ``placement.num_blocks`` in a call: a rollout depends on the
     weights, the iteration, the attempt and the block alone.
 
     Args:
-        number: Of this player, over all machines.
-        num_neighbours: Players on this machine, this one included; they share its cores.
+        number: Of this rollout worker, over all machines.
+        num_neighbours: RolloutWorkers on this machine, this one included; they share its cores.
     """
 
     def __init__(
-        self, config: RunConfig, shell: PolicyShell, placement: Placement, number: int, num_neighbours: int
+        self, config: RunConfig, shell: PolicySkeleton, placement: Placement, number: int, num_neighbours: int
     ) -> None:
         self.config = config
         torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
-        seed_everything(derive_seed(config.seed, "player", number), config.trainer.deterministic)
+        seed_everything(derive_seed(config.seed, "worker", number), config.trainer.deterministic)
         super().__init__(shell, resolve_device(config.cluster.device, 1))
         self.engine = _engine(config, self.model, placement) if placement.num_blocks else None
         self.policy: Any = self.model if self.engine is None else self.engine
-        num_envs = -(-config.evaluation.num_envs // placement.num_players)
+        num_envs = -(-config.evaluation.num_envs // placement.num_rollout_workers)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         self._autocast = partial(autocast, self.model, config.model.precision)
         self.collector = None
         if placement.num_blocks:
             num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
             make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
-            self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_players)
+            self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_rollout_workers)
         settings = config.evaluation
-        policy = RowPolicy(self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed)
+        policy = BatchedPolicy(
+            self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed
+        )
         self._episodes = LocalEpisodes(policy, self.env)
 
     @property
     def version(self) -> int | None:
-        """See ``PolicyCopy.version``; None also if the engine holds another one."""
+        """See ``PolicyReplica.version``; None also if the engine holds another one."""
         held = super().version
         return held if self.engine is None or self.engine.version == held else None
 
@@ -130,10 +132,10 @@ def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> Vllm
     found = expandable_segments() if model.device.type == "cuda" else None
     if found is not None:
         required = "required with rollout.backend=vllm: no expandable segments, whose memory the engine cannot share"
-        cure = "Start Ray on that machine without the variable, or set rollout.backend=torch"
-        raise ConfigError(f"{found} in a player on {socket.gethostname()}; {required}. {cure}")
+        fix = "Start Ray on that machine without the variable, or set rollout.backend=torch"
+        raise ConfigError(f"{found} in a rollout worker on {socket.gethostname()}; {required}. {fix}")
     from rlinf.rollout.vllm_policy import VllmPolicy  # with PEFT and transformers, which evaluation does not need
 
-    policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_players, torch.get_num_threads())
+    policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_rollout_workers, torch.get_num_threads())
     policy.engine.start()
     return policy

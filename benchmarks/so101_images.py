@@ -1,6 +1,6 @@
-"""Processor time of a picture of the SO-101 arm: few triangles against the package's meshes and settings, in one run.
+"""Processor time of an image of the SO-101 arm: few triangles against the package's meshes and settings, in one run.
 
-    python benchmarks/so101_pictures.py --save pictures.png
+    python benchmarks/so101_images.py --save images.png
 
 Needs Python 3.12 and ``bash scripts/setup.sh --arms``. Both sides draw the same states through the same code. The last
 line is one JSON object; ``ours`` and ``peer`` are milliseconds of the slowest camera.
@@ -22,28 +22,28 @@ NUM_EXPERT_STEPS = 45
 
 
 def measure(rendering: str, size: int, count: int) -> tuple[dict[str, float], np.ndarray]:
-    """Return milliseconds of processor time of a picture by camera, and the pictures side by side."""
+    """Return milliseconds of processor time of an image by camera, and the images side by side."""
     simulator = SO101Simulator(SO101Config(cameras=["side"], rendering=rendering), ["PickLift"])
     simulator.reset(EpisodeSpec("so101", 0, 4, 0))
     for _ in range(NUM_EXPERT_STEPS):
         simulator.step(simulator.expert_action())
-    times, pictures = {}, []
+    times, images = {}, []
     for camera in CAMERAS:
         simulator.config.cameras = [camera]
-        pictures.append(simulator.render(size))  # the first one opens the graphics context
+        images.append(simulator.render(size))  # the first one opens the graphics context
         begin = time.process_time()
         for _ in range(count):
             simulator.render(size)
         times[camera] = 1000 * (time.process_time() - begin) / count
-    return times, np.concatenate(pictures, axis=1)
+    return times, np.concatenate(images, axis=1)
 
 
 def main() -> None:
     """Print the milliseconds of each camera, and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=64, help="pixels of a side")
-    parser.add_argument("--count", type=int, default=50, help="pictures of each camera (full: a tenth)")
-    parser.add_argument("--save", help="file for the pictures: full above fast")
+    parser.add_argument("--count", type=int, default=50, help="images of each camera (full: a tenth)")
+    parser.add_argument("--save", help="file for the images: full above fast")
     arguments = parser.parse_args()
     fast, light = measure("fast", arguments.size, arguments.count)
     full, heavy = measure("full", arguments.size, max(1, arguments.count // 10))
@@ -52,7 +52,7 @@ def main() -> None:
     if arguments.save:
         Image.fromarray(np.concatenate([heavy, light])).save(arguments.save)
     ours, peer = max(fast.values()), max(full.values())
-    report = {"name": "so101_pictures", "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(peer / ours, 1)}
+    report = {"name": "so101_images", "ours": round(ours, 2), "peer": round(peer, 2), "ratio": round(peer / ours, 1)}
     print(json.dumps(report | {"size": arguments.size}))
 
 

@@ -1,4 +1,4 @@
-"""The frozen policy below a head lies once in the run folder, so that each checkpoint holds the head alone."""
+"""The frozen policy below an actor lies once in the run folder, so that each checkpoint holds the actor alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlinf.checkpoints.folders import policy_folder
 from rlinf.checkpoints.model_files import write_policy
 from rlinf.files import naming
 from rlinf.models.base_weights import weights_digest
-from rlinf.models.embodiment.headed import HeadedPolicy, head_settings, kept_place
+from rlinf.models.embodiment.actor_policy import ActorPolicy, actor_settings, kept_place
 
 
-def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
+def keep_base(policy: ActorPolicy, run: Path, resumed: Path | None) -> None:
     """Write the frozen base of ``policy`` into the folder of a run, to which its checkpoints refer from now on.
 
     A collective call. Nothing is written if the folder has the base of ``resumed``, the checkpoint that ``policy`` was read from.
@@ -22,7 +22,7 @@ def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
     """
 
     def keep() -> str:
-        known = None if resumed is None else head_settings(policy_folder(resumed)).get("kept_base")
+        known = None if resumed is None else actor_settings(policy_folder(resumed)).get("base_store")
         if known is not None and kept_place(run, known).is_dir():
             return known
         partial = kept_place(run, ".tmp")
@@ -40,4 +40,4 @@ def keep_base(policy: HeadedPolicy, run: Path, resumed: Path | None) -> None:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    policy.kept_base = on_rank_zero(keep, f"write the frozen policy into {run}")
+    policy.base_store = on_rank_zero(keep, f"write the frozen policy into {run}")

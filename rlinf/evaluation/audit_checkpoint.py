@@ -27,12 +27,12 @@ SHOWN = 5
 """At most this many differences are listed in an error."""
 
 
-def num_kept(folder: Path) -> int:
+def num_saved(folder: Path) -> int:
     """Return the number of conditions that an unfinished audit has left in its folder."""
     return sum(path.name != CONDITIONS_FILE for path in (folder / PARTIAL_AUDIT).glob("*.json"))
 
 
-class KeptAudit:
+class AuditCheckpoint:
     """The folder ``audit.partial``: all that results depend on, a result for each finished condition, and the records of ``clean``.
 
     Raise ConfigError if it holds conditions of another policy or of other settings, and CheckpointError if it is damaged.
@@ -47,7 +47,7 @@ class KeptAudit:
     def __init__(self, folder: Path, policy: str, conditions: Mapping[str, Any]) -> None:
         self.folder = folder / PARTIAL_AUDIT
         self.present = json.loads(json.dumps({"policy": policy, "conditions": flat(conditions)}, default=str))
-        self.num_known = num_kept(folder)
+        self.num_known = num_saved(folder)
         self.path = self.folder / CONDITIONS_FILE
         if self.path.exists():
             self._check()
@@ -117,7 +117,7 @@ class KeptAudit:
         return self.folder / f"{quote(key, safe='')}.json"  # a camera may have any name
 
     def _check(self) -> None:
-        """Refuse the folder of another audit."""
+        """Reject the folder of another audit."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             before, now = dict(saved["conditions"]), self.present["conditions"]

@@ -1,4 +1,4 @@
-"""Players of token policies: processes that Ray places, each with a copy of the policy that answers prompts."""
+"""RolloutWorkers of token policies: processes that Ray places, each with a copy of the policy that answers prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rlinf.cluster.players import Players
-from rlinf.cluster.policy_copy import PolicyCopy
+from rlinf.cluster.policy_replica import PolicyReplica
 from rlinf.cluster.reservation import Reservation
+from rlinf.cluster.rollout_workers import RolloutWorkers
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import given_num_threads, rank, receive_object, send_object
 from rlinf.engines.weight_handle import WeightBuckets
@@ -27,13 +27,13 @@ from rlinf.models.end_tokens import end_tokens
 from rlinf.models.merged_weights import MergedWeights
 from rlinf.preflight.placement import Node, Placement
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.plan import Plan, without_players
-from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.recipes.plan import Plan, without_rollout_workers
+from rlinf.rollout.policy_skeleton import PolicySkeleton
 
 
 @dataclass(frozen=True)
-class PlayerSettings:
-    """What a player of a token policy needs to know.
+class RolloutWorkerSettings:
+    """What a rollout worker of a token policy needs to know.
 
     Attributes:
         sampling: How tokens are chosen, with the tokens that end an answer.
@@ -48,39 +48,46 @@ class PlayerSettings:
 
 
 @dataclass(frozen=True)
-class PlayerPlaces:
-    """Which players a run has, and their places in a Ray cluster. Every rank gets it."""
+class RolloutWorkerPlaces:
+    """Which rollout workers a run has, and their places in a Ray cluster. Every rank gets it."""
 
     placement: Placement
     reservation: Reservation
 
 
-def place_players(config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None) -> Placement:
-    """Return the placement of a recipe with players. Raise ConfigError if the machines have no room for the players.
+def place_rollout_workers(
+    config: RecipeConfig, plan: Plan, device: str, nodes: Sequence[Node] | None = None
+) -> Placement:
+    """Return the placement of a recipe with rollout workers. Raise ConfigError if the machines have no room for the rollout workers.
 
     Args:
         nodes: The machines of the cluster; None: they are not known yet.
     """
-    gpus = plan.gpus_per_player if device == "cuda" else 0
-    placement = Placement(plan.policy_gpus, plan.players, 0, gpus)
+    gpus = plan.gpus_per_rollout_worker if device == "cuda" else 0
+    placement = Placement(plan.policy_gpus, plan.workers, 0, gpus)
     if nodes is not None:
-        placement.check_nodes(nodes, without_players(config), "policy.device=cpu")
+        placement.check_nodes(nodes, without_rollout_workers(config), "policy.device=cpu")
     return placement
 
 
-class TokenPlayer(PolicyCopy):
+class TokenRolloutWorker(PolicyReplica):
     """A copy of a token policy that answers prompts.
 
-    An answer depends on the weights, the prompt, its seed, and by rounding on the other rows of its batch; so any player may generate
+    An answer depends on the weights, the prompt, its seed, and by rounding on the other rows of its batch; so any rollout worker may generate
     any batch.
 
     Args:
-        number: Of this player, over all machines.
-        num_neighbours: Players on this machine, this one included; they share its cores.
+        number: Of this rollout worker, over all machines.
+        num_neighbours: RolloutWorkers on this machine, this one included; they share its cores.
     """
 
     def __init__(
-        self, settings: PlayerSettings, shell: PolicyShell, placement: Placement, number: int, num_neighbours: int
+        self,
+        settings: RolloutWorkerSettings,
+        shell: PolicySkeleton,
+        placement: Placement,
+        number: int,
+        num_neighbours: int,
     ) -> None:
         torch.set_num_threads(placement.torch_threads(settings.num_threads, num_cores() // num_neighbours))
         super().__init__(shell, "cpu" if settings.engine is not None else settings.device)
@@ -115,37 +122,37 @@ class TokenPlayer(PolicyCopy):
 
 
 class RemoteGenerator:
-    """Players generate, with the trained weights (a ``Generator``)."""
+    """RolloutWorkers generate, with the trained weights (a ``Generator``)."""
 
-    def __init__(self, policy: HuggingFacePolicy, players: Players) -> None:
-        self.policy, self.players = policy, players
+    def __init__(self, policy: HuggingFacePolicy, workers: RolloutWorkers) -> None:
+        self.policy, self.workers = policy, workers
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Push the present weights, unless the players hold them (a collective call)."""
+        """Push the present weights, unless the rollout workers hold them (a collective call)."""
         with waiting("push"):
-            self.players.update_weights(self.policy.num_steps)
+            self.workers.update_weights(self.policy.num_steps)
         yield
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``; a collective call of ranks that share a player, whose first one asks it for all."""
-        placement = self.players.placement
+        """See ``Generator.generate``; a collective call of ranks that share a rollout worker, whose first one asks it for all."""
+        placement = self.workers.placement
         if not placement.is_shared:
             return self._in_order(batches, greedy)
-        sharers = placement.num_ranks // placement.num_players
+        sharers = placement.num_ranks // placement.num_rollout_workers
         first = rank() // sharers * sharers
         if rank() != first:
             return iter(_answers_from(first, batches))
         return iter(self._answer_all(batches, range(first + 1, first + sharers), greedy))
 
     def close(self) -> None:
-        """End the players."""
-        self.players.close()
+        """End the rollout workers."""
+        self.workers.close()
 
     def _answer_all(self, batches: Sequence[BatchedDataDict], others: range, greedy: bool) -> list[BatchedDataDict]:
-        """Have the player answer the batches of this rank and of ``others``; return this rank's answers.
+        """Have the rollout worker answer the batches of this rank and of ``others``; return this rank's answers.
 
-        Each answer goes to its rank at once. The others get None for it, so that they, too, know that the player answers.
+        Each answer goes to its rank at once. The others get None for it, so that they, too, know that the rollout worker answers.
         """
         asked = {rank(): list(batches)} | {other: receive_object(other) for other in others}
         whose = [each for each, some in asked.items() for _ in some]
@@ -162,7 +169,7 @@ class RemoteGenerator:
 
     def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
         deadline = "evaluate" if greedy else "rollout"
-        answers = self.players.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
+        answers = self.workers.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
 
         def in_order() -> Iterator[BatchedDataDict]:
             early: dict[int, BatchedDataDict] = {}
@@ -176,7 +183,7 @@ class RemoteGenerator:
 
 
 def _answers_from(owner: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Return the answers of the player of another rank."""
+    """Return the answers of the rollout worker of another rank."""
     send_object(list(batches), owner)
     own = []
     for _ in range(receive_object(owner)):
@@ -192,14 +199,14 @@ def make_generator(
     policy: HuggingFacePolicy,
     tokenizer: Any,
     engine: Mapping[str, Any] | None,
-    places: PlayerPlaces,
+    places: RolloutWorkerPlaces,
 ) -> RemoteGenerator:
-    """Start the players of this rank, and wait until they are built.
+    """Start the rollout workers of this rank, and wait until they are built.
 
     Args:
         tokenizer: Names the end token where the model does not.
-        engine: ``VllmConfig`` of the engines; None: players generate in torch.
-        places: Where players may be.
+        engine: ``VllmConfig`` of the engines; None: rollout workers generate in torch.
+        places: Where rollout workers may be.
     """
     ends = end_tokens(policy.model, tokenizer, None)
     sampling = SamplingConfig(
@@ -209,20 +216,24 @@ def make_generator(
         eos_token_id=ends,
         pad_token_id=padding_token(policy.model, tokenizer, None, ends),
     )
-    settings = PlayerSettings(
+    settings = RolloutWorkerSettings(
         "cuda" if places.placement.on_gpu else "cpu", sampling, engine, given_num_threads(config.cluster.num_threads)
     )
-    # A rank that shares the player of another starts none.
-    shell = PolicyShell.of(policy.unloaded_model()) if places.placement.players_of(rank()) else PolicyShell(b"")
-    make = partial(TokenPlayer, settings, shell, places.placement)
-    players = Players(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
+    # A rank that shares the rollout worker of another starts none.
+    shell = (
+        PolicySkeleton.of(policy.unloaded_model())
+        if places.placement.rollout_workers_of(rank())
+        else PolicySkeleton(b"")
+    )
+    make = partial(TokenRolloutWorker, settings, shell, places.placement)
+    workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
     with waiting("start"):
-        players.wait_until_ready()
-    return RemoteGenerator(policy, players)
+        workers.wait_until_ready()
+    return RemoteGenerator(policy, workers)
 
 
 def way_on(config: RecipeConfig) -> str:
-    """Return how a user continues after players were lost."""
+    """Return how a user continues after rollout workers were lost."""
     if not config.train.ckpt.enable_checkpoint:
         return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
     return "run the same command with train.resume=true"

@@ -1,4 +1,4 @@
-"""The commands on a policy with a head: what is exported, evaluated, compared, collected and diagnosed is what was trained."""
+"""The commands on a policy with an actor: what is exported, evaluated, compared, collected and diagnosed is what was trained."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.commands.train import train
 from rlinf.data.lerobot_dataset import open_dataset
 from rlinf.envs import make_env
-from rlinf.evaluation.evaluator import RowPolicy, episode_list, evaluate_policy
-from rlinf.models.embodiment.headed import HeadedPolicy
+from rlinf.evaluation.evaluator import BatchedPolicy, episode_list, evaluate_policy
+from rlinf.models.embodiment.actor_policy import ActorPolicy
 from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
@@ -29,8 +29,8 @@ RUN = [
 ]  # fmt: skip
 HEAD = [
     "algorithm=sac",
-    "algorithm.head.name=residual",
-    "algorithm.warmup_env_steps=40",
+    "algorithm.actor.name=residual",
+    "algorithm.learning_starts=40",
     "algorithm.batch_size=16",
     "algorithm.replay_capacity=1000",
 ]
@@ -57,11 +57,11 @@ def results_of(folder: Path) -> list[dict]:
     return json.loads((folder / "result.json").read_text(encoding="utf-8"))["results"]
 
 
-def recorded(policy: HeadedPolicy, folder: Path, num_episodes: int = 12) -> tuple[list[Observation], list[np.ndarray]]:
+def recorded(policy: ActorPolicy, folder: Path, num_episodes: int = 12) -> tuple[list[Observation], list[np.ndarray]]:
     """Return what a policy saw in its evaluation, row by row, and the actions that it took."""
     config, seen, taken = read_config(folder), [], []
 
-    class Recorder(RowPolicy):
+    class Recorder(BatchedPolicy):
         def act(self, observation, streams):
             actions = super().act(observation, streams)
             seen.extend(observation.select([row]) for row in range(len(observation)))
@@ -70,7 +70,7 @@ def recorded(policy: HeadedPolicy, folder: Path, num_episodes: int = 12) -> tupl
 
     env = make_env(config.env, 8, auto_reset=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlinf.evaluation.evaluator.RowPolicy", Recorder)
+        patch.setattr("rlinf.evaluation.evaluator.BatchedPolicy", Recorder)
         evaluate_policy(policy, env, episode_list(env, "eval", num_episodes))
     env.close()
     return seen, taken
@@ -80,7 +80,7 @@ def test_checkpoint_and_export_take_the_same_actions_and_end_the_same_episodes_a
     export = run.parent / "export"
     policy = open_checkpoint(run, read_config(run / "checkpoints" / "rl_000003")).policy
     loaded, again = rlinf.load_policy(export), open_checkpoint(export, read_config(export)).policy
-    assert isinstance(policy, HeadedPolicy) and isinstance(loaded.model, HeadedPolicy)
+    assert isinstance(policy, ActorPolicy) and isinstance(loaded.model, ActorPolicy)
     seen, taken = recorded(policy, export)
     assert len(seen) > 50 and np.array_equal(recorded(again, export)[1], taken)
     rows = Observation.concatenate(seen)
@@ -88,7 +88,7 @@ def test_checkpoint_and_export_take_the_same_actions_and_end_the_same_episodes_a
         before = policy.predict_action_batch(do_sample=False, **policy.preprocess(rows)).actions.numpy()
         base = policy.base.predict_action_batch(do_sample=False, **policy.preprocess(rows)).actions.numpy()
     assert np.array_equal(loaded.act(rows), before)
-    assert not np.allclose(base, before, atol=1e-2), "control: the head does something"
+    assert not np.allclose(base, before, atol=1e-2), "control: the actor does something"
     for name, source in (("checkpoint", run), ("export", export)):
         assert main(["evaluate", f"checkpoint={source}", f"output_dir={tmp_path / name}"]) == 0
         assert results_of(tmp_path / name) == results_of(run / "eval" / "after_rl")
@@ -97,7 +97,7 @@ def test_checkpoint_and_export_take_the_same_actions_and_end_the_same_episodes_a
 
 def test_an_export_of_an_export_is_the_same_policy_and_compare_pairs_it_with_its_frozen_one(run, tmp_path, capsys):
     assert main(["export", f"checkpoint={run.parent / 'export'}", f"output={tmp_path / 'again'}"]) == 0
-    for name in ("head.safetensors", "head.json", "model.safetensors"):
+    for name in ("actor.safetensors", "actor.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (run.parent / "export" / name).read_bytes()
     folders = [run / "eval" / tag for tag in ("before_rl", "after_rl")]
     assert main(["evaluate", "--compare", *map(str, folders)]) == 0
@@ -124,13 +124,13 @@ def test_doctor_and_diagnose_take_a_headed_policy(run, capsys, monkeypatch):
     assert main(["diagnose", str(run.parent / "export")]) == 0
     out = capsys.readouterr().out
     assert "a row alone and in a batch, sampled actions" in out and "it has none" in out and "FAIL" not in out
-    real = HeadedPolicy.predict_action_batch
+    real = ActorPolicy.predict_action_batch
 
     def shaken(self, **options):
         found = real(self, **options)
         return found._replace(actions=found.actions + 0.01 * torch.rand_like(found.actions))
 
-    monkeypatch.setattr(HeadedPolicy, "predict_action_batch", shaken)
+    monkeypatch.setattr(ActorPolicy, "predict_action_batch", shaken)
     config = read_config(run / "checkpoints" / "rl_000003")
     config.checkpoint = str(run)
     with _checker(config) as checker:
@@ -139,7 +139,7 @@ def test_doctor_and_diagnose_take_a_headed_policy(run, capsys, monkeypatch):
 
 
 def test_a_head_on_merged_adapters_is_exported_like_any_other(tmp_path):
-    """Adapters are merged first, a head learns on the result, and its export acts as it does."""
+    """Adapters are merged first, an actor learns on the result, and its export acts as it does."""
     lora = ["model=openvla_tiny", "model.is_lora=true", "model.lora.rank=4", "sft.max_steps=2", "sft.num_demonstrations=4",
             "sft.batch_size=8", "trainer.max_steps=0", "evaluation.num_episodes=2"]  # fmt: skip
     trained(tmp_path / "lora", *lora)

@@ -1,4 +1,4 @@
-"""The share of a GPU that an engine takes, alone or beside the policy."""
+"""The fraction of a GPU that an engine takes, alone or beside the policy."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from rlinf.errors import ConfigError
 logger = logging.getLogger("rlinf")
 
 ALONE = 0.8
-"""Share of a GPU of its own."""
+"""Fraction of a GPU of its own."""
 PASSES_BYTES = 10 * 10**9
 """Bytes that are left to the passes of a policy on the same GPU, and to libraries: an assumption."""
-PASSES_SHARE, LEAST_PASSES = 0.25, 3 * 10**9
-"""On a small GPU, this share is left to them instead, or these bytes, half of which are libraries."""
+PASSES_FRACTION, LEAST_PASSES = 0.25, 3 * 10**9
+"""On a small GPU, this fraction is left to them instead, or these bytes, half of which are libraries."""
 LEAST_CACHE = 10**9
 """Bytes besides its weights without which an engine is not worth starting."""
 
 
 def passes_beside(gpu_bytes: int) -> int:
     """Return the bytes that an engine leaves to passes."""
-    return min(PASSES_BYTES, max(LEAST_PASSES, int(PASSES_SHARE * gpu_bytes)))
+    return min(PASSES_BYTES, max(LEAST_PASSES, int(PASSES_FRACTION * gpu_bytes)))
 
 
 def share_beside(gpu_bytes: int, policy_bytes: int) -> float:
-    """Return the share of an engine on a GPU where a policy takes ``policy_bytes`` between its passes."""
+    """Return the fraction of an engine on a GPU where a policy takes ``policy_bytes`` between its passes."""
     return min(ALONE, max(0, gpu_bytes - policy_bytes - passes_beside(gpu_bytes)) / gpu_bytes)
 
 
-def engine_share(
+def engine_fraction(
     given: float | None, gpu_bytes: int, policy_bytes: int, engine_weights: int, *, key: str, apart: str
 ) -> float:
-    """Return the share of an engine beside a policy.
+    """Return the fraction of an engine beside a policy.
 
     Raise ConfigError if both do not fit; warn if a configured share leaves less to passes than is assumed.
 
@@ -39,7 +39,7 @@ def engine_share(
         given: The configured share; None: the result of ``share_beside``.
         policy_bytes: Bytes of the policy on the GPU between its passes.
         engine_weights: Bytes of the engine's own weights.
-        key: The setting of the share.
+        key: The setting of the fraction.
         apart: Overrides with which the engine has a GPU of its own, or none is needed.
     """
     usual, room, passes = share_beside(gpu_bytes, policy_bytes), gpu_bytes - policy_bytes, passes_beside(gpu_bytes)

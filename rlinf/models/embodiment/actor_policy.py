@@ -1,4 +1,4 @@
-"""A frozen policy and the head that learns on top of it, as one policy that acts, is saved and loaded like any other."""
+"""A frozen policy and the actor that learns on top of it, as one policy that acts, is saved and loaded like any other."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.distributed.transfers import to_device
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
+from rlinf.models.actors import ACTORS
+from rlinf.models.actors.base import Actor
+from rlinf.models.actors.critic import Critics
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel, Inputs
-from rlinf.models.heads import HEADS
-from rlinf.models.heads.base import Head
-from rlinf.models.heads.critic import Critics
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import from_mapping, override_text
-from rlinf.run_folder import FROZEN_FOLDER, HEAD_SETTINGS, HEAD_WEIGHTS
+from rlinf.run_folder import ACTOR_SETTINGS, ACTOR_WEIGHTS, FROZEN_FOLDER
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
 
 
-class HeadedPolicy(ActionModel, nn.Module):
-    """A frozen policy and a head.
+class ActorPolicy(ActionModel, nn.Module):
+    """A frozen policy and an actor.
 
     Args:
         base: The policy; its parameters are frozen.
-        head: The trained part.
+        actor: The trained part.
         action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
-        critics: They choose among the options of a head that has several; None: for other heads.
+        critics: They choose among the options of an actor that has several; None: for other actors.
 
     Attributes:
         base_sha256: Digest of the weights of the policy (``tensors_digest``); None: not known.
-        kept_base: Digest of the weight files of ``base`` (``weights_digest``) in the run folder, below which
-            ``save_pretrained`` then writes the head alone. None: it writes both.
+        base_store: Digest of the weight files of ``base`` (``weights_digest``) in the run folder, below which
+            ``save_pretrained`` then writes the actor alone. None: it writes both.
     """
 
     has_logprobs: ClassVar[bool] = False
@@ -48,19 +48,19 @@ class HeadedPolicy(ActionModel, nn.Module):
     value_head = None
 
     def __init__(
-        self, base: ActionModel, head: Head, action_low: Tensor, action_high: Tensor, critics: Critics | None = None
+        self, base: ActionModel, actor: Actor, action_low: Tensor, action_high: Tensor, critics: Critics | None = None
     ) -> None:
         nn.Module.__init__(self)
         check_bounds(action_low, action_high)
-        self.base, self.head, self.critics = base.requires_grad_(False), head, critics
+        self.base, self.actor, self.critics = base.requires_grad_(False), actor, critics
         device = next(base.parameters()).device
-        self.head.to(device)
+        self.actor.to(device)
         self.register_buffer("action_low", action_low.float().to(device))
         self.register_buffer("action_high", action_high.float().to(device))
         self.action_dim, self.action_chunks_len = base.action_dim, base.action_chunks_len
         self.detach_value = True
         self.base_sha256: str | None = None
-        self.kept_base: str | None = None
+        self.base_store: str | None = None
 
     # The frozen policy decides how observations become inputs.
 
@@ -99,41 +99,43 @@ class HeadedPolicy(ActionModel, nn.Module):
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         return self.base.prompt_lengths(observation)
 
-    def train(self, mode: bool = True) -> HeadedPolicy:
-        """Set the mode of the head; the frozen policy stays in evaluation mode."""
+    def train(self, mode: bool = True) -> ActorPolicy:
+        """Set the mode of the actor; the frozen policy stays in evaluation mode."""
         super().train(mode)
         self.base.eval()
         return self
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers of a sampled call: for the candidates of the frozen policy, then for the head."""
-        return self.num_candidate_numbers + self.head.num_noises
+        """Random numbers of a sampled call: for the candidates of the frozen policy, then for the actor."""
+        return self.num_candidate_numbers + self.actor.num_noises
 
     @property
     def num_candidate_numbers(self) -> int:
         """Random numbers of the candidates of the frozen policy for one observation."""
-        return (self.head.num_candidates - 1) * self.base.num_candidate_uniforms
+        return (self.actor.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
-    def propose_to_head(self, inputs: Inputs, uniforms: Tensor) -> Proposal:
-        """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for a head that steers.
+    def propose_to_actor(self, inputs: Inputs, uniforms: Tensor) -> Proposal:
+        """Ask the frozen policy once. Return its chunks in env units and the features, float32; ``sample`` for an actor that steers.
 
         ``uniforms [B, num_candidate_numbers]``, in (0, 1), decide the sampled candidates.
         """
-        count = self.head.num_candidates
+        count = self.actor.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
-        chunks, features, sample = self.base.propose(inputs, count, uniforms.reshape(shape), resumable=self.head.steers)
+        chunks, features, sample = self.base.propose(
+            inputs, count, uniforms.reshape(shape), resumable=self.actor.steers
+        )
         return Proposal(chunks.float(), features.to(self.base.feature_dtype), sample)
 
     @torch.no_grad()
     def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the action ``[B, A]`` for features of ``propose_to_head`` and ``base_of`` its chunks, and the number of its option, int64 ``[B]``.
+        """Return the action ``[B, A]`` for features of ``propose_to_actor`` and ``base_of`` its chunks, and the number of its option, int64 ``[B]``.
 
         ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
         """
-        features = self.head.encoder(features)
-        options = self.head.options(features, base, noise)
+        features = self.actor.encoder(features)
+        options = self.actor.options(features, base, noise)
         if self.critics is None:
             return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
         return self.critics.best(features, base, options)
@@ -144,18 +146,18 @@ class HeadedPolicy(ActionModel, nn.Module):
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
     def base_of(self, chunks: Tensor) -> Tensor:
-        """Return what the head reads of chunks ``[B, N, C, D]``, normalised."""
-        return self.normalize(chunks)[..., : self.head.base_numbers]
+        """Return what the actor reads of chunks ``[B, N, C, D]``, normalised."""
+        return self.normalize(chunks)[..., : self.actor.base_numbers]
 
     @torch.no_grad()
     def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
         """Return the executed actions ``[B, C, D]``, in env units within bounds, for actions ``[B, A]`` of ``compose``.
 
-        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
-        head that steers, the frozen policy continues from ``propose_to_head`` and samples from ``actions``.
+        Where the actor changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a
+        actor that steers, the frozen policy continues from ``propose_to_actor`` and samples from ``actions``.
         """
-        if self.head.steers:
-            uniforms = self.base.steering_uniforms(self.head.config.scale * actions)
+        if self.actor.steers:
+            uniforms = self.base.steering_uniforms(self.actor.config.scale * actions)
             return self._within_bounds(proposal.sample(uniforms.unsqueeze(1))[:, 0].float())
         greedy = self._within_bounds(proposal.chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
         change = (actions - self.normalize(proposal.chunks)[:, 0]).unflatten(1, greedy.shape[1:])
@@ -171,7 +173,7 @@ class HeadedPolicy(ActionModel, nn.Module):
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act: the head draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
+        """Act: the actor draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
         num_rows, split = len(next(iter(inputs.values()))), self.num_candidate_numbers
         if not do_sample:
             drawn, noise = to_device(uniforms_by_row(inputs, num_rows, split), self.device), None
@@ -180,61 +182,61 @@ class HeadedPolicy(ActionModel, nn.Module):
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
             uniforms = to_device(uniforms, self.device)
             drawn, noise = uniforms[:, :split], standard_normal(uniforms[:, split:])
-        proposal = self.propose_to_head(inputs, drawn)
+        proposal = self.propose_to_actor(inputs, drawn)
         features, base = proposal.features, self.base_of(proposal.chunks)
         actions, _ = self.decide(features, base, noise)
-        mean, log_std = self.head.outputs(self.head.encoder(features), base)
+        mean, log_std = self.actor.outputs(self.actor.encoder(features), base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
         return ActionPrediction(self.executed(proposal, actions), actions, logits, mean.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
+        raise NotImplementedError("A policy with an actor has no log-probabilities for policy gradients")
 
     def evaluate_actions(self, inputs: Inputs, sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
-        raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
+        raise NotImplementedError("A policy with an actor has no log-probabilities for policy gradients")
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the folder of the frozen policy (unless ``kept_base``), and the head; ``state_dict``: gathered weights."""
+        """Write the folder of the frozen policy (unless ``base_store``), and the actor; ``state_dict``: gathered weights."""
         folder, weights = Path(save_directory), self.state_dict() if state_dict is None else state_dict
         base = {name.removeprefix("base."): tensor for name, tensor in weights.items() if name.startswith("base.")}
         own = {name: tensor.contiguous() for name, tensor in weights.items() if not name.startswith("base.")}
-        if self.kept_base is None:
+        if self.base_store is None:
             self.base.save_pretrained(folder, state_dict=base)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(own, folder / HEAD_WEIGHTS)
+        save_file(own, folder / ACTOR_WEIGHTS)
         settings = {
             "feature_kind": self.base.feature_kind,
-            "feature_dim": self.head.feature_dim,
-            "noise_std": self.head.noise_std,
+            "feature_dim": self.actor.feature_dim,
+            "noise_std": self.actor.noise_std,
             "num_critics": 0 if self.critics is None else self.critics.num_critics,
             "base_sha256": self.base_sha256,
-            "head": asdict(self.head.config),
-            **({} if self.kept_base is None else {"kept_base": self.kept_base}),
+            "actor": asdict(self.actor.config),
+            **({} if self.base_store is None else {"base_store": self.base_store}),
         }
-        write_text(folder / HEAD_SETTINGS, json.dumps(settings, indent=1))
+        write_text(folder / ACTOR_SETTINGS, json.dumps(settings, indent=1))
 
     @classmethod
-    def on(cls, base: ActionModel, folder: str | Path) -> HeadedPolicy:
-        """Put the head of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
+    def on(cls, base: ActionModel, folder: str | Path) -> ActorPolicy:
+        """Put the actor of a folder on the policy of the same folder. Raise CheckpointError if it does not fit."""
         folder = Path(folder)
         try:
-            settings = head_settings(folder)
-            weights = load_file(folder / HEAD_WEIGHTS)
-            config = from_mapping(HeadConfig, settings["head"], "head")
+            settings = actor_settings(folder)
+            weights = load_file(folder / ACTOR_WEIGHTS)
+            config = from_mapping(ActorConfig, settings["actor"], "actor")
             base.feature_kind = settings["feature_kind"]
             if base.feature_kind == "token" and getattr(base, "readout_token", None) is None:
                 raise ValueError("it reads features of model.features=token, and the policy was loaded with others")
-            head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
+            actor = make_actor(config, settings["feature_dim"], base, settings["noise_std"])
             count = settings["num_critics"]
-            critics = Critics(config, head.num_critic_inputs, count) if count else None
-            policy = cls(base, head, weights["action_low"], weights["action_high"], critics)
+            critics = Critics(config, actor.num_critic_inputs, count) if count else None
+            policy = cls(base, actor, weights["action_low"], weights["action_high"], critics)
             own = {name for name in policy.state_dict() if not name.startswith("base.")}
             if own != weights.keys():
-                raise ValueError(f"{HEAD_WEIGHTS} holds {sorted(weights)}; required: {sorted(own)}")
+                raise ValueError(f"{ACTOR_WEIGHTS} holds {sorted(weights)}; required: {sorted(own)}")
             policy.load_state_dict(weights, strict=False)
             policy.base_sha256 = settings.get("base_sha256")
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"The head in {folder} cannot be loaded: {error}. Use another checkpoint") from error
+            raise CheckpointError(f"The actor in {folder} cannot be loaded: {error}. Use another checkpoint") from error
         return policy.eval()
 
 
@@ -243,29 +245,29 @@ def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
     if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
         raise ConfigError(
             f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
-            "because a head acts in shares of this range. Set algorithm=ppo, or give the env bounds"
+            "because an actor acts in fractions of this range. Set algorithm=ppo, or give the env bounds"
         )
 
 
-def make_head(config: HeadConfig, feature_dim: int, base: ActionModel, noise_std: float | None) -> Head:
-    """Build a head with new weights for a policy; ConfigError if its name is not registered."""
-    if config.name not in HEADS:
+def make_actor(config: ActorConfig, feature_dim: int, base: ActionModel, noise_std: float | None) -> Actor:
+    """Build an actor with new weights for a policy; ConfigError if its name is not registered."""
+    if config.name not in ACTORS:
         raise ConfigError(
-            f"algorithm.head.name is {override_text(config.name)!r}; required: one of {', '.join(HEADS)}. "
-            "Set algorithm.head.name=residual"
+            f"algorithm.actor.name is {override_text(config.name)!r}; required: one of {', '.join(ACTORS)}. "
+            "Set algorithm.actor.name=residual"
         )
     check_steered(config, base)
-    head, own = HEADS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
-    numbers = head.num_base_numbers_of(base), noise_std, head.num_numbers_of(base)
-    return head(config, feature_dim, *numbers, *own)
+    actor, own = ACTORS.get(config.name), base.make_encoder() if base.feature_kind == "inputs" else (None, None)
+    numbers = actor.num_base_numbers_of(base), noise_std, actor.num_numbers_of(base)
+    return actor(config, feature_dim, *numbers, *own)
 
 
-def check_steered(config: HeadConfig, base: ActionModel) -> None:
-    """Raise ConfigError if a head sets the random numbers of a policy that draws none."""
-    if HEADS.get(config.name).steers and base.num_candidate_uniforms == 0:
+def check_steered(config: ActorConfig, base: ActionModel) -> None:
+    """Raise ConfigError if an actor sets the random numbers of a policy that draws none."""
+    if ACTORS.get(config.name).steers and base.num_candidate_uniforms == 0:
         raise ConfigError(
-            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
-            "configured draws none; required: a policy that samples its actions. Set algorithm.head.name=residual"
+            f"algorithm.actor.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as "
+            "configured draws none; required: a policy that samples its actions. Set algorithm.actor.name=residual"
         )
 
 
@@ -287,12 +289,12 @@ def uniforms_by_row(inputs: Mapping[str, Tensor], num_rows: int, count: int) -> 
     return torch.stack(drawn).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
-def head_settings(folder: str | Path) -> dict[str, Any]:
-    """Return the settings that ``save_pretrained`` wrote for a head; raise CheckpointError if they cannot be read."""
-    path = Path(folder) / HEAD_SETTINGS
+def actor_settings(folder: str | Path) -> dict[str, Any]:
+    """Return the settings that ``save_pretrained`` wrote for an actor; raise CheckpointError if they cannot be read."""
+    path = Path(folder) / ACTOR_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"feature_kind", "feature_dim", "noise_std", "num_critics", "head"} - settings.keys()
+        missing = {"feature_kind", "feature_dim", "noise_std", "num_critics", "actor"} - settings.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint") from error
     if missing:
@@ -306,29 +308,29 @@ def kept_place(run: str | Path, digest: str) -> Path:
 
 
 def base_folder(folder: str | Path) -> Path:
-    """Return the folder of the frozen policy below the head in ``folder``: the same one, or one that its run keeps.
+    """Return the folder of the frozen policy below the actor in ``folder``: the same one, or one that its run keeps.
 
     Raise CheckpointError if it is missing or has other weights.
     """
     folder = Path(folder)
-    digest = head_settings(folder).get("kept_base")
+    digest = actor_settings(folder).get("base_store")
     if digest is None:
         return folder
     above = folder.resolve().parents[:5]  # model, checkpoint, superseded_1, checkpoints, run folder
     found = next((place for run in above if (place := kept_place(run, digest)).is_dir()), None)
     if found is None:
         raise CheckpointError(
-            f"{folder} holds a head, and the run folder above it does not hold the policy below that "
+            f"{folder} holds an actor, and the run folder above it does not hold the policy below that "
             f"({kept_place('', digest)}). Copy the whole run folder, or `rlinf export checkpoint={folder.parent} output=<folder>` where it lies"
         )
     if weights_digest(str(found)) != digest:
         raise CheckpointError(
-            f"The weights in {found} are damaged or were replaced: the head in {folder} was trained on others, by their "
+            f"The weights in {found} are damaged or were replaced: the actor in {folder} was trained on others, by their "
             "digest. Copy them again, or use another run"
         )
     return found
 
 
-def has_head(folder: str | Path) -> bool:
-    """Return whether a folder for ``from_pretrained`` holds a head."""
-    return (Path(folder) / HEAD_SETTINGS).is_file()
+def has_actor(folder: str | Path) -> bool:
+    """Return whether a folder for ``from_pretrained`` holds an actor."""
+    return (Path(folder) / ACTOR_SETTINGS).is_file()

@@ -1,4 +1,4 @@
-"""A head: a network on the features and chunks of the frozen policy, and a distribution over its output."""
+"""An actor: a network on the features and chunks of the frozen policy, and a distribution over its output."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.models.embodiment.modules.float32 import without_autocast
 
 INITIAL_LOG_STD = -1.0
 
 
-class Head(nn.Module):
+class Actor(nn.Module):
     """A network that gives numbers ``r`` in [-1, 1], of which ``compose`` makes the action.
 
     Actions and base actions are in halves of the range of the env: its bounds are -1 and 1.
@@ -26,7 +26,7 @@ class Head(nn.Module):
         base_numbers: Numbers of a chunk of the frozen policy.
         noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
         num_numbers: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_numbers``.
-        encoder: Trained by the critics; what it makes of the features, ``[B, encoded_dim]``, is what head and critics read.
+        encoder: Trained by the critics; what it makes of the features, ``[B, encoded_dim]``, is what actor and critics read.
         encoded_dim: None: ``feature_dim``.
 
     Attributes:
@@ -43,7 +43,7 @@ class Head(nn.Module):
 
     def __init__(
         self,
-        config: HeadConfig,
+        config: ActorConfig,
         feature_dim: int,
         base_numbers: int,
         noise_std: float | None = None,
@@ -67,13 +67,13 @@ class Head(nn.Module):
                 self.network[-1].bias[num_numbers:] = INITIAL_LOG_STD
 
     @classmethod
-    def num_candidates_of(cls, config: HeadConfig) -> int:
-        """Return how many chunks of the frozen policy a head of these settings reads."""
+    def num_candidates_of(cls, config: ActorConfig) -> int:
+        """Return how many chunks of the frozen policy an actor of these settings reads."""
         return 1
 
     @classmethod
     def num_numbers_of(cls, model: Any) -> int:
-        """Return ``A`` of a head on ``model``, a policy that may be on the meta device."""
+        """Return ``A`` of an actor on ``model``, a policy that may be on the meta device."""
         return model.action_dim * model.action_chunks_len
 
     @classmethod
@@ -105,11 +105,11 @@ class Head(nn.Module):
         return self.compose(base, r).unsqueeze(1)
 
     def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the base chunks ``[B, N, A]`` with which a loss of the head is computed."""
+        """Return the base chunks ``[B, N, A]`` with which a loss of the actor is computed."""
         return base
 
     def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
-        """Return the head's own term ``[B]`` of its loss, for actions ``[B, A]`` at base chunks ``[B, N, A]``."""
+        """Return the actor's own term ``[B]`` of its loss, for actions ``[B, A]`` at base chunks ``[B, N, A]``."""
         return actions.new_zeros(len(actions))
 
     @abstractmethod

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.rollout.shared_memory import TensorForm, refuse_main_script
+from rlinf.rollout.shared_memory import TensorForm, reject_main_script
 
 
 @dataclass(frozen=True)
-class PolicyShell:
+class PolicySkeleton:
     """A pickled policy without the numbers of its state dict, which a push of weights brings.
 
-    A player needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a
+    A rollout worker needs neither the files of the weights nor their origin (a folder, a checkpoint, adapters, statistics of a
     dataset). Buffers outside the state dict keep their numbers.
     """
 
     data: bytes
 
     @classmethod
-    def of(cls, model: nn.Module) -> PolicyShell:
+    def of(cls, model: nn.Module) -> PolicySkeleton:
         """Return the shell of a plain model on the CPU, or of one whose weights are still in their files.
 
         Raise ConfigError if it cannot be sent to another process.
@@ -34,7 +34,7 @@ class PolicyShell:
         try:
             _Pickler(data, model).dump(model)
         except Exception as error:  # classes of users raise what they like
-            message = f"The policy cannot be sent to players: {type(error).__name__}: {error}. Set cluster.placement=colocated cluster.start=auto"
+            message = f"The policy cannot be sent to rollout workers: {type(error).__name__}: {error}. Set cluster.placement=colocated cluster.start=auto"
             raise ConfigError(message) from error
         return cls(data.getvalue())
 
@@ -59,7 +59,7 @@ class _Pickler(pickle.Pickler):
         self.pushed = {id(tensor) for name, tensor in named if name in pushed}
 
     def persistent_id(self, value: Any) -> tuple[int, TensorForm] | None:
-        refuse_main_script(value)
+        reject_main_script(value)
         # The id is the same for tied tensors, which stay tied.
         return (id(value), TensorForm.of(value)) if isinstance(value, Tensor) and id(value) in self.pushed else None
 

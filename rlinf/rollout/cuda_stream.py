@@ -11,13 +11,13 @@ from torch import Tensor
 from rlinf.distributed.devices import own_device
 
 
-class Lane:
+class CudaStream:
     """Runs the policy calls of one worker thread, and brings their results to the CPU. On a CPU it does nothing.
 
     Kernels of a stream run in their order, and a thread that waits for its results waits for all kernels before them. Two
-    threads on one stream would wait for each other's calls, so each lane has a stream, and waits once in a call.
+    threads on one stream would wait for each other's calls, so each stream has a stream, and waits once in a call.
 
-    ``own_stream``: False for an only lane, which has nobody to wait for, and whose cached memory serves updates too then; and for
+    ``own_stream``: False for an only stream, which has nobody to wait for, and whose cached memory serves updates too then; and for
     a simulation on the GPU, which works on the default stream.
     """
 
@@ -28,10 +28,10 @@ class Lane:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a block on the stream of this lane.
+        """Run a block on the stream of this stream.
 
-        Trained weights are pushed and updated on the default stream. The lane waits for its work when the block begins, and
-        the default stream waits for the lane when the block ends, so neither sees weights that the other still uses.
+        Trained weights are pushed and updated on the default stream. The stream waits for its work when the block starts, and
+        the default stream waits for the stream when the block ends, so neither sees weights that the other still uses.
         """
         # Autocast keeps casts of weights, made on the stream of the first thread, for all threads: these must share a stream.
         if not (self._on_gpu and self._own_stream) or torch.is_autocast_enabled("cuda"):
@@ -87,5 +87,5 @@ def unpacked(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_width(tensors: Sequence[Tensor]) -> list[int]:
-    """Order ``tensors`` by the bytes of a number: numbers in memory must begin at a multiple of their size."""
+    """Order ``tensors`` by the bytes of a number: numbers in memory must start at a multiple of their size."""
     return sorted(range(len(tensors)), key=lambda k: -tensors[k].element_size())

@@ -1,6 +1,6 @@
-"""Makes the pictures of the README from a run of the quickstart: the top of its report, and one episode before and after RL.
+"""Makes the images of the README from a run of the quickstart: the top of its report, and one episode before and after RL.
 
-    python scripts/readme_pictures.py outputs/quickstart/latest [--episode 2]
+    python scripts/readme_images.py outputs/quickstart/latest [--episode 2]
 
 The episode is a number in the list of the evaluations; without it, the first one that failed before RL and succeeded after.
 Needs Chromium.
@@ -27,7 +27,7 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 REPORT_SIZE = (1200, 965)  # down to the table of success per task
 VIDEO_SIZE = 320
 MARGIN = 28
-END_S = 1.5  # how long the last picture stands
+END_S = 1.5  # how long the last image stands
 
 
 def first_repaired(run: Path) -> int:
@@ -41,11 +41,11 @@ def screenshot(report: Path, output: Path) -> None:
     """Write the top of a report as a PNG with a palette."""
     browser = next(path for name in BROWSERS if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder) / "report.png"
-        subprocess.run([browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--screenshot={picture}",
+        image = Path(folder) / "report.png"
+        subprocess.run([browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--screenshot={image}",
                         f"--window-size={REPORT_SIZE[0]},{REPORT_SIZE[1]}", report.resolve().as_uri()],
                        check=True, capture_output=True, timeout=120)  # fmt: skip
-        Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        Image.open(image).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
             output
         )
 
@@ -73,18 +73,18 @@ def animation(run: Path, episode: int, output: Path) -> None:
 
 
 def beside(left: np.ndarray, right: np.ndarray) -> Image.Image:
-    """Return two pictures side by side under their titles."""
+    """Return two images side by side under their titles."""
     height, width = left.shape[:2]
-    picture = Image.new("RGB", (2 * width + MARGIN, height + MARGIN), "white")
-    draw = ImageDraw.Draw(picture)
+    canvas = Image.new("RGB", (2 * width + MARGIN, height + MARGIN), "white")
+    draw = ImageDraw.Draw(canvas)
     for image, title, x in ((left, "before RL", 0), (right, "after RL", width + MARGIN)):
-        picture.paste(Image.fromarray(image), (x, MARGIN))
+        canvas.paste(Image.fromarray(image), (x, MARGIN))
         draw.text((x + 4, 4), title, fill="black", font=ImageFont.load_default(16))
-    return picture
+    return canvas
 
 
 def main() -> None:
-    """Write both pictures."""
+    """Write both images."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--episode", type=int)

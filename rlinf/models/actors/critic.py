@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.algorithms.offpolicy_config import ActorConfig
 from rlinf.models.embodiment.modules.float32 import without_autocast
 
 
@@ -17,12 +17,12 @@ class Critics(nn.Module):
     The first layer is one product for all, because they read the same numbers.
 
     Args:
-        config: Widths, the same as the head's.
-        num_inputs: Numbers that each reads: features, base action and action (``Head.num_critic_inputs``).
+        config: Widths, the same as the actor's.
+        num_inputs: Numbers that each reads: features, base action and action (``Actor.num_critic_inputs``).
         num_critics: ``E``.
     """
 
-    def __init__(self, config: HeadConfig, num_inputs: int, num_critics: int) -> None:
+    def __init__(self, config: ActorConfig, num_inputs: int, num_critics: int) -> None:
         super().__init__()
         self.num_critics, self.layer_norm, width = num_critics, config.layer_norm, config.hidden_size
         self.first = nn.Linear(num_inputs, num_critics * width)

@@ -1,4 +1,4 @@
-"""Off-policy reinforcement learning of a head, on a frozen policy or alone: act, store, update after every few env steps."""
+"""Off-policy reinforcement learning of an actor, on a frozen policy or alone: act, store, update after every few env steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE, OffPolicyConfig
+from rlinf.checkpoints.base_store import keep_base
 from rlinf.checkpoints.folders import resolve_checkpoint
-from rlinf.checkpoints.kept_base import keep_base
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
 from rlinf.data.formats import open_dataset
@@ -29,8 +29,8 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, NonFiniteError, RLinfError
 from rlinf.evaluation.result import actions_clipped
 from rlinf.models.base_weights import tensors_digest
+from rlinf.models.embodiment.actor_policy import ActorPolicy, check_bounds, make_actor
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head
 from rlinf.models.sampling import standard_normal
 from rlinf.offpolicy.controls import note_warmup
 from rlinf.offpolicy.corrections import Corrections
@@ -43,7 +43,7 @@ from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.run_folder import TRAINER_FOLDER
 from rlinf.seeding import derive_seed
-from rlinf.training.action_trainer import ActionTrainer, Clock, Parts
+from rlinf.training.action_trainer import ActionTrainer, Clock, TrainerContext
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
 
 logger = logging.getLogger("rlinf")
@@ -52,36 +52,36 @@ LEARNER, REPLAY, LOOP, OFFLINE = "learner.", "replay.", "loop.", "offline."
 """Beginnings of the names of what a checkpoint keeps."""
 
 
-def make_head_trainer(algorithm: type[OffPolicyLearner], parts: Parts) -> HeadTrainer:
+def make_offpolicy_trainer(algorithm: type[OffPolicyLearner], parts: TrainerContext) -> OffPolicyTrainer:
     """Make the trainer of an off-policy algorithm, and the envs in which this rank plays."""
     config = parts.config
     env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
     folder = cast(OffPolicyConfig, config.algorithm).offline_dataset
     demonstrations = None if folder is None else open_dataset(config.sft, env, folder, outcomes=True)
     sampler = episode_sampler(config, env)
-    return HeadTrainer(parts, env, sampler, algorithm, parts.worker.autocast, demonstrations)
+    return OffPolicyTrainer(parts, env, sampler, algorithm, parts.worker.autocast, demonstrations)
 
 
-class HeadTrainer(ActionTrainer):
-    """Improve a frozen policy by a head that learns from a replay buffer.
+class OffPolicyTrainer(ActionTrainer):
+    """Improve a frozen policy by an actor that learns from a replay buffer.
 
-    Every iteration begins with fresh episodes, so that a checkpoint need not hold simulators. An episode that still runs at the end of
+    Every iteration starts with fresh episodes, so that a checkpoint need not hold simulators. An episode that still runs at the end of
     an iteration is cut: its last observation is stored, and the critic values it.
 
-    Every rank plays its share of the envs and learns of all: what came of a policy call is joined, and then each rank does the same with
+    Every rank plays its fraction of the envs and learns of all: what came of a policy call is joined, and then each rank does the same with
     equal numbers. With ``algorithm.overlap``, a thread makes the updates that are owed while the envs play the next policy call, whose
     actions were chosen before. So results do not depend on how fast either is.
 
     Args:
         env: Where this rank plays, with auto-reset.
-        make_learner: Makes the learner of a head: the class of the algorithm.
+        make_learner: Makes the learner of an actor: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
-        demonstrations: Dataset of which a share of each batch is drawn, if any.
+        demonstrations: Dataset of which a fraction of each batch is drawn, if any.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainerContext,
         env: VectorEnv,
         sampler: EpisodeSampler,
         make_learner: type[OffPolicyLearner],
@@ -100,19 +100,19 @@ class HeadTrainer(ActionTrainer):
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
         self._is_noted = False  # what the warm-up has shown
-        self._begins_as_base = False  # the head is new and changes nothing yet
+        self._begins_as_base = False  # the actor is new and changes nothing yet
         num_envs = parts.config.rollout.num_envs
         self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names)
         self._seen: Observation  # by the envs of this rank, at present
         self._proposal: Proposal | None = None  # what the frozen policy says of that
         self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
-        self.policy: HeadedPolicy
+        self.policy: ActorPolicy
         self.learner: OffPolicyLearner
         self.replay: ReplayBuffer
 
     def begin(self) -> None:
-        """Begin with a new head or the one of the checkpoint, and evaluate it."""
+        """Start with a new actor or the one of the checkpoint, and evaluate it."""
         loop = self.loop
         self.worker.end_phase()
         self.make_parts(self.worker.model)
@@ -121,8 +121,8 @@ class HeadTrainer(ActionTrainer):
         self.sync.push(loop.state.policy_version)
 
     @property
-    def model(self) -> HeadedPolicy:
-        """The policy with its head, which is evaluated and saved."""
+    def model(self) -> ActorPolicy:
+        """The policy with its actor, which is evaluated and saved."""
         return self.policy
 
     @property
@@ -130,7 +130,7 @@ class HeadTrainer(ActionTrainer):
         """None: ``state_dict`` has all that learns."""
         return None
 
-    def played_by(self) -> str:
+    def rollout_workers(self) -> str:
         """Return in words who plays the envs of a rank."""
         return "the thread that updates" if self._updating is None else "a thread next to the one that updates"
 
@@ -141,31 +141,31 @@ class HeadTrainer(ActionTrainer):
         self.env.close()
 
     def make_parts(self, model: ActionModel) -> None:
-        """Make head, learner and buffer, or restore them from the checkpoint."""
+        """Make actor, learner and buffer, or restore them from the checkpoint."""
         loop, run = self.loop, self.parts.config
         config, seed, rollout = self.config, run.seed, run.rollout
-        if isinstance(model, HeadedPolicy):
+        if isinstance(model, ActorPolicy):
             self.policy = model
         else:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, "head"))
-                head = make_head(config.head, model.feature_dim, model, self.make_learner.noise_std(config))
-            self.policy = HeadedPolicy(model, head, *self._bounds)
-            self._begins_as_base = head.begins_as_base
+                torch.manual_seed(derive_seed(seed, "actor"))
+                actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
+            self.policy = ActorPolicy(model, actor, *self._bounds)
+            self._begins_as_base = actor.begins_as_base
         self.policy.eval()
         keep_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
-        head = self.policy.head
-        self.learner = self.make_learner(config, head, seed)
-        if self.policy.critics is not None:  # of a policy whose head chooses by them
+        actor = self.policy.actor
+        self.learner = self.make_learner(config, actor, seed)
+        if self.policy.critics is not None:  # of a policy whose actor chooses by them
             self.learner.begin_with(self.policy.critics)
-        self.policy.critics = self.learner.critics if head.chooses else None
+        self.policy.critics = self.learner.critics if actor.chooses else None
         self.replay = ReplayBuffer(
             config.replay_capacity,
             rollout.num_envs,
-            feature_dim=head.feature_dim,
-            num_candidates=head.num_candidates,
-            base_numbers=head.base_numbers,
-            num_numbers=head.num_numbers,
+            feature_dim=actor.feature_dim,
+            num_candidates=actor.num_candidates,
+            base_numbers=actor.base_numbers,
+            num_numbers=actor.num_numbers,
             chunk_len=self.policy.action_chunks_len,
             seed=derive_seed(seed, "replay"),
             feature_dtype=self.policy.base.feature_dtype,
@@ -181,7 +181,7 @@ class HeadTrainer(ActionTrainer):
             manifest = build_manifest(run, self.policy, policy_version=0)
             more = take_over_replay(folder, self.replay, self.policy, manifest, REPLAY, [f"{LOOP}largest_return"])
             self.largest_return = max(self.largest_return, float(more[f"{LOOP}largest_return"]))
-            loop.progress.note(f"the buffer begins with {self.replay.num_transitions} transitions of {folder}")
+            loop.progress.note(f"the buffer starts with {self.replay.num_transitions} transitions of {folder}")
 
     def _take(self, dataset: StoredDemonstrations) -> None:
         """Ask the frozen policy about demonstrations, unless its answers are on disk."""
@@ -231,8 +231,8 @@ class HeadTrainer(ActionTrainer):
             self._begins_as_base = bool(loop.get("begins_as_base", False))
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} does not hold what algorithm.name={self.config.name} with these settings goes on with: {error}. Use the "
-                "algorithm section of its config.yaml, or begin a new run with its policy: "
+                f"{folder} does not hold what algorithm.name={self.config.name} with these settings continues with: {error}. Use the "
+                "algorithm section of its config.yaml, or start a new run with its policy: "
                 f"init_from={folder.parent} resume=null output_dir=<a new folder>"
             ) from error
 
@@ -241,13 +241,13 @@ class HeadTrainer(ActionTrainer):
         state, clock, num_calls = self.loop.state, Clock(), self.parts.config.rollout.num_chunks
         self.learner.decay(self.decayed(step))
         before, updates, staleness = state.env_steps, _Means(), 0
-        if not self._is_noted and before >= self.config.warmup_env_steps:
+        if not self._is_noted and before >= self.config.learning_starts:
             self._is_noted = True
             note_warmup(self.parts, self._begins_as_base)
         episodes = _Episodes(self.parts.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names)
         said = self._begin_episodes(step)
-        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.head.num_noises)
+        shape = (num_calls, self.parts.config.rollout.num_envs, self.policy.actor.num_noises)
         for call, uniforms in enumerate(self._draw(*shape, purpose=("actions", step))):
             self._observe(said)
             clock.lap("rollout")
@@ -276,30 +276,32 @@ class HeadTrainer(ActionTrainer):
         metrics |= self._corrections.metrics()
         metrics |= {
             "rollout/env_steps_total": state.env_steps,
-            "rollout/base_calls_total": self.num_base_calls,
+            "rollout/base_policy_queries": self.num_base_calls,
             "rollout/transitions": self.replay.num_transitions,
             "rollout/staleness_updates": staleness,
             "train/updates_total": self.learner.num_updates,
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
         metrics |= {} if self.offline is None else self.offline.metrics()
-        if self.policy.head.acts_alone:
-            metrics.pop("train/at_bound", None)  # its numbers are actions, at the bounds of the env: no scale cuts them
+        if self.policy.actor.acts_alone:
+            metrics.pop(
+                "train/action_saturation", None
+            )  # its numbers are actions, at the bounds of the env: no scale cuts them
         if rank() == 0:
             self._warn(metrics)
         return metrics | clock.metrics()
 
     def _check_equal_on_ranks(self) -> None:
-        """Raise RLinfError on all ranks unless they have equal heads: they have all made the same updates."""
-        weights = torch.cat([parameter.detach().flatten().cpu() for parameter in self.policy.head.parameters()])
+        """Raise RLinfError on all ranks unless they have equal actors: they have all made the same updates."""
+        weights = torch.cat([parameter.detach().flatten().cpu() for parameter in self.policy.actor.parameters()])
         if len(set(gather_objects(zlib.crc32(weights.numpy().tobytes())))) > 1:
             raise RLinfError(
-                "The heads of the ranks are no longer equal: the same updates have other roundings on other processors. Use machines "
+                "The actors of the ranks are no longer equal: the same updates have other roundings on other processors. Use machines "
                 "or GPUs of one kind, or set cluster.num_processes=1"
             )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Warn once of critics that diverge, and of a head that is at its bound."""
+        """Warn once of critics that diverge, and of an actor that is at its bound."""
         buffers = [self.replay] if self.offline is None else [self.replay, self.offline.data.replay]
         expected = metrics.get("train/q_mean", 0.0)
         possible = max(largest_return(buffer, self.config.gamma) for buffer in buffers)
@@ -308,14 +310,14 @@ class HeadTrainer(ActionTrainer):
             self._warn_once(
                 "train/q_mean",
                 f"the critics expect {expected:.3g} on average (train/q_mean), and episodes so far allow {possible:.3g} at most: they "
-                "diverge. Set algorithm.learning_rate or algorithm.updates_per_env_step to less",
+                "diverge. Set algorithm.learning_rate or algorithm.utd_ratio to less",
             )
-        share, head = metrics.get("train/at_bound", 0.0), self.config.head
-        if share > 0.5 and head.scale < LARGEST_SCALE:
+        share, actor = metrics.get("train/action_saturation", 0.0), self.config.actor
+        if share > 0.5 and actor.scale < LARGEST_SCALE:
             self._warn_once(
-                "train/at_bound",
-                f"{share:.0%} of the numbers of the head are at their bound (train/at_bound): corrections cannot become larger. "
-                f"Set algorithm.head.scale={min(LARGEST_SCALE, 2 * head.scale):g}",
+                "train/action_saturation",
+                f"{share:.0%} of the numbers of the actor are at their bound (train/action_saturation): corrections cannot become larger. "
+                f"Set algorithm.actor.scale={min(LARGEST_SCALE, 2 * actor.scale):g}",
             )
 
     def _warn_once(self, name: str, text: str) -> None:
@@ -324,7 +326,7 @@ class HeadTrainer(ActionTrainer):
             self._warned.add(name)
 
     def _begin_episodes(self, step: int) -> Said:
-        """Begin the first episode of each env in this iteration."""
+        """Start the first episode of each env in this iteration."""
         first, positions = self._own.start, np.zeros(len(self._own), dtype=np.int64)
 
         def following(row: int) -> EpisodeSpec:
@@ -357,14 +359,14 @@ class HeadTrainer(ActionTrainer):
         shape = (self.parts.config.rollout.num_envs, self.policy.num_candidate_numbers)
         uniforms = self._draw(*shape, purpose=purpose)[self._own.start + rows].to(self.policy.device)
         with self.autocast():
-            return self.policy.propose_to_head(self.policy.preprocess(observation), uniforms)
+            return self.policy.propose_to_actor(self.policy.preprocess(observation), uniforms)
 
     def _said(self, rows: np.ndarray, proposal: Proposal | None) -> Said:
         """Return what other ranks are told of a proposal for this rank's envs ``rows``."""
         policy, envs = self.policy, torch.from_numpy(self._own.start + rows)
         if proposal is None:
-            chunks = torch.empty(0, policy.head.num_candidates, policy.action_chunks_len, policy.action_dim)
-            return Said(envs, torch.empty(0, policy.head.feature_dim, dtype=policy.base.feature_dtype), chunks)
+            chunks = torch.empty(0, policy.actor.num_candidates, policy.action_chunks_len, policy.action_dim)
+            return Said(envs, torch.empty(0, policy.actor.feature_dim, dtype=policy.base.feature_dtype), chunks)
         features = proposal.features.cpu()
         if not bool(features.isfinite().all()):
             rows_of = (~features.isfinite().all(1)).sum()
@@ -382,32 +384,32 @@ class HeadTrainer(ActionTrainer):
             self.replay.observe(said.envs, said.features, self.policy.base_of(said.chunks.to(self.policy.device)))
 
     def _is_warm_up(self) -> bool:
-        return self.loop.state.env_steps < self.config.warmup_env_steps
+        return self.loop.state.env_steps < self.config.learning_starts
 
     @torch.no_grad()
     def _decide(self, said: Said, uniforms: Tensor, episodes: _Episodes) -> tuple[Tensor, Tensor]:
         """Return the actions ``[B, A]`` of all envs, in halves of the range of the env, and those without noise."""
-        device, head = self.policy.device, self.policy.head
+        device, actor = self.policy.device, self.policy.actor
         features, uniforms = to_device(said.features, device), to_device(uniforms, device)
         base = self.policy.base_of(to_device(said.chunks, device))
         greedy, _ = self.policy.decide(features, base, None)
         if self._is_warm_up():
-            actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
+            actions = actor.compose(base, 2 * uniforms[:, : actor.num_numbers] - 1)
         else:
             actions, chosen = self.policy.decide(features, base, standard_normal(uniforms))
-            episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
+            episodes.add_choices(chosen, base.shape[1] if actor.chooses else 0)
         if episodes.values is None:
-            episodes.values = self.learner.values(head.encoder(features), base, actions).cpu().numpy()
+            episodes.values = self.learner.values(actor.encoder(features), base, actions).cpu().numpy()
         return actions, greedy
 
     @waiting("rollout")
     def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> CallOutcome:
         """Act in the envs of this rank, and ask about what they show then; return what came of it in the envs of all ranks.
 
-        After the last policy call of an iteration, only episodes that go on are asked about.
+        After the last policy call of an iteration, only episodes that continue are asked about.
         """
         own = slice(self._own.start, self._own.stop)
-        with self.autocast():  # a head that steers lets the frozen policy go on
+        with self.autocast():  # an actor that steers lets the frozen policy continue
             executed = self.policy.executed(self._proposal, actions[own])
         self._note_corrections(executed, greedy[own])
         self._proposal = None  # and with it what the policy computed of the images, before it sees the next ones
@@ -428,11 +430,11 @@ class HeadTrainer(ActionTrainer):
         return joined(gather_objects(outcome))
 
     def _note_corrections(self, executed: Tensor, greedy: Tensor) -> None:
-        """Note what the head changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
-        if self._is_warm_up() or not self.policy.head.base_numbers:
+        """Note what the actor changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
+        if self._is_warm_up() or not self.policy.actor.base_numbers:
             return
         base = self.policy.normalize(self._proposal.chunks)[:, 0]
-        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.head.steers else greedy
+        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.actor.steers else greedy
         self._corrections.add(base, changed)
 
     def _store(self, actions: Tensor, outcome: CallOutcome, episodes: _Episodes) -> None:
@@ -446,7 +448,7 @@ class HeadTrainer(ActionTrainer):
         self._observe(outcome.last)
         num_steps = int(outcome.executed.sum())
         if not is_warm_up:
-            self.owed += self.config.updates_per_env_step * num_steps
+            self.owed += self.config.utd_ratio * num_steps
         state.env_steps += num_steps
         episodes.add(outcome)
 
@@ -552,7 +554,7 @@ class _Episodes:
             of_actions = zip(of_bounds, actions_clipped(self.results), strict=True)
             metrics |= {name: value for name, value in of_actions if value is not None}
             expected, reached = np.mean(self.calibration, axis=0).tolist()
-            metrics |= {"train/q_first": expected, "train/return_first": reached}
+            metrics |= {"train/q_initial": expected, "train/return_initial": reached}
         if self._choices:
-            metrics["rollout/base_chosen"] = torch.cat(self._choices).float().mean().item()
+            metrics["rollout/base_action_fraction"] = torch.cat(self._choices).float().mean().item()
         return metrics

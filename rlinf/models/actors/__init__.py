@@ -1,0 +1,18 @@
+"""Actors by name: the small networks that learn on top of a frozen policy."""
+
+from __future__ import annotations
+
+from rlinf.registry import Registry
+
+ACTORS: Registry = Registry(
+    "actor",
+    "rlinf.actors",
+    {
+        "scratch": "rlinf.models.actors.kinds:ScratchActor",
+        "rlt": "rlinf.models.actors.kinds:RLTActor",
+        "direct": "rlinf.models.actors.kinds:DirectActor",
+        "expo": "rlinf.models.actors.kinds:EXPOActor",
+        "dsrl": "rlinf.models.actors.kinds:DSRLActor",
+        "residual": "rlinf.models.actors.kinds:ResidualActor",
+    },
+)

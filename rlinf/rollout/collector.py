@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.cuda_stream import CudaStream
@@ -40,15 +40,15 @@ ATTEMPT_STRIDE = 1 << 32
 class Collector(Protocol):
     """Plays the rollouts of a rank. ``RolloutCollector.collect`` explains the arguments."""
 
-    blocks: range
+    env_groups: range
 
-    def issue(
+    def submit(
         self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
         """Ask for a rollout with the weights ``policy_version``, which were pushed last; return at once a token for ``take``."""
 
-    def take(self, issued: Any) -> RolloutBatch:
+    def result(self, pending: Any) -> RolloutBatch:
         """Return a rollout that was asked for; wait for it if need be."""
 
     def wait_until_ready(self) -> None:
@@ -117,7 +117,7 @@ class RolloutCollector:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
         num_envs: Environments over all ranks, in groups of ``sampler.group_size``.
         num_worker_threads: Threads that play; they share torch's threads equally.
-        rank, num_ranks: This process plays the envs of its ``own_blocks``.
+        rank, num_ranks: This process plays the envs of its ``rank_range``.
         autocast: Makes the context in which the policy runs.
         continue_episodes: Episodes that run at the end of a rollout continue in the next one.
         device: Of the policy, ``cpu`` or ``cuda``.
@@ -139,7 +139,7 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._stop = Event()
-        self.blocks = own_blocks(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
+        self.env_groups = rank_range(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         several = self.num_worker_threads > 1
         self.worker_threads = [
             _WorkerThread(
@@ -147,7 +147,7 @@ class RolloutCollector:
                 ThreadPoolExecutor(1, thread_name_prefix="rollout"),
                 CudaStream(self.device, several and not env.on_gpu),
             )
-            for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
+            for rows in np.array_split(self._envs_of(self.env_groups), self.num_worker_threads)
             for env in [self.make_env(len(rows))]
         ]
 
@@ -162,24 +162,24 @@ class RolloutCollector:
             thread.executor.shutdown()
         _results(closings)
 
-    def _envs_of(self, blocks: Sequence[int]) -> np.ndarray:
-        """Return the envs of some blocks, counted over all ranks: int64 ``[B]``."""
+    def _envs_of(self, env_groups: Sequence[int]) -> np.ndarray:
+        """Return the envs of some env groups, counted over all ranks: int64 ``[B]``."""
         size = self.sampler.group_size
-        return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
+        return (np.array(env_groups, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
 
-    def issue(self, *arguments: Any, **options: Any) -> Callable[[], RolloutBatch]:
+    def submit(self, *arguments: Any, **options: Any) -> Callable[[], RolloutBatch]:
         """Return a function that plays the rollout, with the weights that the model has then; nothing is played before."""
         return partial(self.collect, *arguments, **options)
 
-    def take(self, issued: Callable[[], RolloutBatch]) -> RolloutBatch:
-        return issued()
+    def result(self, pending: Callable[[], RolloutBatch]) -> RolloutBatch:
+        return pending()
 
     @record_function("rollout")
     def collect(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Play one rollout; return the time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
+        """Play one rollout; return the time-major batch of the envs of ``env_groups``, in their order, without the trainer's fields.
 
         Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are
         0 and have ``loss_mask`` false.
@@ -190,9 +190,9 @@ class RolloutCollector:
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
-            blocks: Blocks of this rank that play (fewer than all require ``auto_reset=False``); None: all.
+            env_groups: Env groups of this rank that play (fewer than all require ``auto_reset=False``); None: all.
         """
-        env_ids = self._envs_of(self.blocks if blocks is None else blocks)
+        env_ids = self._envs_of(self.env_groups if env_groups is None else env_groups)
         recorder = _Recorder(self.num_chunks, len(env_ids))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
@@ -227,13 +227,15 @@ class RolloutCollector:
     def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
         """Draw the random numbers of the actions of ``env_ids`` in the open interval (0, 1): float32 ``[T, B, U]``.
 
-        Each block of envs has a stream of its own, so no rank draws the numbers of another.
+        Each env group of envs has a stream of its own, so no rank draws the numbers of another.
         """
         size = self.sampler.group_size
         drawn = {}
-        for block in np.unique(env_ids // size).tolist():
-            generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt, block))
-            drawn[block] = torch.rand(self.num_chunks, size, width, generator=generator)
+        for env_group in np.unique(env_ids // size).tolist():
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.sampler.seed, "actions", step, attempt, env_group)
+            )
+            drawn[env_group] = torch.rand(self.num_chunks, size, width, generator=generator)
         columns = [drawn[env // size][:, env % size] for env in env_ids.tolist()]
         return torch.stack(columns, 1).clamp_min_(torch.finfo(torch.float32).tiny)
 
@@ -406,9 +408,9 @@ class _Rollout:
         if not where:
             return
         final = Observation.concatenate(observations)
-        block = len(self.env_ids)
-        for start in range(0, len(where), block):
-            places = where[start : start + block]
+        env_group = len(self.env_ids)
+        for start in range(0, len(where), env_group):
+            places = where[start : start + env_group]
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
             (values,) = self.stream.fetch((self.model.predict_values(**inputs),))
             batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
-from rlinf.distributed.sums import own_blocks
+from rlinf.distributed.sums import rank_range
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
@@ -62,14 +62,14 @@ class ProcessSettings:
 class ProcessCollector:
     """Collects the rollouts of a ``RolloutCollector`` in processes, which share no Python lock.
 
-    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared
+    Each process has the envs of neighbouring env groups and acts for them. The policy's tensors are moved into shared
     memory, so the processes see every update that is written into them; nothing is pushed. Episodes and random numbers
-    derive from the iteration and the block, so the number of processes changes no more than the rounding of matrix
+    derive from the iteration and the env group, so the number of processes changes no more than the rounding of matrix
     products.
 
     With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for
     before the first is taken. There are as many copies of the trained weights, and a rollout is played with the copy
-    that ``issue`` made. Frozen weights exist once.
+    that ``submit`` made. Frozen weights exist once.
 
     The processes start at once, in the background. Their log records and warnings appear in this process while it waits
     for them. Raise ConfigError, and leave no process and the policy as before, if one cannot be started or something
@@ -80,11 +80,11 @@ class ProcessCollector:
             envs are sent to the processes, so their classes must be in modules.
         model: The policy, on the CPU. Its tensors must stay where they are from now on.
         settings: Of each process.
-        num_blocks: Blocks over all ranks; a multiple of the processes of all ranks.
+        num_env_groups: Over all ranks; a multiple of the processes of all ranks.
         num_processes: Of this rank.
         max_ahead: Rollouts that can be asked for and not taken, each with weights of its own. 0: one, with the weights of ``model``,
             which must not change before it is taken.
-        rank, num_ranks: This process plays the envs of its ``own_blocks``.
+        rank, num_ranks: This process plays the envs of its ``rank_range``.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class ProcessCollector:
         model: ActionModel,
         settings: ProcessSettings = ProcessSettings(),
         *,
-        num_blocks: int,
+        num_env_groups: int,
         num_processes: int,
         max_ahead: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
         self.model = model
-        self.blocks = own_blocks(num_blocks, rank, num_ranks)
-        own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
+        self.env_groups = rank_range(num_env_groups, rank, num_ranks)
+        rank_range(num_env_groups, 0, num_processes * num_ranks)  # raises if they cannot be shared
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
         self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the replicas
@@ -133,12 +133,12 @@ class ProcessCollector:
 
     @record_function("rollout")
     def collect(self, *arguments: Any, **options: Any) -> RolloutBatch:
-        """Play one rollout: ``issue``, then ``take``."""
-        return self.take(self.issue(*arguments, **options))
+        """Play one rollout: ``submit``, then ``take``."""
+        return self.result(self.submit(*arguments, **options))
 
-    def issue(
+    def submit(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        blocks: Sequence[int] | None = None,
+        env_groups: Sequence[int] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
         """Ask for a rollout of the shared ``model``; return ``step`` and ``attempt``, for ``take``.
 
@@ -165,17 +165,19 @@ class ProcessCollector:
             self._versions[slot] = policy_version
             _copy_tensors(self.model, self.replicas[slot])
         wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
-        shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
+        shares = np.array_split(
+            np.array(self.env_groups if env_groups is None else env_groups, dtype=np.int64), len(self.workers)
+        )
         for worker, share in zip(self.workers, shares, strict=True):
             if len(share):
                 worker.asked.append((step, attempt))
-                self._send(worker, (slot, wanted | {"blocks": share.tolist()}))
+                self._send(worker, (slot, wanted | {"env_groups": share.tolist()}))
         return step, attempt
 
-    def take(self, issued: tuple[int, int]) -> RolloutBatch:
+    def result(self, pending: tuple[int, int]) -> RolloutBatch:
         """Wait for a rollout that was asked for, and return it; raise as ``wait_until_ready`` does."""
         self._check_running()
-        answers, slot = self._answers(issued), issued[0] % len(self.replicas)
+        answers, slot = self._answers(pending), pending[0] % len(self.replicas)
         memories = [worker.answers[slot].file for worker in answers]
         parts = [read_answer(answer, file.fileno()) for answer, file in zip(answers.values(), memories, strict=True)]
         batch = RolloutBatch.concatenate(parts)  # copies the arrays

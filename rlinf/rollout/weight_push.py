@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.parallel import local_part
 from rlinf.distributed.process_group import any_rank, gather_objects
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
@@ -49,7 +49,7 @@ class WeightPush:
         return self.rollout_model.eval() if self.generator is None else self.generator
 
     @torch.no_grad()
-    @waiting("push")
+    @deadline("push")
     def push(self, version: int) -> int:
         """Bring the rollout policy to the trained weights (a collective call), and return ``version``.
 

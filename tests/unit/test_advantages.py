@@ -11,9 +11,9 @@ from rlinf import load_policy
 from rlinf.checkpoints.folders import read_loop_state, resolve_checkpoint
 from rlinf.commands.robot import robot
 from rlinf.data import advantages as module
-from rlinf.data.advantages import advantages, cross_fitted_values, label_rows, largest, steps_to_success
-from rlinf.data.chosen import chosen
 from rlinf.data.config import BAD, GOOD, SFTConfig
+from rlinf.data.filters import chosen
+from rlinf.data.recap import advantages, cross_fitted_values, label_rows, largest, steps_to_success
 from rlinf.data.stored import DatasetInfo, Outcomes, StoredDemonstrations
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.models import build_policy

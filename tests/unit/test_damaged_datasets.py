@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from rlinf.data import lerobot_dataset, rlds_dataset
-from rlinf.data.chosen import chosen
 from rlinf.data.config import SFTConfig
 from rlinf.data.damage import UnreadableRowError
+from rlinf.data.filters import chosen
 from rlinf.data.formats import describe_dataset, image_columns, open_dataset
 from rlinf.data.frames import frame_numbers
 from rlinf.data.rlds_dataset import Blobs, masked_crc32c

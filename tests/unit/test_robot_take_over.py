@@ -13,8 +13,8 @@ from run_results import run_config
 
 from rlinf.commands.robot import robot
 from rlinf.data import lerobot_dataset
-from rlinf.data.chosen import chosen
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import chosen
 from rlinf.data.stored import DatasetInfo, Outcomes
 from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_chosen_rows

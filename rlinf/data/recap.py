@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlinf.data.chosen import rows_of_person
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import rows_of_person
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlinf.data.augment import augment
 from rlinf.data.config import BAD, GOOD
 from rlinf.data.damage import UnreadableRowError
-from rlinf.data.filters import chosen
+from rlinf.data.filters import filtered_rows
 from rlinf.data.formats import SKIP
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.recap import label_rows
@@ -176,9 +176,9 @@ class CloningTrainer(ActionTrainer):
         if self.dataset is not None:
             self.dataset.chunk_len = chunk_len
             is_good = None if config.advantage_top_fraction is None else self._labels()
-            source = chosen(self.dataset, config, is_good)
+            source = filtered_rows(self.dataset, config, is_good)
             which = (
-                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.rows})"
+                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.filter})"
             )
             progress.note(
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"

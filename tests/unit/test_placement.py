@@ -137,7 +137,7 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
     for start in ("ray", "auto"):
         with pytest.raises(
             ConfigError,
-            match=r"split in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
+            match=r"disaggregated in a .* torchrun has started 4 times.*Set cluster.start=ray cluster.num_processes=4 and",
         ):
             check_placement(config_of("cluster.num_processes=4", f"cluster.start={start}"))
         few = config_of("cluster.num_rollout_workers=2", "cluster.placement=colocated", f"cluster.start={start}")

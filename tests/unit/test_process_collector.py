@@ -94,7 +94,7 @@ def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
     state, tokens = batch.observation.state.copy(), batch.action_tokens.clone()
     processes.collect(model, 2, 42, needs_values=False)
     np.testing.assert_array_equal(batch.observation.state, state)
-    assert [os.fstat(worker.answers[0].file.fileno()).st_size for worker in processes.workers] == [0, 0]
+    assert [os.fstat(worker.buffers[0].file.fileno()).st_size for worker in processes.workers] == [0, 0]
     assert torch.equal(batch.action_tokens, tokens)
 
 
@@ -125,14 +125,14 @@ def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replic
     threads = make()
     collector = ProcessCollector(make, played, num_env_groups=ENV_GROUPS, num_processes=1, max_ahead=2)
     shared = next(played.parameters()).data_ptr()
-    assert all(next(worker.parameters()).data_ptr() == shared for worker in collector.workers)
+    assert all(next(replica.parameters()).data_ptr() == shared for replica in collector.replicas)
     first, handles = trained.detach().clone(), []
     for version in (0, 1):
         push.push(version)
         handles.append(collector.submit(played, 5 + version, version, needs_values=True))
         with torch.no_grad():
             trained += 0.1
-    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"):
+    with pytest.raises(RLinfError, match=r"\(5, 0\) .* must be read before \(7, 0\) is submitted.* one of 2 copies"):
         collector.submit(played, 7, 2, needs_values=True)
     batches = {(6, 0, 0.1): collector.result(handles[1]), (5, 0, 0.0): collector.result(handles[0])}
     batches[5, 1, 0.0] = collector.result(collector.submit(played, 5, 0, needs_values=True, attempt=1))

@@ -63,7 +63,7 @@ class LabelledFrames:
     """Images ``[N, H, W, 3]``, numbers of their instructions, labels (true: success), and numbers of their episodes."""
 
     images: np.ndarray
-    sentences: np.ndarray
+    instruction_ids: np.ndarray
     labels: np.ndarray
     episodes: np.ndarray
 
@@ -109,7 +109,7 @@ def classifier(config: ClassifierConfig) -> SuccessClassifier:
     about |= {"networks": len(networks), "threshold": threshold}
     about |= {"frames": len(frames.labels), "successes": int(frames.labels.sum())}
     if test is not None:
-        logits, frames = found.logits(test.images, test.sentences), test
+        logits, frames = found.logits(test.images, test.instruction_ids), test
     about |= errors(logits >= threshold, frames.labels, frames.episodes) | calibration(logits, frames.labels)
     found.save(folder)
     print(f"{summary(about)}\nclassifier    {folder}\nuse it        env.success_classifier={folder}", flush=True)
@@ -138,8 +138,8 @@ def read_frames(config: ClassifierConfig, key: str, about: dict[str, Any]) -> La
     most = config.failures_per_episode if key != "test" else None
     rows, labels = label_rows(stored.episode_ids, stored.outcomes.success, config.tail_frames, most, config.seed)
     check_both_classes(labels, str(info.folder))
-    sentences = np.array([known.index(task) for task in stored.tasks])[stored.task_ids[rows]]
-    return LabelledFrames(stored.frames[camera].read(rows), sentences, labels, stored.episode_ids[rows])
+    instruction_ids = np.array([known.index(task) for task in stored.tasks])[stored.task_ids[rows]]
+    return LabelledFrames(stored.frames[camera].read(rows), instruction_ids, labels, stored.episode_ids[rows])
 
 
 def label_rows(
@@ -179,7 +179,7 @@ def check_both_classes(labels: np.ndarray, what: str) -> None:
 
 
 def cross_fitted(
-    frames: LabelledFrames, num_sentences: int, config: ClassifierConfig
+    frames: LabelledFrames, num_instructions: int, config: ClassifierConfig
 ) -> tuple[np.ndarray, list[SuccessNetwork]]:
     """Return the logit of each frame, float32 ``[N]``, by the network that was trained on other episodes, and all ``num_folds`` networks."""
     episodes = np.unique(frames.episodes)
@@ -192,12 +192,12 @@ def cross_fitted(
         check_both_classes(frames.labels[~part], f"{config.data} without part {number} of {config.num_folds}")
     logits, networks = np.zeros(len(frames.labels), dtype=np.float32), []
     for number, part in enumerate(parts):
-        networks.append(train(frames.select(~part), num_sentences, config, number))
-        logits[part] = SuccessClassifier(networks[-1:], {}).logits(frames.images[part], frames.sentences[part])
+        networks.append(train(frames.select(~part), num_instructions, config, number))
+        logits[part] = SuccessClassifier(networks[-1:], {}).logits(frames.images[part], frames.instruction_ids[part])
     return logits, networks
 
 
-def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, number: int) -> SuccessNetwork:
+def train(frames: LabelledFrames, num_instructions: int, config: ClassifierConfig, number: int) -> SuccessNetwork:
     """Return a trained network, whose weights and batches are drawn by ``number``.
 
     Half of a batch are successes. Half of the others are successes under another instruction, where there is one. The last bias is then
@@ -206,9 +206,9 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, 
     generator = np.random.default_rng(derive_seed(config.seed, "classifier batches", number))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "classifier weights", number))
-        network = SuccessNetwork(num_sentences)
+        network = SuccessNetwork(num_instructions)
     positive, negative = np.flatnonzero(frames.labels), np.flatnonzero(~frames.labels)
-    num_others = HALF_BATCH // 2 if config.instruction_negatives and num_sentences > 1 else 0
+    num_others = HALF_BATCH // 2 if config.instruction_negatives and num_instructions > 1 else 0
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=config.num_steps + 1)
     labels, progress = torch.arange(2 * HALF_BATCH) < HALF_BATCH, Progress()
@@ -216,9 +216,9 @@ def train(frames: LabelledFrames, num_sentences: int, config: ClassifierConfig, 
         drawn = ((positive, HALF_BATCH), (negative, HALF_BATCH - num_others), (positive, num_others))
         rows = np.concatenate([generator.choice(each, count) for each, count in drawn])
         turns = np.zeros(len(rows), dtype=np.int64)
-        turns[len(rows) - num_others :] = generator.integers(1, max(2, num_sentences), num_others)
-        sentences = torch.from_numpy((frames.sentences[rows] + turns) % num_sentences)
-        logits = network(changed(frames.images[rows], config.mirror, generator), sentences)
+        turns[len(rows) - num_others :] = generator.integers(1, max(2, num_instructions), num_others)
+        instruction_ids = torch.from_numpy((frames.instruction_ids[rows] + turns) % num_instructions)
+        logits = network(changed(frames.images[rows], config.mirror, generator), instruction_ids)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
         optimizer.zero_grad()
         loss.backward()

@@ -21,16 +21,13 @@ ALIGNMENT = 64
 
 
 class TensorForm(NamedTuple):
-    """Metadata of a tensor: everything except its numbers.
-
-    ``is_trained`` is its ``requires_grad``. Other processes compute no gradients, but torch chooses kernels by it, and
-    different kernels round differently.
-    """
+    """Metadata of a tensor: everything except its numbers. ``is_trained`` is its ``requires_grad``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
+    # Without gradients, too: torch chooses kernels by it, and different kernels round differently.
     is_trained: bool
 
     @classmethod
@@ -177,6 +174,7 @@ def write_reply(value: Any, file: int) -> PackedReply:
     _ReplyPickler(data, protocol=5, buffer_callback=buffers.append).dump(value)
     views = [buffer.raw() for buffer in buffers]
     total = sum(aligned(view.nbytes) for view in views)
+    # The reader truncates the file after each reply, which frees the memory in the meantime.
     if os.fstat(file).st_size < total:
         os.ftruncate(file, total)
     if views:

@@ -34,7 +34,7 @@ class ChosenRows:
 
 def needs_outcomes(config: SFTConfig) -> bool:
     """Return whether the choice, or a label, depends on successes or interventions."""
-    return config.rows != "all" or config.intervention_weight > 1 or config.advantage_top_fraction is not None
+    return config.filter != "all" or config.intervention_weight > 1 or config.advantage_top_fraction is not None
 
 
 def rows_of_person(dataset: StoredDemonstrations) -> np.ndarray:
@@ -70,10 +70,10 @@ def chosen(dataset: StoredDemonstrations, config: SFTConfig, is_good: np.ndarray
         "successes": succeeded,
         "interventions": by_person,
         "corrected": by_person | (succeeded & ~is_helped),
-    }[config.rows] & ~dataset.unreadable
+    }[config.filter] & ~dataset.unreadable
     if not kept.any():
         raise ConfigError(
-            f"{dataset.info.folder} has {num_rows} rows, and sft.filter={config.rows} chooses none of them (successful episodes: "
+            f"{dataset.info.folder} has {num_rows} rows, and sft.filter={config.filter} chooses none of them (successful episodes: "
             f"{len(np.unique(last_rows[succeeded]))}; rows of interventions: {by_person.sum()}); required: one or more. Set sft.filter=all, or "
             "sft.dataset=<another folder>"
         )

@@ -178,7 +178,7 @@ class CloningTrainer(ActionTrainer):
             is_good = None if config.advantage_top_fraction is None else self._labels()
             source = chosen(self.dataset, config, is_good)
             which = (
-                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.rows})"
+                "" if source is self.dataset else f", of which an epoch has {len(source)} (sft.filter={config.filter})"
             )
             progress.note(
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.dataset}{which}"

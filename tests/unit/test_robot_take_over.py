@@ -369,9 +369,9 @@ def test_no_rows_and_missing_columns_are_refused():
         chosen(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
     bare = DatasetInfo("data/theirs", "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 2)
     for settings, column in (
-        ({"rows": "successes"}, "next.success"),
-        ({"rows": "interventions"}, "column intervention"),
-        ({"rows": "corrected"}, "next.success"),
+        ({"filter": "successes"}, "next.success"),
+        ({"filter": "interventions"}, "column intervention"),
+        ({"filter": "corrected"}, "next.success"),
         ({"intervention_weight": 2}, "column intervention"),
     ):
         with pytest.raises(ConfigError, match=column):

@@ -26,7 +26,7 @@ from rlinf.models.embodiment.lerobot.worker import WorkerRunner, interpreter_for
 from rlinf.models.embodiment.modules.ranges import Range
 from rlinf.models.loading import checkpoint_folder
 from rlinf.models.sampling import draw_uniforms, standard_normal
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
+from rlinf.types import ActionEvaluation, ActionPrediction, BaseActions, EnvSpec, Observation
 
 INSTEAD = "model=openvla_tiny model.model_path=null"
 TRAINED = {"smolvla": "model=smolvla"}
@@ -272,14 +272,14 @@ class LerobotPolicy(ActionModel, nn.Module):
         empty = torch.zeros(rows, 0, device=self.device)
         return ActionPrediction(chunks, empty, empty, torch.zeros(rows, device=self.device))
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         chunks, features = self._ask(inputs, None)
 
         def sample(uniforms: Tensor) -> Tensor:
             noise = self._noise(uniforms)
             return chunks.expand(-1, uniforms.shape[1], -1, -1) if noise is None else self._ask(inputs, noise)[0]
 
-        return Proposal(chunks, features, sample if samples else None)
+        return BaseActions(chunks, features, sample if samples else None)
 
     def sft_loss(self, inputs: Inputs, actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return lerobot's own loss of the rows, ``[B]``: their mean, once for each row.

@@ -24,7 +24,7 @@ from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_
 from rlinf.models.loading import field_error
 from rlinf.models.sampling import draw_uniforms, standard_normal
 from rlinf.options import override_text
-from rlinf.types import EnvSpec, Observation, Proposal
+from rlinf.types import BaseActions, EnvSpec, Observation
 
 PROMPT_BLOCK = 64
 """Tokens of which a prompt has a multiple where a CUDA graph reads it."""
@@ -118,12 +118,12 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_steering_numbers(self) -> int:
+    def steering_dim(self) -> int:
         """Noise of one action, padding included: a head sets the same for all actions of the horizon, as DSRL does for pi0."""
         return self.config.action_dim
 
     def steering_uniforms(self, noise: Tensor) -> Tensor:
-        """Repeat the noise ``[B, num_steering_numbers]`` of an action over the horizon."""
+        """Repeat the noise ``[B, steering_dim]`` of an action over the horizon."""
         return super().steering_uniforms(noise.repeat(1, self.config.action_horizon))
 
     @property
@@ -220,7 +220,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
         return normalizer.normalize(torch.from_numpy(observation.state))
 
-    def _propose(self, inputs: Inputs, samples: bool) -> Proposal:
+    def _propose(self, inputs: Inputs, samples: bool) -> BaseActions:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
         if self.feature_kind == "hidden":
@@ -234,7 +234,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
             drawn = self._euler(prefix.repeated(times), states, noise)[0]
             return self._chunk(drawn).unflatten(0, uniforms.shape[:2])
 
-        return Proposal(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
+        return BaseActions(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
     def _graph_inputs(self, inputs: Inputs) -> Inputs:
         """Pad prompts to a multiple of 64 tokens: with the state in it, a prompt has another length in nearly every call."""

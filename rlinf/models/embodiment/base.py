@@ -256,7 +256,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         """
         return observation
 
-    def sentences(self, observation: Observation) -> list[str]:
+    def instructions(self, observation: Observation) -> list[str]:
         """Return what the model reads of each row: the instruction, and the row's suffix or ``prompt_suffix``."""
         suffixes = observation.suffixes or [self.prompt_suffix] * len(observation)
         pairs = zip(observation.instruction, suffixes, strict=True)
@@ -268,7 +268,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         The evaluation plays such rows together, so that none is padded because of another. The default groups rows by
         instruction; a model that puts the state into its prompt must override it.
         """
-        return self.sentences(observation)
+        return self.instructions(observation)
 
     @abstractmethod
     def predict_action_batch(

@@ -145,13 +145,13 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
-        inputs = self._ready_processor()(replace(observation, instruction=self.sentences(observation)))
+        inputs = self._ready_processor()(replace(observation, instruction=self.instructions(observation)))
         self.check_length(inputs["input_ids"].shape[1])
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.sentences(observation)))
+        lengths = self._ready_processor().prompt_lengths(replace(observation, instruction=self.instructions(observation)))
         self.check_length(max(lengths))  # `preprocess` counts the tokens of images, too
         return lengths
 

@@ -252,12 +252,12 @@ class LerobotPolicy(ActionModel, nn.Module):
         if width:
             state = torch.from_numpy(observation.state).float() * numbers(self.config.state_scale)
             found |= zip(self.config.states, state.split(list(self.config.states.values()), -1), strict=True)
-        sentences = [self.config.prompt or each for each in self.sentences(observation)]
+        sentences = [self.config.prompt or each for each in self.instructions(observation)]
         return {**found, PROMPT: as_bytes(sentences)}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Group rows by sentence: a tokenizer pads to the longest one."""
-        return self.sentences(observation) if self.config.prompt is None else [0] * len(observation)
+        return self.instructions(observation) if self.config.prompt is None else [0] * len(observation)
 
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor

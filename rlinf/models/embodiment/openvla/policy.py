@@ -181,7 +181,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         device = self.device
-        input_ids, attention_mask = processor.encode_instructions(self.sentences(observation))
+        input_ids, attention_mask = processor.encode_instructions(self.instructions(observation))
         pixels = []
         for image in self._camera_images(observation, wanted):
             frames = to_device(torch.from_numpy(image), device).permute(0, 3, 1, 2)
@@ -206,7 +206,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
-        lengths = self._ready_processor().prompt_lengths(self.sentences(observation))
+        lengths = self._ready_processor().prompt_lengths(self.instructions(observation))
         self.check_length(max(lengths) + self.num_image_tokens)
         return lengths
 

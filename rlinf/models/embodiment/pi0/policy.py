@@ -160,7 +160,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
         pixel_values = pixel_values.sub_(mean).div_(std)
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
-        input_ids, attention_mask = processor.encode(self.sentences(observation), in_prompt)
+        input_ids, attention_mask = processor.encode(self.instructions(observation), in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
             found, required = list(present.shape), list(pixel_values.shape[:2])
@@ -192,7 +192,7 @@ class Pi0ForRLActionPrediction(Pi0Network, FlowPolicy):
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt, which may hold the state."""
         in_prompt = self._state(observation).numpy() if self.config.state_in_prompt else None
-        return self._ready_processor().encode(self.sentences(observation), in_prompt)[1].sum(1).tolist()
+        return self._ready_processor().encode(self.instructions(observation), in_prompt)[1].sum(1).tolist()
 
     def _cameras(self, observation: Observation) -> list[str]:
         wanted = self.config.cameras

@@ -52,7 +52,7 @@ class SAC(OffPolicyLearner):
             "alpha": alpha,
             "entropy": entropy,
             "action_saturation": action_saturation(r),
-            "correction": r.detach().abs().mean(),
+            "residual_norm": r.detach().abs().mean(),
         }
         loss = (alpha * logprobs - values + self.actor.penalty(batch.base, actions)).mean()
         return loss + alpha_loss - alpha_loss.detach(), metrics  # its gradient without its value: one step for both

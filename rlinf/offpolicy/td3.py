@@ -53,4 +53,4 @@ class TD3(OffPolicyLearner):
         actions = self.actor.compose(base, r)
         values = self.values(batch.features, batch.base, actions)
         loss = (self.actor.penalty(batch.base, actions) - values).mean()
-        return loss, {"action_saturation": action_saturation(r), "correction": r.detach().abs().mean()}
+        return loss, {"action_saturation": action_saturation(r), "residual_norm": r.detach().abs().mean()}

@@ -29,10 +29,10 @@ class RunningMoments(nn.Module):
     var: Tensor
     count: Tensor
 
-    def __init__(self, num_numbers: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(num_numbers, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(num_numbers, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(dim, dtype=torch.float64))
         self.register_buffer("count", torch.full((1,), FIRST_COUNT, dtype=torch.float64))
 
     @property

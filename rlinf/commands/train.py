@@ -184,9 +184,9 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if dataset is not None:
         compare_with_statistics(model, dataset, config.env.name)
     if recomputed:
-        from rlinf.models.blocks import repeated_blocks, set_training_options  # imports torch's compiler
+        from rlinf.models.layers import find_layers, set_training_options  # imports torch's compiler
 
-        if repeated_blocks(model):
+        if find_layers(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
     parallel, sync = _on_ranks(config, model, device, memory, reservation if has_rollout_workers else None)
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None

@@ -48,7 +48,7 @@ class TD3(OffPolicyLearner):
         ), None  # an actor multiplies by it
 
     def actor_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        base = self.actor.trained_on(batch.base, self.generator)
+        base = self.actor.base_for_loss(batch.base, self.generator)
         r = self.actor.mode(batch.features, base)
         actions = self.actor.compose(base, r)
         values = self.values(batch.features, batch.base, actions)

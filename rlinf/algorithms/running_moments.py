@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.sums import sum_blocks
+from rlinf.distributed.sums import sum_env_groups
 
 EPSILON = 1e-8
 """Added to a variance before its root is taken."""
@@ -91,4 +91,4 @@ def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tenso
 def _sum(rows: Tensor) -> Tensor:
     """Return the sums ``[n]`` of rows ``[T, B, n]`` over time and the envs of all ranks."""
     # cumsum adds one after the other. The order of `sum` depends on the number of rows.
-    return sum_blocks(rows.cumsum(0)[-1])
+    return sum_env_groups(rows.cumsum(0)[-1])

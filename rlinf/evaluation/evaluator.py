@@ -93,7 +93,7 @@ class BatchedPolicy:
             stream.see(observation.select([row]))
         planning = [stream for stream in streams if not stream.planned]
         if planning:
-            seen = Observation.concatenate([Observation.of_moments(list(stream.seen)) for stream in planning])
+            seen = Observation.concatenate([Observation.stack_history(list(stream.seen)) for stream in planning])
             chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature, self.num_rows)
             for stream, chunk in zip(planning, chunks, strict=True):
                 stream.planned = list(chunk)

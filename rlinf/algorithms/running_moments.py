@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.sums import sum_blocks
+from rlinf.distributed.sums import sum_env_groups
 
 EPSILON = 1e-8
 """Added to a variance before the square root."""
@@ -89,4 +89,4 @@ def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tenso
 def _sum(samples: Tensor) -> Tensor:
     """Return the sums ``[dim]`` of samples ``[T, B, dim]`` over time and the envs of all ranks."""
     # cumsum adds in sequence. The order in which `sum` adds depends on the size.
-    return sum_blocks(samples.cumsum(0)[-1])
+    return sum_env_groups(samples.cumsum(0)[-1])

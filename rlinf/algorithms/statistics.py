@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.advantages import ROUNDING
-from rlinf.distributed.sums import maximum, sum_blocks
+from rlinf.distributed.sums import maximum, sum_env_groups
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
@@ -52,7 +52,7 @@ def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tenso
 
 def _sums(*values: Tensor) -> list[float]:
     """Return the sum of each tensor over all ranks."""
-    return sum_blocks(torch.stack([tensor.sum() for tensor in values]).unsqueeze(0)).tolist()
+    return sum_env_groups(torch.stack([tensor.sum() for tensor in values]).unsqueeze(0)).tolist()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -73,5 +73,5 @@ def _means(mask: Tensor, *values: Tensor) -> list[float]:
         summands = [summand.movedim(1, 0).flatten(1) for summand in summands]  # [B, T * ...]
     # cumsum adds in sequence. The order in which `sum` adds depends on the size.
     env_sums = torch.stack([summand.reshape(len(summand), -1).cumsum(1)[:, -1] for summand in summands], 1)
-    *sums, count = sum_blocks(env_sums).tolist()
+    *sums, count = sum_env_groups(env_sums).tolist()
     return [total / max(count, 1) for total in sums]

@@ -104,7 +104,7 @@ def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
     check_writable(settings.record, "record")
     if os.path.lexists(folder := Path(settings.record).expanduser()):
         info = describe_dataset(folder, "record")
-        if not info.says_intervention or info.env != recorded_env(to_mapping(config.env)):
+        if not info.reports_intervention or info.env != recorded_env(to_mapping(config.env)):
             required = f"a new folder, or episodes that were recorded with the present env.name={config.env.name} and its settings"
             reject(f"record={settings.record} holds other episodes", required, "record=<a new folder>")
     if config.evaluation.split == "eval":

@@ -25,7 +25,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import PathText, check_words, from_mapping, option, public_fields, unknown_key_message
+from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
@@ -237,7 +237,7 @@ def classifier(arguments: Sequence[str]) -> int:
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
     """Return the settings of a command whose keys are the fields of ``kind`` alone."""
-    check_words(arguments, public_fields(kind))
+    check_arguments(arguments, public_fields(kind))
     return from_mapping(kind, values_of(arguments))
 
 
@@ -279,7 +279,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     own, others = {}, []
     sections_of_recipes = [key.partition(".")[0] for key in TOKEN_KEYS]
     own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
-    check_words(arguments, own_keys)
+    check_arguments(arguments, own_keys)
     for word in arguments:
         key, _, value = word.partition("=")
         if key in own_keys:

@@ -98,7 +98,7 @@ class RolloutWorker(PolicyReplica):
         self._held()
         before = self.env.num_restarts
         with evaluation_mode(self.model), self._autocast():
-            results = self._episodes.play(specs, lambda result: None)
+            results = self._episodes.run(specs, lambda result: None)
         return results, self.env.num_restarts - before
 
     def record(

@@ -251,7 +251,7 @@ def summary(about: dict[str, Any]) -> str:
     lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f}; errors on {where}:")
     for name, one in about["errors"].items():
         interval = format_interval(*one["interval"], " - ")
-        shown = f"{one['count']} of {one['of']} = {one['share']:.1%} (95 % {interval})"
+        shown = f"{one['count']} of {one['of']} = {one['fraction']:.1%} (95 % {interval})"
         lines.append(f"  {name.replace('_', ' '):<24}{shown}")
     lines.append(f"calibration   error {about['calibration_error']:.3f}; probability, fraction of successes, frames:")
     lines += [f"  {one['probability']:.3f}  {one['success']:.3f}  {one['frames']}" for one in about["reliability"]]

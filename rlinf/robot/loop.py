@@ -144,7 +144,7 @@ class RobotEpisodes:
     def num_restarts(self) -> int:
         return self.robot.num_restarts
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         results: list[EpisodeResult] = []
         with _quick_threads():
             while len(results) < len(specs):
@@ -265,7 +265,7 @@ class RobotEpisodes:
         Without an observation, the clock starts without a chunk.
         """
         for each in self.thinking:
-            each._stream = each.policy.stream(spec)
+            each._stream = each.policy.start_episode(spec)
         if (row := self._see(instruction)) is None:
             return
         for each in self.thinking:
@@ -277,7 +277,7 @@ class RobotEpisodes:
         """Start the random stream of an episode; return the first chunk."""
         # The very first call also makes things that stay, so its time says nothing.
         for _ in range(1 if self._is_warm else 2):
-            self._stream = self.policy.stream(spec)
+            self._stream = self.policy.start_episode(spec)
             self.time.ask(row, 0)
             while (answer := self.time.answer(1.0)) is None:
                 self.time.sleep_until(self.time.now() + 1.0)

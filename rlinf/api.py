@@ -186,7 +186,7 @@ def evaluate(
         return evaluation.evaluate(configure(_of_folder(policy, env, overrides, "evaluate"), "evaluate"))
     with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
         specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
-        return evaluate_policy(model, made, specs, **evaluation.sampling_of(config))
+        return evaluate_policy(model, made, specs, **evaluation.sampling_settings(config))
 
 
 def audit(
@@ -225,7 +225,7 @@ def audit(
             return None if elsewhere is None else make_vector_env(elsewhere, made.num_envs, auto_reset=False)
 
         seen = made.episode_specs("train")[: len(specs)]
-        return Auditor(model, made, specs, **evaluation.sampling_of(config)).run(seen, auditing.NOT_KNOWN, moved)
+        return Auditor(model, made, specs, **evaluation.sampling_settings(config)).run(seen, auditing.NOT_KNOWN, moved)
 
 
 def compare(

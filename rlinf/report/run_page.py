@@ -45,7 +45,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     return write_page(
         data.folder / REPORT_FILE, "run.html", f"{title}: {newest.result.total}" if newest else title, title=title, data=data,
         facts=_facts(data), warnings=_warnings(data), findings=diagnose(record_of(data)) if data.lines else None, success_curves=_success_curves(data),
-        tasks=_tasks(data), success_by_step=solved, head=actor_section(data),
+        tasks=_tasks(data), success_by_step=solved, actor=actor_section(data),
         curves=_training_curves(data), profile_steps=data.setting("trainer.profile_steps"), **player(data),
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def rollout_to_train_on(
     collector.close(), env.close()
     batch.old_logprobs, batch.values = worker.evaluate(batch)
     algorithm.compute_advantages(batch)
-    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
+    plan = MinibatchPlan(batch.loss_mask, collector.env_groups, config.trainer.minibatch_size, seed=0)
     return worker, algorithm, batch.flatten(), list(plan.epoch(0))
 
 

@@ -147,7 +147,7 @@ class ActionPrediction(NamedTuple):
     values: Tensor
 
 
-class Proposal(NamedTuple):
+class BaseActions(NamedTuple):
     """The result of ``ActionModel.propose`` for ``B`` observations.
 
     Attributes:

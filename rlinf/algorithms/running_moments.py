@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.sums import sum_blocks
+from rlinf.distributed.sums import sum_env_groups
 
 EPSILON = 1e-8
 """Added to a variance before its root is taken."""
@@ -29,10 +29,10 @@ class RunningMoments(nn.Module):
     var: Tensor
     count: Tensor
 
-    def __init__(self, num_numbers: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(num_numbers, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(num_numbers, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(dim, dtype=torch.float64))
         self.register_buffer("count", torch.full((1,), FIRST_COUNT, dtype=torch.float64))
 
     @property
@@ -91,4 +91,4 @@ def discounted_sums(rewards: Tensor, episode_ids: Tensor, gamma: float) -> Tenso
 def _sum(rows: Tensor) -> Tensor:
     """Return the sums ``[n]`` of rows ``[T, B, n]`` over time and the envs of all ranks."""
     # cumsum adds one after the other. The order of `sum` depends on the number of rows.
-    return sum_blocks(rows.cumsum(0)[-1])
+    return sum_env_groups(rows.cumsum(0)[-1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.advantages import ROUNDING
-from rlinf.distributed.sums import maximum, sum_blocks
+from rlinf.distributed.sums import maximum, sum_env_groups
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float:
@@ -54,7 +54,7 @@ def normalize_rows(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tenso
 
 def _sums(*values: Tensor) -> list[float]:
     """Return the sum of each tensor over all ranks."""
-    return sum_blocks(torch.stack([each.sum() for each in values]).unsqueeze(0)).tolist()
+    return sum_env_groups(torch.stack([each.sum() for each in values]).unsqueeze(0)).tolist()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -75,5 +75,5 @@ def _means(mask: Tensor, *values: Tensor) -> list[float]:
         parts = [part.movedim(1, 0).flatten(1) for part in parts]  # an env in each row
     # cumsum adds one after the other. The order of `sum` depends on the number of rows.
     rows = torch.stack([part.reshape(len(part), -1).cumsum(1)[:, -1] for part in parts], 1)
-    *sums, count = sum_blocks(rows).tolist()
+    *sums, count = sum_env_groups(rows).tolist()
     return [total / max(count, 1) for total in sums]

@@ -227,7 +227,7 @@ def convert(arguments: Sequence[str]) -> int:
 def classifier(arguments: Sequence[str]) -> int:
     """Train a classifier of success from the frames of labelled episodes, and measure its errors on episodes that it has not seen.
 
-    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/classifier.md).
+    `env.success_classifier=<output_dir>` then lets it decide on success, and so on the reward (docs/robot.md).
     """
     from rlinf.commands.classifier import ClassifierConfig, classifier
 

@@ -26,7 +26,7 @@ from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
-from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
+from rlinf.rollout.demonstrations import ActionSource, EpisodeBatch, ScriptedExpert, run_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -162,12 +162,12 @@ def _record(
         batch = list(specs[start : start + env.num_envs])
         numbers = range(start, start + env.num_envs)
         with _acting(config, policy):
-            actor: Demonstrator = (
-                ExpertDemonstrator(env, config.sft.expert, config.seed, numbers)
+            actor: ActionSource = (
+                ScriptedExpert(env, config.sft.expert, config.seed, numbers)
                 if policy is None
                 else PolicyDemonstrator(policy, batch)
             )
-            played = play_episodes(env, batch, actor)
+            played = run_episodes(env, batch, actor)
         for row, result in enumerate(played.results):
             with ctrl_c_waits():
                 if result.success or not config.collect.only_success:

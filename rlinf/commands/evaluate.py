@@ -22,7 +22,7 @@ from rlinf.cluster.rollout_workers import RemoteEpisodes, RolloutWorkers
 from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.deadlines import deadline, heartbeat
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import (
     gather_objects,
@@ -171,7 +171,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
         stack.callback(env.close)
         episodes: Episodes | None = None
         device = resolve_device(config.cluster.device, 1)
-        with waiting("start"):
+        with deadline("start"):
             opened = open_evaluation(config, env, 0 if robot is None else robot.first_episode)
             if reservation is None:
                 opened.model = opened.model.to(device)
@@ -188,7 +188,7 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None, RobotConfig | None
             # Only rank 0 has the fingerprint of the simulator.
             present = gather_objects({"device": device, **opened.conditions})[0]
         with (
-            waiting("evaluate"),
+            deadline("evaluate"),
             PartialResults(output, present, rank()) as partial,
             autocast(opened.model, config.model.precision),
         ):
@@ -348,7 +348,7 @@ def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionM
     workers = RolloutWorkers(make, config.cluster, placement, reservation, model, hint)
     try:
         workers.wait_until_ready()
-        with waiting("push"):
+        with deadline("push"):
             workers.update_weights(0)
     except BaseException:
         workers.close()
@@ -439,7 +439,7 @@ class _Progress:
 
     def add(self, result: EpisodeResult) -> None:
         """Count one episode."""
-        go_on()
+        heartbeat()
         self._partial.add(result)
         self._results.append(result)
         self._show()

@@ -15,7 +15,7 @@ import yaml
 
 from rlinf import run_folder
 from rlinf.checkpoints.folders import checkpoints_in
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
 from rlinf.distributed.start import launch_context, started_here
@@ -70,7 +70,7 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
     """Answer this rank's fraction of the questions; rank 0 writes."""
     config, model, output = work
     set_num_threads(config.cluster.num_threads, local_world_size())
-    with waiting("start"):
+    with deadline("start"):
         questions = read_questions(config)
         answer_type, reward, find = scoring(config.answer_type, all(each.has_options for each in questions))
         baseline = None if config.compare is None else evaluation_folder(config.compare)
@@ -85,7 +85,7 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
         max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer),
     )  # fmt: skip
     start = time.monotonic()
-    with waiting("evaluate"):
+    with deadline("evaluate"):
         own = _answer(questions, packer, completer, config, find)
         answered = [each for part in gather_objects(own) for each in part]
     if rank() == 0:

@@ -37,7 +37,7 @@ from rlinf.recipes.plan import (
     choose_device,
     describe,
     make_plan,
-    store_room,
+    store_capacity,
 )
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.rollout_workers import RolloutWorkerPlaces, place_rollout_workers
@@ -67,7 +67,7 @@ def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: S
     check_engines(config, plan, device)
     is_elsewhere = device == "cuda" and torch.cuda.device_count() == 0
     if plan.workers and not is_elsewhere:
-        check_machine(partial(place_rollout_workers, config, plan, device), store_room(config))
+        check_machine(partial(place_rollout_workers, config, plan, device), store_capacity(config))
     try:
         _check_sources(config, script)
     except (ConfigError, CheckpointError) as error:
@@ -119,7 +119,7 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[RolloutWo
         yield None
         return
     placement_of = partial(place_rollout_workers, config, plan, device)
-    with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
+    with reserved_places(placement_of, config.cluster.deadlines.start, capacity=store_capacity(config)) as reservation:
         yield RolloutWorkerPlaces(placement_of(), reservation)
 
 

@@ -141,7 +141,7 @@ def load_policy(
     base = base_folder(source) if has_actor(source) else source
     model = replace(config.model, model_path=str(base), init_config={})
     policy = build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})), deferred=deferred)
-    return ActorPolicy.on(policy, source) if has_actor(source) else policy
+    return ActorPolicy.load(policy, source) if has_actor(source) else policy
 
 
 def policy_for(

@@ -8,7 +8,7 @@ import socket
 
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import deadline
 from rlinf.distributed.process_group import gather_objects
 from rlinf.distributed.start import reject_differences
 from rlinf.engines.vllm_engine import expandable_segments
@@ -18,7 +18,7 @@ from rlinf.models.loading import hide_progress_bars
 from rlinf.options import to_mapping
 
 
-@waiting("start")
+@deadline("start")
 def prepare_rank(config: RunConfig) -> None:
     """Import the plugins on this rank, and compare them and the configuration between ranks.
 
@@ -33,7 +33,7 @@ def prepare_rank(config: RunConfig) -> None:
     reject_differences(gather_objects((socket.gethostname(), own)))
 
 
-@waiting("start")
+@deadline("start")
 def reject_expandable_segments() -> None:
     """Raise ConfigError on all ranks if one's settings of torch's memory keep its weights from its engine (a collective call)."""
     for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), expandable_segments()))):

@@ -98,7 +98,7 @@ def _check_take_over(config: RunConfig, settings: RobotConfig) -> None:
     check_writable(settings.record, "record")
     if os.path.lexists(folder := Path(settings.record).expanduser()):
         info = describe_dataset(folder, "record")
-        if not info.says_intervention or info.env != recorded_env(to_mapping(config.env)):
+        if not info.reports_intervention or info.env != recorded_env(to_mapping(config.env)):
             required = f"a new folder, or episodes recorded with env.name={config.env.name} and its present settings"
             reject(f"record={settings.record} holds episodes of a different kind", required, "record=<a new folder>")
     if config.evaluation.split == "eval":

@@ -27,10 +27,10 @@ from rlinf.commands.open_checkpoint import open_checkpoint, policy_for
 from rlinf.commands.ranks import prepare_rank, reject_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
-from rlinf.data.chosen import needs_outcomes
+from rlinf.data.filters import needs_outcomes
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import DeadlineError, waiting
+from rlinf.distributed.deadlines import DeadlineError, deadline
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import (
@@ -134,7 +134,7 @@ class Run:
             if engine is not None:
                 engine.start()  # its faults show before the hours of cloning
             if rl is not None:
-                with waiting("start"):
+                with deadline("start"):
                     rl.wait_until_ready()
                 who = rl.rollout_workers()
                 if rank() == 0:
@@ -162,7 +162,7 @@ class Run:
             raise
 
 
-@waiting("start")
+@deadline("start")
 def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build the parts of one rank. The configuration is validated and has its ``output_dir``."""
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
@@ -184,9 +184,9 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     if dataset is not None:
         compare_with_statistics(model, dataset, config.env.name)
     if recomputed:
-        from rlinf.models.blocks import repeated_blocks, set_training_options  # imports torch's compiler
+        from rlinf.models.layers import find_layers, set_training_options  # imports torch's compiler
 
-        if repeated_blocks(model):
+        if find_layers(model):
             set_training_options(model, recomputed=recomputed, compiled=config.model.compile)
     parallel, sync = _on_ranks(config, model, device, memory, reservation if has_rollout_workers else None)
     workers = sync.generator if isinstance(sync.generator, RolloutWorkers) else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rlinf.envs.judge import is_judged
+from rlinf.envs.success_override import overrides_success
 from rlinf.errors import ConfigError, RejectedInputError, RejectedRequestError
 from rlinf.evaluation.audit_checkpoint import AuditCheckpoint
 from rlinf.evaluation.compare import EPISODES, compare
@@ -173,7 +173,7 @@ class Auditor:
         at_once = sum(one.success and one.num_env_steps <= 1 for one in self.results["idle"].results)
         answers = verdicts(self.rows, at_once, matched)
         clean, told = self.results["clean"], list(dict.fromkeys(self.warnings))
-        if is_judged(self.env.config):
+        if overrides_success(self.env.config):
             answers.append(judged_verdict(clean, self.results["idle"].total))
         actions = clean.actions_clipped_fraction, clean.actions_max_abs
         return Audit(list(self.rows.values()), answers, len(self.specs), told, *actions)

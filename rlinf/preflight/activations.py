@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlinf.models.blocks import repeated_blocks, set_training_options
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.layers import find_layers, set_training_options
 from rlinf.models.precision import autocast
 from rlinf.types import Observation
 
@@ -63,7 +63,7 @@ class PassMemory:
         scores: A pass without gradients that scores samples.
         updates: A forward and a backward pass that keep all activations.
         recomputes: The same with all blocks recomputed.
-        saved: Bytes of a row that recomputing each block saves, in the order of ``repeated_blocks``.
+        saved: Bytes of a row that recomputing each block saves, in the order of ``find_layers``.
     """
 
     acts: LinearFit
@@ -104,7 +104,7 @@ def measure_passes(
     if kind is None:
         return PassMemory(acts, scores, *[LinearFit(0.0, 0.0)] * 2)
     updates = LinearFit.through(few.updates[kind], more.updates[kind])
-    if not (blocks := repeated_blocks(model)):
+    if not (blocks := find_layers(model)):
         return PassMemory(acts, scores, updates, updates)
     set_training_options(model, recomputed=True, compiled=False)
     less = [
@@ -184,7 +184,7 @@ def _outputs(model: ActionModel, inputs: Mapping[str, Tensor], sequences: Tensor
 
 def _update(model: nn.Module, memory: MetaBytes, run: Callable[[], list[Tensor]]) -> tuple[int, list[int]]:
     """Return the peak of a forward and a backward pass, and what recomputing each block would save."""
-    blocks, memory.peak = repeated_blocks(model), memory.now
+    blocks, memory.peak = find_layers(model), memory.now
     saved: dict[int, int] = {}
     with _watched(blocks, memory, saved), _no_gradients_kept(model):
         outputs = run()

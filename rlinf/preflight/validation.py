@@ -162,7 +162,7 @@ def rollout_workers_section(case: Case) -> None:
 
 def learning_section(case: Case) -> None:
     if case.learns:
-        check_blocks(case.config)
+        check_env_groups(case.config)
         ALGORITHMS.get(case.config.algorithm.name).check(case.config, case.policy)
         check_whole_episodes(case.config)
     if case.trains and case.config.sft.max_steps > 0:
@@ -325,7 +325,7 @@ def check_batches(config: RunConfig) -> None:
     check_rollout_memory(config)
 
 
-def check_blocks(config: RunConfig) -> None:
+def check_env_groups(config: RunConfig) -> None:
     """Check that every rank plays equally many whole groups of envs."""
     rollout, ranks = config.rollout, config.cluster.num_processes
     if rollout.num_envs % (ranks * rollout.group_size):

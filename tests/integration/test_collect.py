@@ -21,7 +21,7 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.scene import NUM_SUBSTEPS, TIMESTEP_S
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, SimulatorError
 from rlinf.preflight.validation import validate
-from rlinf.rollout.demonstrations import ExpertDemonstrator, play_episodes
+from rlinf.rollout.demonstrations import ScriptedExpert, run_episodes
 from rlinf.tracking import read_metrics
 from rlinf.types import EpisodeSpec
 
@@ -79,8 +79,8 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
     env = make_env(config.env, 1, auto_reset=False)
     for number, episode in enumerate(about["episodes"]):
-        expert_of_episode = ExpertDemonstrator(env, config.sft.expert, config.seed, [number])
-        batch = play_episodes(env, [EpisodeSpec(**episode["spec"])], expert_of_episode)
+        expert_of_episode = ScriptedExpert(env, config.sft.expert, config.seed, [number])
+        batch = run_episodes(env, [EpisodeSpec(**episode["spec"])], expert_of_episode)
         rows, found = np.flatnonzero(dataset.episode_ids == number), dataset.outcomes
         for stored, played in (
             (actions[:, 0].numpy(), batch.labels[:, 0]),
@@ -123,7 +123,7 @@ def test_nothing_is_written_without_an_episode(tmp_path, capsys, monkeypatch):
     assert main([*words, "env.max_episode_steps=1"]) == 2
     error = capsys.readouterr().err
     assert "None of 2 episodes succeeded" in error and "Set collect.only_success=false" in error
-    monkeypatch.setattr(collecting, "play_episodes", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(collecting, "run_episodes", Mock(side_effect=KeyboardInterrupt))
     assert main(words) == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -152,9 +152,9 @@ def failing(monkeypatch) -> None:
         if len(batches) == 2:
             raise SimulatorError("a worker was lost too often")
         batches.append(batch)
-        return play_episodes(env, batch, actor)
+        return run_episodes(env, batch, actor)
 
-    monkeypatch.setattr(collecting, "play_episodes", play)
+    monkeypatch.setattr(collecting, "run_episodes", play)
 
 
 @pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (terminating, 130, 3), (failing, 2, 4)])

@@ -1,4 +1,4 @@
-"""The rollout worker of recorded episodes in a report, clicked in a real browser from a file."""
+"""The player of recorded episodes in a report, clicked in a real browser from a file."""
 
 import json
 import re
@@ -54,7 +54,7 @@ WATCH = """
 <script>
 const seen = [];
 function look(name) {
-  const section = document.querySelector('.rollout worker');
+  const section = document.querySelector('.player');
   seen.push({name, step: section.dataset.step, sides: [...section.querySelectorAll('.side')].map(side => ({
     caption: side.querySelector('figcaption').textContent, image: side.querySelector('img').src,
     drawn: side.querySelector('img').naturalWidth, wide: side.querySelector('img').getBoundingClientRect().width,
@@ -65,19 +65,19 @@ function look(name) {
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 const until = async meets => { for (let i = 0; i < 300 && !meets(); i++) await wait(20); };
-const rollout worker = document.querySelector('.rollout worker'), images = () => [...rollout worker.querySelectorAll('img')];
-const shows = number => until(() => rollout worker.dataset.shown === String(number) && images().every(image => image.naturalWidth));
-const press = key => rollout worker.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+const player = document.querySelector('.player'), images = () => [...player.querySelectorAll('img')];
+const shows = number => until(() => player.dataset.shown === String(number) && images().every(image => image.naturalWidth));
+const press = key => player.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
 (async () => {
   await shows(0); look('opened');
-  rollout worker.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
+  player.querySelectorAll('.episodes button')[1].click(); await shows(1); look('clicked');
   press('ArrowRight'); press('ArrowRight'); look('two on');
   press('ArrowLeft'); look('one back');
-  const slider = rollout worker.querySelector('input');
+  const slider = player.querySelector('input');
   if (slider) { slider.value = slider.max; slider.dispatchEvent(new Event('input')); }
   look('end');
-  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && rollout worker.dataset.step === slider.max); look('played');
-  rollout worker.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
+  press(' '); press(' '); look('paused'); press(' '); await until(() => slider && player.dataset.step === slider.max); look('played');
+  player.querySelectorAll('[aria-label="go to where they part"]').forEach(button => button.click()); look('parting');
   document.body.innerHTML = '<pre id="seen"></pre>'; document.getElementById('seen').textContent = JSON.stringify(seen);
 })();
 </script>

@@ -17,7 +17,7 @@ from rlinf.envs.config import most_simulators, with_share_of_cores
 from rlinf.envs.graphics import backend
 from rlinf.envs.libero.env import LiberoConfig
 from rlinf.errors import ConfigError
-from rlinf.models.blocks import repeated_blocks, set_training_options
+from rlinf.models.layers import find_layers, set_training_options
 from rlinf.preflight import gpu_memory
 from rlinf.preflight.activations import LinearFit, PassMemory, _measure
 from rlinf.preflight.gpu_memory import (
@@ -118,7 +118,7 @@ def test_half_of_the_blocks_save_what_is_estimated(oft):
         set_training_options(model, recomputed=number, compiled=False)
         counted = _measure(model, _observation(config, 8), 8, config.model.precision, ["rl"], sequences).updates["rl"]
         assert passes.update(number).at(8) == pytest.approx(counted, rel=0.1), number
-    for block in repeated_blocks(model):
+    for block in find_layers(model):
         del block.forward
     assert passes.update(41).at(8) < 0.7 * passes.update(0).at(8)  # control
 

@@ -10,7 +10,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
-from rlinf.rollout import stream as lane_module
+from rlinf.rollout import cuda_stream as lane_module
 from rlinf.rollout.cuda_stream import CudaStream, packed, unpacked
 
 RESULTS = [

@@ -13,8 +13,8 @@ from run_results import run_config
 
 from rlinf.commands.robot import robot
 from rlinf.data import lerobot_dataset
-from rlinf.data.chosen import chosen
 from rlinf.data.config import SFTConfig
+from rlinf.data.filters import filtered_rows
 from rlinf.data.stored import DatasetInfo, Outcomes
 from rlinf.errors import ConfigError
 from rlinf.preflight.compatibility import check_chosen_rows
@@ -227,7 +227,7 @@ def test_episodes_that_were_kept_become_a_dataset(tmp_path):
     assert np.flatnonzero(data.outcomes.intervention).tolist() == [1, 6]
     assert np.flatnonzero(data.outcomes.success).tolist() == [3] == np.flatnonzero(data.outcomes.rewards).tolist()
     assert np.flatnonzero(data.outcomes.terminated).tolist() == [3]
-    assert data.info.env["reward_mode"] == "sparse" and data.info.says_intervention
+    assert data.info.env["reward_mode"] == "sparse" and data.info.reports_intervention
     assert recorder.write(results) is None, "no more episodes were kept"
     recorder.pending = tmp_path / "kept_later"
     played(Person(steps=(0,)), Clock(num_steps=4), recorder=_Renamed(recorder, results[1]))
@@ -354,29 +354,29 @@ class Stored:
     ],
 )
 def test_rows_by_hand(rows, weight, chunk_len, expected):
-    found = chosen(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
+    found = filtered_rows(Stored(chunk_len), SFTConfig(filter=rows, intervention_weight=weight))
     assert found.rows(np.arange(len(found))).tolist() == expected
 
 
 def test_all_rows_are_the_dataset_itself():
     dataset = Stored()
-    assert chosen(dataset, SFTConfig()) is dataset
+    assert filtered_rows(dataset, SFTConfig()) is dataset
 
 
 def test_control_without_interventions_other_rows_are_chosen():
     config = SFTConfig(filter="corrected", intervention_weight=2)
-    ignored = chosen(Stored(person=np.zeros(10, bool)), config)
-    assert ignored.index.tolist() == list(range(8)) != chosen(Stored(), config).index.tolist()
+    ignored = filtered_rows(Stored(person=np.zeros(10, bool)), config)
+    assert ignored.index.tolist() == list(range(8)) != filtered_rows(Stored(), config).index.tolist()
 
 
 def test_no_rows_and_missing_columns_are_refused():
     with pytest.raises(ConfigError, match="sft.filter=interventions"):
-        chosen(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
+        filtered_rows(Stored(person=np.zeros(10, bool)), SFTConfig(filter="interventions"))
     bare = DatasetInfo("data/theirs", "LeRobotDataset v3.0", 1, {}, {}, "observation.state", 2)
     for settings, column in (
-        ({"rows": "successes"}, "next.success"),
-        ({"rows": "interventions"}, "column intervention"),
-        ({"rows": "corrected"}, "next.success"),
+        ({"filter": "successes"}, "next.success"),
+        ({"filter": "interventions"}, "column intervention"),
+        ({"filter": "corrected"}, "next.success"),
         ({"intervention_weight": 2}, "column intervention"),
     ):
         with pytest.raises(ConfigError, match=column):

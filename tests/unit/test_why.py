@@ -90,8 +90,8 @@ CASES = {  # rule: faulty lines and settings, a number of the sentence, override
         lines(train__updates_total=lambda step: 100 * step), {"algorithm": {"tau": 0.01}},
     ),
     "q_overestimation": (
-        lines(train__q_first=4.0, train__return_first=0.5), {}, "expect 4", "",
-        lines(train__q_first=0.6, train__return_first=0.5), {},
+        lines(train__q_initial=4.0, train__return_initial=0.5), {}, "expect 4", "",
+        lines(train__q_initial=0.6, train__return_initial=0.5), {},
     ),
     "stale_rollouts": (
         lines(rollout__staleness_iterations=3, rollout__importance_ratio_max=80.0, rollout__importance_ratio_mean=1.0),
@@ -210,7 +210,7 @@ HEALTHY = {  # lines and settings of runs in which nothing is wrong; what a batc
     "RL whose return rises before its first success": (
         lines(rollout__success_rate=0.0, rollout__episode_len=50.0, rollout__return_mean=falls(0, 1), **PLAYED), {},
     ),
-    "actor that corrects by as much as it can": (lines(train__at_bound=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
+    "actor that corrects by as much as it can": (lines(train__action_saturation=0.7), {"algorithm": {"actor": {"scale": 2.0}}}),
     "demonstrations in memory": (lines("sft", throughput__data_wait_fraction=0.7), {"sft": {"num_workers": 2}}),
     "cloning that continues": (
         lines("sft", sft__loss=0.2, sft__grad_norm=0.5, sft__learning_rate=1e-4), {"init_from": "outputs/clone"},
@@ -284,7 +284,7 @@ def test_the_key_is_that_of_the_term_that_stops_adamw(changed, settings, key):
 
 
 def test_sac_with_a_few_updates_is_not_blamed_on_its_rate_or_its_critics():
-    few = {"train__q_first": -3.0, "train__return_first": -300.0, "train__updates_total": lambda step: step, **FLAT}
+    few = {"train__q_initial": -3.0, "train__return_initial": -300.0, "train__updates_total": lambda step: step, **FLAT}
     settings = {"algorithm": {"name": "sac", "learning_rate": 1e-3, "tau": 0.005}}
     assert said(lines(**few), settings) == ["too_few_updates"]
     many = few | {"train__updates_total": lambda step: 1000 * step}

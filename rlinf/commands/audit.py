@@ -16,7 +16,7 @@ from typing import Any
 from rlinf.checkpoints.folders import is_checkpoint, read_loop_state
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.cluster.factory import env_maker
-from rlinf.commands.evaluate import conditions, digest_of_server, open_policy, sampling_of, server_untold
+from rlinf.commands.evaluate import conditions, open_policy, sampling_settings, server_digest, unknown_policy_warning
 from rlinf.commands.hydra_app import configure, given_value
 from rlinf.config.overrides import parse_overrides
 from rlinf.config.schema import RunConfig
@@ -99,7 +99,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
         seen, note = seen_episodes(config, env, len(specs))
-        server = digest_of_server(config, model)
+        server = server_digest(config, model)
         present = {"device": device, **conditions(config, manifest, saved, specs, server)}
         named = config.checkpoint or config.model.url or config.model.model_path
         kept = AuditCheckpoint(
@@ -108,7 +108,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
         if kept.num_known:
             print(f"{kept.num_known} conditions are known from {kept.folder}", flush=True)
             if server is not None and saved is None:
-                warnings.append(server_untold(config.model.url, f"{kept.num_known} conditions"))
+                warnings.append(unknown_policy_warning(config.model.url, f"{kept.num_known} conditions"))
 
         def moved(what: str) -> VectorEnv | None:
             elsewhere = world.moved(config.env, what)
@@ -121,9 +121,9 @@ def _audit(config: RunConfig, output: Path) -> Audit:
             model,
             env,
             specs,
-            **sampling_of(config),
+            **sampling_settings(config),
             on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
-            kept=kept,
+            checkpoint=kept,
         )
         print(f"{'condition'.ljust(TITLE_WIDTH)}  success      k/n  change  95 % interval", flush=True)
         with autocast(model, config.model.precision):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_elsewhere, policy_for
+from rlinf.commands.open_checkpoint import Opened, open_checkpoint, open_remote, policy_for
 from rlinf.commands.signals import ctrl_c_waits, sigterm_is_ctrl_c
 from rlinf.config.schema import RunConfig, expert_acts
 from rlinf.data.lerobot_dataset import OWN_FILE
@@ -39,7 +39,7 @@ class PolicyDemonstrator:
 
     def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
-        self._streams = [policy.stream(spec) for spec in self.specs]
+        self._streams = [policy.start_episode(spec) for spec in self.specs]
         self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ class PolicyDemonstrator:
         return actions, actions
 
     def restart(self, row: int) -> None:
-        self._chunks[row], self._streams[row] = [], self.policy.stream(self.specs[row])
+        self._chunks[row], self._streams[row] = [], self.policy.start_episode(self.specs[row])
 
 
 def collect(config: RunConfig) -> Path:
@@ -129,7 +129,7 @@ def _policy(config: RunConfig, env: VectorEnv) -> tuple[BatchedPolicy | None, di
     if expert_acts(config):
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
     if config.model.url is not None:
-        opened = open_elsewhere(config, env, config.evaluation.allow_mismatch)
+        opened = open_remote(config, env, config.evaluation.allow_mismatch)
         where: dict[str, Any] = {"url": config.model.url}
     elif config.checkpoint is None:
         opened = Opened(None, None, policy_for(config, env), None)

@@ -78,7 +78,7 @@ def open_checkpoint(
     return opened
 
 
-def open_here(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
+def open_local(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
     """Open ``config.checkpoint`` like ``open_checkpoint``; without one, the folder of a public model at ``config.model.model_path``."""
     if config.checkpoint is not None:
         return open_checkpoint(config.checkpoint, config, allow_mismatch)
@@ -87,7 +87,7 @@ def open_here(config: RunConfig, allow_mismatch: Sequence[str]) -> Opened:
     return Opened(Path(str(config.model.model_path)), manifest, policy, manifest)
 
 
-def open_elsewhere(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
+def open_remote(config: RunConfig, env: VectorEnv, allow_mismatch: Sequence[str]) -> Opened:
     """Connect to the policy behind ``config.model.url``; compare the conditions that it tells with those here.
 
     The server tells the conditions of the policy, and this process has the conditions of the world. Both are compared with the

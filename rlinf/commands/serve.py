@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.commands.open_checkpoint import Opened, open_here
+from rlinf.commands.open_checkpoint import Opened, open_local
 from rlinf.commands.serve_config import ServeConfig
 from rlinf.config.saved_code import env_overrides
 from rlinf.config.schema import RunConfig
@@ -151,7 +151,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
     """Serve ``config.checkpoint``, or the folder ``config.model.model_path``, until SIGTERM or Ctrl-C; answer all requests that came before.
 
     Raise ConfigError for an address that is taken or open to others without a key, or for names that do not fit the policy; else as
-    ``open_here``.
+    ``open_local``.
     """
     api_key = _api_key(settings)
     env, cameras = config.env, settings.cameras or config.env.cameras
@@ -163,7 +163,7 @@ def serve(config: RunConfig, settings: ServeConfig) -> None:
     with contextlib.closing(_bound(settings)) as bound:
         set_num_threads(config.cluster.num_threads, 1)
         seed_everything(config.seed)
-        opened = open_here(config, config.evaluation.allow_mismatch)
+        opened = open_local(config, config.evaluation.allow_mismatch)
         model = opened.policy.to(resolve_device(config.cluster.device, 1)).eval()
         rows = PolicyRows(Policy(model, config), settings)
         rows.warm_up()

@@ -58,7 +58,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         prompt_suffix: What it reads after each instruction (``model.prompt_suffix``).
         readout_token: Makes the features ``token`` from the states of images and prompt; None: not wanted, or no such states.
         fills_calls: An evaluation pads its calls to one number of rows, so that they round alike; a server does so itself.
-        num_observations: Moments of an episode that it reads at once (``Observation.of_moments``); above 1, whoever asks remembers them.
+        num_observations: Moments of an episode that it reads at once (``Observation.stack_history``); above 1, whoever asks remembers them.
         state_range: Where the statistics of the states that it reads lie, in env units; None: it has none.
         other_statistics: Overrides that replace statistics which do not fit the numbers of an env or a dataset.
         manifest: Of a remote policy: the conditions under which it was made; None: not known here.

@@ -59,7 +59,7 @@ class RandomSearchTrainer(ActionTrainer):
                 weight += self.parts.config.algorithm.std * torch.randn(weight.shape, generator=generator)
         state.policy_version += 1
         sync.push(state.policy_version)
-        batch = self.collector.take(self.collector.issue(sync.rollout_policy, step, state.policy_version, False))
+        batch = self.collector.result(self.collector.submit(sync.rollout_policy, step, state.policy_version, False))
         metrics = rollout_metrics(batch)
         if metrics["rollout/return_mean"] > self.best:
             self.best.fill_(metrics["rollout/return_mean"])

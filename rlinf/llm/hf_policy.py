@@ -41,9 +41,9 @@ from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
-from rlinf.models.blocks import check_compiler, set_training_options
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, model_shapes
+from rlinf.models.layers import check_compiler, set_training_options
 from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import torch_dtype_of
 from rlinf.models.weights_in_files import check_read, how_read

@@ -104,7 +104,7 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
         )
         reject(found, "blocks whose activations can be recomputed", "model.gradient_checkpointing=false")
     if model.compile:
-        from rlinf.models.blocks import check_compiler  # imports transformers
+        from rlinf.models.layers import check_compiler  # imports transformers
 
         with fixed_by_settings("model"):
             check_compiler(resolve_device(config.cluster.device, 1))

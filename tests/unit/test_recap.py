@@ -184,8 +184,8 @@ def test_a_policy_acts_by_its_suffix_and_learns_by_those_of_the_rows(policy):
     config, model = policy
     ids = model.preprocess(seen())["input_ids"]
     assert torch.equal(ids, model.preprocess(seen(suffixes=[GOOD, GOOD]))["input_ids"])
-    assert model.sentences(seen()) == ["reach the red block. good"] * 2
-    assert model.sentences(seen(suffixes=["", BAD]).select([1, 0])) == [
+    assert model.instructions(seen()) == ["reach the red block. good"] * 2
+    assert model.instructions(seen(suffixes=["", BAD]).select([1, 0])) == [
         "reach the red block. bad", "reach the red block"
     ]  # fmt: skip
     mixed = model.preprocess(seen(suffixes=["", BAD]))["input_ids"]

@@ -74,7 +74,9 @@ class SO101Config(ProcessEnvConfig):
         None, f"Rendered cameras, in order: {', '.join(CAMERAS)}; null: as the model reads."
     )
     state: str = option(
-        "full", "full: 45 values (docs/arms.md); proprio: joint positions; none.", choices=("full", "proprio", "none")
+        "full",
+        "full: 45 values (docs/lerobot.md); proprio: joint positions; none.",
+        choices=("full", "proprio", "none"),
     )
     control: str = option(
         "delta",

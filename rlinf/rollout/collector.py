@@ -1,7 +1,7 @@
 """Roll out a policy in vectorised environments and return a ``RolloutBatch``.
 
-The envs are split over worker threads. While the simulator of one thread runs, the policy of another thread acts
-(MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
+The envs are split over worker threads. While the simulator of one thread runs, the policy acts in a different
+thread (MuJoCo and torch release the GIL). Each iteration starts new episodes. Random numbers derive from the seed, the
 iteration and the global env index, so a rollout depends on the weights and the iteration only; splitting envs over
 threads or ranks changes nothing but the rounding of matrix products. With ``continue_episodes``, a rollout also depends
 on where the previous one ended.

@@ -175,7 +175,7 @@ class ProcessCollector:
 
     def _check_running(self) -> None:
         if any(worker.process is None for worker in self.workers):
-            raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
+            raise RLinfError("The rollout processes have ended, by close() or an error. Build a new collector")
 
     def _send(self, worker: _RolloutWorker, message: Any) -> None:
         try:

@@ -82,7 +82,7 @@ class SharedTask:
         try:
             pickler.dump(task)
         except Exception as error:  # user classes may raise anything
-            message = f"The policy or the env cannot be sent to another process: {type(error).__name__}: {error}."
+            message = f"The policy or the env cannot be sent to a different process: {type(error).__name__}: {error}."
             raise ConfigError(message) from error
         _reject_overlaps(list(tensors.values()), pickler.other_tensors)
         self.start, self.size = end, data.tell()
@@ -161,7 +161,7 @@ class _TaskUnpickler(pickle.Unpickler):
 
 
 class PackedReply(NamedTuple):
-    """A pickle without its arrays, and their sizes in bytes. The arrays follow one another in the worker's reply buffer."""
+    """A pickle without its arrays, and their sizes in bytes. The arrays are consecutive in the worker's reply buffer."""
 
     data: bytes
     sizes: list[int]

@@ -32,7 +32,7 @@ COME_BACK = (408, 425, 429, 500, 502, 503, 504)
 
 
 class _BusyError(Exception):
-    """The server is overloaded and asks for a retry."""
+    """The server is overloaded and requests a retry."""
 
 
 class PolicyClient:
@@ -69,8 +69,8 @@ class PolicyClient:
             except _BusyError as error:
                 left = busy_until - time.monotonic()
                 if left <= 0:
-                    found = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
-                    raise self._late(found, "ask with fewer processes") from None
+                    problem = f"has been busy for {self.timeout_s:g} s (model.timeout_s): {error}"
+                    raise self._late(problem, "ask with fewer processes") from None
                 time.sleep(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT_S)
             except TimeoutError:
@@ -90,8 +90,8 @@ class PolicyClient:
                 deadline = deadline or time.monotonic() + self.connect_timeout_s
                 self._wait(deadline, FIRST_WAIT_S, error)
 
-    def _late(self, found: str, other_fix: str = "look at the server's log") -> PolicyServerError:
-        return PolicyServerError(f"{self.url} {found}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
+    def _late(self, problem: str, other_fix: str = "look at the server's log") -> PolicyServerError:
+        return PolicyServerError(f"{self.url} {problem}. Set model.timeout_s={10 * self.timeout_s:g}, or {other_fix}")
 
     def close(self) -> None:
         if self._connection is not None:

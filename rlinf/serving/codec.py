@@ -118,7 +118,7 @@ def _decoded(value: Any, depth: int, pixels: _Budget) -> Any:
         return [_decoded(item, depth + 1, pixels) for item in value]
     if not isinstance(value, dict):
         return value
-    # Both layouts at once: keys of openpi's arrays are bytes.
+    # Covers both layouts: keys of openpi's arrays are bytes.
     named = {key.decode("ascii", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
     if "__ndarray__" in named:
         return _array(named)

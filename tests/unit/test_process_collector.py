@@ -311,12 +311,12 @@ def test_records_to_a_parent_that_has_left_are_dropped_and_answers_are_not():
 
 def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
     model, make = make_parts()
-    with pytest.raises(ConfigError, match="cannot be sent to another process.*lambda"):
+    with pytest.raises(ConfigError, match="cannot be sent to a different process.*lambda"):
         ProcessCollector(partial(make, make_env=lambda count: None), model, num_env_groups=ENV_GROUPS, num_processes=2)
     monkeypatch.setattr(type(model), "__module__", "__main__")
     with pytest.raises(ConfigError, match="MLPForRLActionPrediction is defined in the main script"):
         ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=2)
-    with pytest.raises(ConfigError, match="cannot be sent to another process: RuntimeError: no copies"):
+    with pytest.raises(ConfigError, match="cannot be sent to a different process: RuntimeError: no copies"):
         ProcessCollector(partial(make, make_env=Uncopied()), model, num_env_groups=ENV_GROUPS, num_processes=2)
     with pytest.raises(ValueError, match="4 env groups on 3 ranks"):
         ProcessCollector(make, model, num_env_groups=ENV_GROUPS, num_processes=3)

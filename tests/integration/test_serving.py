@@ -360,7 +360,7 @@ def test_another_checkpoint_after_a_restart_ends_the_evaluation_with_both_digest
         client = PolicyClient(url, 20, 20)
     other_rows, other = rows_of(checkpoints[1])
     with serving(other_rows, other, port=int(url.rpartition(":")[2])):
-        with pytest.raises(PolicyServerError, match="another policy") as error:
+        with pytest.raises(PolicyServerError, match="a different policy") as error:
             client.ask({"images": {"front": np.zeros((64, 64, 3), np.uint8)}, "prompt": "go"})
         digests = [each["rlinf"]["digest"] for each in (metadata, other)]
         assert digests[0] != digests[1] and all(digest in str(error.value) for digest in digests)

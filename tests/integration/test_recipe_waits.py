@@ -15,7 +15,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.preflight.placement import Placement
-from rlinf.recipes import workers as recipe_players
+from rlinf.recipes import rollout_workers as recipe_players
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.grpo import Groups, GRPOTrainer

@@ -162,9 +162,9 @@ class Record:
         A mean reward between 0 and the full one counts as that fraction of right answers. Rewards between the two vary less, so that the
         interval of these counts is wide enough. Raise NotMeasured without validations, or with other rewards.
         """
-        lines = self.lines_with("eval/reward_mean", "eval/num_answers")
+        lines = self.lines_with("eval/reward_mean", "eval/num_completions")
         rates = [
-            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_answers"])) for line in lines
+            (line["step"], line["eval/reward_mean"] / self.full_reward, int(line["eval/num_completions"])) for line in lines
         ]
         if not all(0 <= rate <= 1 for _, rate, _ in rates):
             raise NotMeasured

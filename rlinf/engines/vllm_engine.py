@@ -202,8 +202,7 @@ class VllmEngine:
         with self._lock:
             if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
-                    f"The vLLM engine has lost the weights of version {self._loaded.version}: it ended, or a later "
-                    "push was rejected. Call update_weights again"
+                    f"The vLLM engine has lost the weights of version {self._loaded.version}. Call update_weights again"
                 )
             self.start()
             try:

@@ -62,7 +62,7 @@ def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> 
     bad = ((ids < 0) | (ids >= vocab_size)) & mask
     if bad.any():
         row = int(bad.any(-1).nonzero()[0, 0])
+        token = int(ids[row][bad[row]][0])
         raise ConfigError(
-            f"Row {row} has the token id {int(ids[row][bad[row]][0])}; required: 0 to {vocab_size - 1} (the model's "
-            f"vocab_size={vocab_size}). Use the model's own tokenizer"
+            f"Row {row} has the token id {token}; required: 0 to {vocab_size - 1} (vocab_size={vocab_size}). Use its tokenizer"
         )

@@ -251,7 +251,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         for arguments, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
             known = spec.__annotations__.keys()
             if arguments is not None and not {"max_tokens_per_microbatch"} <= arguments.keys() <= known:
-                raise ConfigError(f"shard_by_batch_size got {dict(arguments)}; known: {', '.join(known)}.")
+                raise ConfigError(
+                    f"shard_by_batch_size got {dict(arguments)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
+                )
         if uneven + (dynamic is not None) + (packing is not None) > 1:
             raise ConfigError("allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other")
         if packing is not None or uneven:

@@ -129,8 +129,7 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Pass {name}=None for "
-                "the default"
+                f"{name} has the ids {unknown[:8]}; required: some of 0 to {vocab_size - 1}. Pass {name}=None"
             )
 
 

@@ -114,8 +114,7 @@ class HuggingFacePolicy(TokenPolicy):
         self.model = self._attending(self._load())
         if config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
-                f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
-                "Pass sequence_packing=False"
+                f"{type(self.model).__name__} does not separate packed sequences. Pass sequence_packing=False"
             )
         self._adapt(self.model)
         set_training_options(self.model, recomputed=config.gradient_checkpointing, compiled=config.compile)

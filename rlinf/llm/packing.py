@@ -112,8 +112,7 @@ def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ConfigError(
-            f"A sequence of {longest} tokens is longer than max_tokens_per_microbatch={max_tokens}. "
-            f"Use max_tokens_per_microbatch={longest} or more"
+            f"A sequence of {longest} tokens is longer than max_tokens_per_microbatch={max_tokens}. Pass {longest} or more"
         )
 
 

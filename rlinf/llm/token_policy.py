@@ -237,8 +237,7 @@ class TokenPolicy(PolicyInterface):
         # Not exact, because shards are summed in a different order.
         if not all(math.isclose(actual, initial, rel_tol=1e-9, abs_tol=1e-9) for actual, initial in pairs):
             raise CheckpointError(
-                f"'{self.model_name}' no longer has the initial weights of this policy, so it cannot be the "
-                "reference. Call get_reference_logprobs once before the first train"
+                f"'{self.model_name}' no longer has the initial weights. Call get_reference_logprobs before the first train"
             )
 
 
@@ -250,10 +249,7 @@ def check_trainable(config: TokenPolicyConfig) -> None:
     for name, neutral in neutral_values.items():
         value = getattr(config, name)
         if value not in neutral:
-            raise ConfigError(
-                f"{name}={value} changes the sampled distribution but not the trained log-probabilities. "
-                f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
-            )
+            raise ConfigError(f"{name}={value} changes the distribution only of sampling. Pass {name}={neutral[-1]}")
     if torch_dtype_of(config.torch_dtype) == torch.float16:
         raise ConfigError(f"torch_dtype={config.torch_dtype} loses small gradients. Pass torch_dtype='bfloat16'")
 

@@ -20,15 +20,13 @@ class RayVirtualCluster:
         counts = bundle_ct_per_node_list
         if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
-                f"RayVirtualCluster got {counts}; required: a list, the number of processes on this one machine. "
-                "Use RayVirtualCluster([1])"
+                f"RayVirtualCluster got {counts}; required: one number of processes. Use RayVirtualCluster([1])"
             )
         num_gpus = torch.cuda.device_count()
         if use_gpus and num_gpus < counts[0]:
             smaller = f"[{num_gpus}]" if num_gpus else f"{counts}, use_gpus=False"
             raise ConfigError(
-                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, but torch sees {num_gpus or 'none'}. "
-                f"Use RayVirtualCluster({smaller})"
+                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, but torch sees {num_gpus or 'none'}. Use RayVirtualCluster({smaller})"
             )
         self._num_processes = counts[0]
         self.use_gpus = use_gpus

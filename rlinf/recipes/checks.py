@@ -101,15 +101,12 @@ def _check_train(config: RecipeConfig) -> None:
     betas = train.optm_betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(
-            f"train.optm_betas is {override_text(betas)}; required: two numbers in [0, 1). Set "
-            "train.optm_betas=[0.9,0.999]"
+            f"train.optm_betas is {override_text(betas)}; required: two numbers in [0, 1). Set train.optm_betas=[0.9,0.999]"
         )
     warmup = train.optm_warmup_steps
     if isinstance(warmup, float) and warmup > 1:
-        raise ConfigError(
-            f"train.optm_warmup_steps is {warmup}; required: an integer of steps, or a fraction of at most 1.0. Set "
-            f"train.optm_warmup_steps={round(warmup)}"
-        )
+        key = "train.optm_warmup_steps"
+        raise ConfigError(f"{key} is {warmup}; required: steps, or a fraction up to 1.0. Set {key}={round(warmup)}")
     if method.dataset.streaming and train.max_num_steps is None:
         raise ConfigError("A stream (dataset.streaming=true) has no known length. Set train.max_num_steps=<steps>")
     unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
@@ -123,13 +120,11 @@ def _check_train(config: RecipeConfig) -> None:
     if lora is not None and isinstance(lora.target_modules, str):
         names = ",".join(re.findall(r"\w*[^\W_]\w*", lora.target_modules)) or "q_proj,v_proj"
         raise ConfigError(
-            f"policy.lora.target_modules is '{lora.target_modules}'; required: all-linear or a list of names. Set "
-            f"'policy.lora.target_modules=[{names}]'"
+            f"policy.lora.target_modules is '{lora.target_modules}'; required: names. Set 'policy.lora.target_modules=[{names}]'"
         )
     if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
         raise ConfigError(
-            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}, whose log-probabilities must repeat. Set "
-            "policy.lora.lora_dropout=0"
+            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}. Set policy.lora.lora_dropout=0"
         )
 
 
@@ -156,10 +151,9 @@ def _check_batch(config: RecipeConfig) -> None:
         parts = f"policy.parallelism.dp_shard_size={shards} ranks" + (
             f" of complete groups of rollout.n_generation={per_row}" if per_row > 1 else ""
         )
-        fits = max(1, batch // unit) * unit
+        fits, key = max(1, batch // unit) * unit, "train.train_batch_per_replica"
         raise ConfigError(
-            f"train.train_batch_per_replica={batch} does not divide over {parts}; required: a multiple of {unit}. Set "
-            f"train.train_batch_per_replica={fits}"
+            f"{key}={batch} does not divide over {parts}; required: a multiple of {unit}. Set {key}={fits}"
         )
 
 
@@ -167,13 +161,11 @@ def _check_rollout(config: RecipeConfig) -> None:
     method, rollout = config.train.train_policy, config.rollout
     if rollout.n_generation < 2:
         raise ConfigError(
-            f"rollout.n_generation is {rollout.n_generation}; required: at least 2, because advantages are relative to "
-            "the group. Set rollout.n_generation=8"
+            f"rollout.n_generation is {rollout.n_generation}; required: at least 2. Set rollout.n_generation=8"
         )
     if method.temperature == 0:
         raise ConfigError(
-            "train.train_policy.temperature is 0, so all completions of a group would be equal; required: above 0. Set "
-            "train.train_policy.temperature=1.0"
+            "train.train_policy.temperature is 0; required: above 0. Set train.train_policy.temperature=1.0"
         )
     key, buffer = "train.train_policy.overlong_reward.buffer_length", method.overlong_reward.buffer_length
     longest = min(rollout.max_response_length, config.policy.model_max_length)
@@ -205,10 +197,7 @@ def _check_cluster(config: RecipeConfig) -> None:
     placements = (("cluster.placement", cluster.placement, "null"), ("mode", config.mode, "disaggregated"))
     for key, value, fixed in placements:
         if value == "colocated":
-            raise ConfigError(
-                f"{requests[0]} with {key}=colocated; required: one of them, because {requests[0]} requests rollout workers. Set "
-                f"{key}={fixed}, or {fix}"
-            )
+            raise ConfigError(f"{requests[0]} with {key}=colocated; required: one of them. Set {key}={fixed}, or {fix}")
 
 
 def _check_validation(config: RecipeConfig) -> None:

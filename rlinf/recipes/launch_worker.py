@@ -128,10 +128,7 @@ def train(config: RecipeConfig, script: Path | None = None, places: RolloutWorke
         with _first_on_path(script.absolute().parent):
             runpy.run_path(str(script), run_name="__main__")
     if launched.folder is None:
-        raise ConfigError(
-            f"{script} ended without a call of launch_worker. Call launch_worker(dataset=...) under "
-            "if __name__ == '__main__'"
-        )
+        raise ConfigError(f"{script} ended without a call of launch_worker. Call it under if __name__ == '__main__'")
     return launched.folder
 
 

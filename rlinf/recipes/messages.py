@@ -58,8 +58,9 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
         given.setdefault(content_key, "")
     for key in (role_key, content_key):
         if key not in given:
-            raise BadRowError(f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and "
-                              "content, or from and value.")  # fmt: skip
+            raise BadRowError(
+                f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and content."
+            )
     role, content = given.pop(role_key), given.pop(content_key)
     role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
     if role not in ROLES:

@@ -266,8 +266,9 @@ class ChatPacker:
                     else:
                         index = int(part.get("index", num_taken))
                         if not 0 <= index < len(given):
-                            raise BadRowError(f"its messages refer to image {index} (from 0), but its column 'images' has "
-                                              f"{len(given)}; required: an image for each.")  # fmt: skip
+                            raise BadRowError(
+                                f"its messages refer to image {index} (from 0), but has {len(given)} images."
+                            )
                         image, num_taken = given[index], num_taken + 1
                     images.append(open_image(image, self.folder))
                     parts.append({"type": "image"})
@@ -326,8 +327,7 @@ class ChatPacker:
                                   f"may split an image. Set policy.model_max_length={len(ids)} or more.")  # fmt: skip
             ids, mask = ids[: self.max_length], mask[: self.max_length]
         if not any(mask):
-            raise BadRowError(f"its first {len(ids)} tokens contain no learned one; required: at least one. "
-                              "Set a larger policy.model_max_length.")  # fmt: skip
+            raise BadRowError(f"its first {len(ids)} tokens contain no learned one. Raise policy.model_max_length.")
         return Sample(ids, mask, inputs, is_truncated)
 
     def _learned_spans(

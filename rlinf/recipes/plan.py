@@ -98,10 +98,10 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     unit = group_size * shards
     if train.train_batch_per_replica % unit:
         fits = max(1, train.train_batch_per_replica // unit) * unit
+        key = "train.train_batch_per_replica"
         groups = f" with complete groups of rollout.n_generation={group_size}" if is_grpo else ""
         raise ConfigError(
-            f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; "
-            f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
+            f"{key}={train.train_batch_per_replica} does not divide over {shards} ranks{groups}; required: a multiple of {unit}. Set {key}={fits}"
         )
     wants_engine = is_grpo and rollout.backend == "vllm"
     has_engine = wants_engine and why_no_engine(_config_of(config)) is None
@@ -164,8 +164,7 @@ def count_rollout_workers(config: RecipeConfig, num_ranks: int, per_engine: int)
     if workers % num_ranks and num_ranks % workers:
         key = "rollout.parallelism.n_init_replicas" if requested is None else "cluster.num_rollout_workers"
         raise ConfigError(
-            f"{key}={workers} rollout workers with {num_ranks} ranks of the policy; required: a multiple or a divisor of the ranks. Set "
-            f"cluster.num_rollout_workers={num_ranks}"
+            f"{key}={workers} with {num_ranks} ranks; required: a multiple or divisor. Set cluster.num_rollout_workers={num_ranks}"
         )
     return workers
 

@@ -172,8 +172,7 @@ def _save_every(config: RecipeConfig, trainer: TokenTrainer) -> int:
     epochs = ckpt.save_freq_in_epoch
     if epochs and isinstance(trainer.rows, StreamedRows):
         raise ConfigError(
-            f"train.ckpt.save_freq_in_epoch={epochs}, but a streamed dataset has no known epoch length. "
-            "Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
+            "A stream has no epochs. Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
         )
     if not ckpt.enable_checkpoint or not epochs:
         return ckpt.save_freq if ckpt.enable_checkpoint else 0
@@ -261,8 +260,7 @@ def _restore(checkpoint: Path, loop: Loop, trainer: TokenTrainer) -> None:
                if state.data.get(name, value) != value]  # fmt: skip
     if changed:
         raise ConfigError(
-            f"{checkpoint} was written with different data or a different model: {'; '.join(changed)}. Set the old values, or "
-            "train.resume=false"
+            f"{checkpoint} has different data or model: {'; '.join(changed)}. Undo this, or set train.resume=false"
         )
     trainer.rows.load_state_dict(state.rows)
     loop.state = state

@@ -402,7 +402,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
     three, listed = batch | {"advantages": torch.ones(3)}, batch | {"old_logprobs": [[0.0] * 6] * 4}
     rejections = (
-        ("micro_batch_size=3 splits samples of 2 rows. Pass micro_batch_size=2", batch, DPOLossFn()),
+        ("micro_batch_size=3 splits a sample. Pass micro_batch_size=2", batch, DPOLossFn()),
         ("'advantages': 3.*one number for all keys", three, GRPOLossFn()),
         ("loss_fn is 'nll'; required: a loss. Pass e.g. .*NLLLossFn", batch, "nll"),
         ("loss_fn is <class .*required: a loss. Pass e.g. .*NLLLossFn", batch, NLLLossFn),

@@ -391,7 +391,7 @@ def test_players_that_machines_have_no_room_for_are_refused():
         ([DISAGGREGATED, "cluster.num_rollout_workers=3"], "Set cluster.num_rollout_workers=4"),
         (
             ["rollout.parallelism.n_init_replicas=3"],
-            "n_init_replicas=3 rollout workers.*Set cluster.num_rollout_workers=4",
+            "n_init_replicas=3 with 4 ranks.*Set cluster.num_rollout_workers=4",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_what_shows_no_tools_refuses_them():
     with pytest.raises(BadRowError, match="cannot have its column 'tools'"):
         prompts.prompt({"prompt": "2+2?", "tools": TOOLS})
     method.system_prompt = "Be brief."
-    with pytest.raises(BadRowError, match="without train.train_policy.system_prompt; required: a list of messages"):
+    with pytest.raises(BadRowError, match="cannot have train.train_policy.system_prompt; required: messages"):
         prompts.prompt({"prompt": "2+2?"})
 
 

@@ -176,7 +176,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     (faults / "die").write_text("generate")
     with pytest.raises(WeightsRejectedError, match="gone"):
         engine.generate("request")
-    with pytest.raises(EngineError, match="weights of version 1 and has lost them"):
+    with pytest.raises(EngineError, match="has lost the weights of version 1"):
         engine.generate("request")
 
 

@@ -98,7 +98,7 @@ METRICS: dict[str, Metric] = {
     "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected answers.", "nat"),
     "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
     "train/equal_pair_fraction": Metric("DPO: fraction of the pairs whose two answers are equal.", "1"),
-    "train/cut_row_fraction": Metric("Fraction of the rows cut at `policy.model_max_length`.", "1"),
+    "train/truncated_row_fraction": Metric("Fraction of the rows cut at `policy.model_max_length`.", "1"),
     "train/critic_loss": Metric("Squared error of the critics, summed over them, mean over the updates.", "reward^2"),
     "train/q_mean": Metric("Mean value that the critics give to drawn transitions.", "reward"),
     "train/q_mean_online": Metric("The same of the transitions that this run has played.", "reward"),
@@ -120,7 +120,7 @@ METRICS: dict[str, Metric] = {
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
     "sft/demonstrator_success_rate": Metric(
         "Fraction of the demonstrations that succeeded, of the scripted expert; in the first line.", "1"),
-    "sft/cut_row_fraction": Metric("As train/cut_row_fraction, in SFT.", "1"),
+    "sft/truncated_row_fraction": Metric("As train/truncated_row_fraction, in SFT.", "1"),
     "sft/actions_beyond_statistics": Metric(
         "Largest fraction of a dimension's labels beyond the statistics; in the first line. A warning above 5 %, an error above half.", "1"),
     "sft/states_beyond_statistics": Metric("The same of the states.", "1"),
@@ -139,7 +139,7 @@ METRICS: dict[str, Metric] = {
     "eval/reward_mean": Metric(
         "Mean reward of the most likely answers to the validation prompts; `eval/reward_mean/<part>`: of a part.", "reward"),
     "eval/reward_std": Metric("Standard deviation of these rewards.", "reward"),
-    "eval/num_answers": Metric("Number of these answers.", "answers"),
+    "eval/num_completions": Metric("Number of these completions.", "completions"),
     "eval/completion_length_mean": Metric("Mean length of these answers, with the token that ends it.", "tokens"),
     "eval/completion_length_max": Metric("Length of the longest of these answers.", "tokens"),
     "eval/truncated_fraction": Metric("Fraction of these answers that reached the largest length without an end.", "1"),

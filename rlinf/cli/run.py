@@ -203,8 +203,7 @@ def _check_checkpoint(arguments: Sequence[str]) -> None:
 def collect(arguments: Sequence[str]) -> int:
     """Store episodes of the env's scripted expert, or of the policy of ``checkpoint`` or ``model.model_path``, as a LeRobotDataset.
 
-    With a checkpoint, model and env come from its configuration. Overrides change single keys; a group (``env=tabletop``) replaces a
-    section.
+    Model and env come from the checkpoint's configuration. Overrides change keys; a group (``env=tabletop``) replaces a section.
     """
     return _run_command(arguments, "collect")
 

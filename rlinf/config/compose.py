@@ -47,10 +47,7 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 
 
 def normalize_overrides(overrides: Iterable[str], sweeps: bool = False) -> list[str]:
-    """Accept ``+experiment=x`` like ``experiment=x``, new keys in free-form sections, and text without quotes.
-
-    With ``sweeps``, ``a,b`` is a sweep, else text for keys that take text.
-    """
+    """Accept ``+experiment=x``, new keys in free-form sections, unquoted text, and with ``sweeps`` values ``a,b``."""
     result, overrides, types = [], list(overrides), field_types()
     any_keys = [key for key, hint in types.items() if dict in map(typing.get_origin, (hint, *typing.get_args(hint)))]
     free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
@@ -126,10 +123,7 @@ def _load_named_plugins(overrides: list[str]) -> None:
 
 
 def fitted(composed: DictConfig, overrides: Iterable[str]) -> DictConfig:
-    """Remove (and print) experiment keys that a typed env or algorithm lacks, then apply ``algorithm.preset``.
-
-    The preset sets no key that was typed or that the experiment has.
-    """
+    """Remove (and print) experiment keys that a typed env or algorithm lacks, then apply ``algorithm.preset`` to unset keys."""
     typed = {item.key_or_group: item.value() for item in parse_overrides(overrides)}
     for section in REGISTRIES if typed.get(search.GROUP) else ():
         if not isinstance(typed.get(section), str):  # the experiment chooses the env or algorithm

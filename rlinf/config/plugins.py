@@ -15,10 +15,7 @@ user_folders: list[Path] = []
 
 
 def load_plugins(plugins: Iterable[str]) -> list[str]:
-    """Import each plugin once per process, and return the plugins with absolute paths, which are valid in every process.
-
-    A plugin is a module (``my_package.my_env``) or a path that ends in ``.py``, relative to the current folder or to ``--config-dir``.
-    """
+    """Import each plugin (a module, or a .py file relative to here or ``--config-dir``); return absolute paths."""
     resolved = [str(_find_file(plugin)) if plugin.endswith(".py") else plugin for plugin in plugins]
     for plugin in resolved:
         with registering(plugin):

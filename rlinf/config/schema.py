@@ -126,10 +126,7 @@ MODELS_OWN = " A key of the model itself: model.init_config.{0}={1} for random w
 
 
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
-    """Return the message for an unknown key, with the section that has it or the most similar ``known`` key.
-
-    ``hints`` are the types of the known keys; None: the types under the default env and algorithm.
-    """
+    """Return the message for an unknown key; ``hints``: types of the ``known`` keys (None: of the default env and algorithm)."""
     (section, _, name), known = dotted.rpartition("."), list(known)
     others = {key for key in field_types() if key.rpartition(".")[0] != section}  # this section's keys are in `known`
     elsewhere = [key for key in fields_meant(name) if key in others]
@@ -232,11 +229,7 @@ def size_by_env(config: RunConfig, num_cameras: int) -> None:
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
-    """Turn a composed configuration into a ``RunConfig``, and replace nulls that follow from different values.
-
-    These are ``cluster.num_processes`` (a launcher's processes, or 1), model sizes (the env's), ``env.cameras`` (the model's) and
-    ``rollout.num_chunks`` (the longest episode's).
-    """
+    """Turn a composed configuration into a ``RunConfig``, and replace nulls that follow from different values."""
     # The order matters: sizes before cameras, which depend on the model; the algorithm completes what then is known.
     config, env = typed_config(mapping), mapping.get("env", {})
     if config.cluster.num_processes is None:

@@ -90,7 +90,6 @@ def measure_passes(
 
     Args:
         observe: Returns an observation of a given batch size.
-        precision: ``model.precision``.
         phases: ``rl`` (acting, scoring, updates), ``sft`` (updates of cloning), ``actor`` (proposals of a frozen policy).
     """
     few, more = (_measure(model, observe(rows), rows, precision, phases) for rows in (FEW, MORE))
@@ -118,8 +117,7 @@ class PeakMemory:
     """Peak memory measured at one batch size.
 
     Attributes:
-        peaks: Bytes of acting and of scoring.
-        updates: Bytes of each kind of update.
+        peaks, updates: Bytes of acting and of scoring; of each kind of update.
         saved: Bytes that recomputing each layer saves, by kind of update.
         sequences: Samples of acting, reused to measure further updates.
     """

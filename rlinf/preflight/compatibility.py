@@ -247,10 +247,7 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
 def check_dataset(
     config: RunConfig, policy: tuple[Any, Any] | None, folder: str | None = None, key: str = "sft.dataset"
 ) -> DatasetInfo:
-    """Check the dataset in ``folder`` (the value of ``key``; None: ``sft.dataset``) by its description, which is returned.
-
-    ``policy`` is a class with its configuration (None: unknown).
-    """
+    """Check the dataset in ``folder`` (of ``key``) by its description, which is returned; ``policy`` None: unknown."""
     sft, env = config.sft, config.env
     folder = sft.dataset if folder is None else folder
     info = describe_dataset(folder, key)

@@ -17,11 +17,7 @@ from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 @dataclass(frozen=True)
 class DerivedNumbers:
-    """Counts derived from a configuration.
-
-    A sample is one policy call. ``max_env_steps`` is per rollout, ``rows_per_rank`` and ``micro_batches_per_rank`` per minibatch;
-    ``optimizer_steps`` and ``env_steps`` (at most) are for the RL phase.
-    """
+    """Counts of a run: ``max_env_steps`` per rollout, ``rows_per_rank`` per minibatch, ``optimizer_steps`` of all RL."""
 
     num_samples: int
     num_groups: int

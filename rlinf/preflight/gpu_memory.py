@@ -66,9 +66,7 @@ class GpuMemory:
         half_gradients: 16-bit gradients, which replace activations during the backward pass.
         gathered: Layers that a sharded model gathers.
         simulators: Graphics contexts of simulator processes.
-        engine: A vLLM engine on the policy's GPU.
-        engine_sleeps: The engine frees its memory while the policy is scored and updated.
-        passes: Memory of the policy's passes.
+        engine, engine_sleeps: A vLLM engine on the policy's GPU, which frees its memory outside of rollouts.
         pipeline_stages: Worker threads with possibly simultaneous policy calls.
         acting_rows, scoring_rows: Batch size of a policy call and of a scoring pass.
         unknown: Reason why the passes could not be measured; empty: they were.
@@ -284,10 +282,7 @@ def card_rows(config: RunConfig, measured: Measured) -> list[tuple[str, ...]]:
 
 
 def fit_to_gpu(config: RunConfig, gpu_bytes: int, measured: Measured | None = None) -> bool | int:
-    """Return the layers that ``model.gradient_checkpointing`` recomputes on a GPU (True: all); raise ConfigError if the run does not fit.
-
-    If passes cannot be measured, ``auto`` recomputes all layers.
-    """
+    """Return the number of layers to recompute on a GPU (True: all); raise ConfigError if the run does not fit."""
     measured = measure(config) if measured is None else measured
     if measured.model is None:
         return config.model.gradient_checkpointing is not False

@@ -28,15 +28,12 @@ class MemoryEstimate:
 
     Attributes:
         weights: The trainer's part of the weights; trained shards are float32.
-        masters: Float32 master copies of trainable 16-bit weights; shards need none.
-        gradients: Gradients of the trainable parameters, summed in float32.
-        optimizer: Two float32 AdamW moments of the trainable parameters.
+        masters, gradients, optimizer: Float32 master copies (none for shards), gradients and AdamW moments of trainable weights.
         rollout_weights: The full rollout copy of a rollout worker, or of a rank with sharded weights.
         reference_weights: The trained weights at the start of RL, for the KL penalty.
         engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
         rollout_buffer: Observations and samples of this rank's envs, or the replay buffer and demonstrations of an actor.
         num_rollout_workers: Of this rank, each with its own copy and engine; 0: the rank rolls out.
-        is_sharded: The weights are gathered layer by layer.
     """
 
     num_parameters: int
@@ -85,12 +82,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any = None) -> MemoryEstimate:
-    """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder.
-
-    Args:
-        gpu_bytes: Memory of each rank's (real or hypothetical) GPU; None: this machine's.
-        model: Result of ``policy_on_meta_device``; None: it is built.
-    """
+    """Estimate the bytes of each role for ranks with ``gpu_bytes`` (None: this machine's); ``model``: on the meta device."""
     model = policy_on_meta_device(config) if model is None else model
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     trainer, ranks = config.trainer, config.cluster.num_processes
@@ -128,11 +120,7 @@ def estimate_memory(config: RunConfig, gpu_bytes: int | None = None, model: Any 
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int, gpu_bytes: int | None = None) -> int:
-    """Return the bytes of a vLLM engine with ``weights`` bytes, and of the two buckets that transfer them; 0 without vLLM.
-
-    Without a configured cache size, an engine on a GPU takes the fraction ``rollout.vllm.gpu_memory_utilization`` of ``gpu_bytes``
-    (None: this machine's GPU).
-    """
+    """Return the bytes of a vLLM engine with ``weights`` bytes and its two transfer buckets; 0 without vLLM."""
     if config.rollout.backend != "vllm":
         return 0
     from rlinf.rollout.vllm_policy import engine_arguments

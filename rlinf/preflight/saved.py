@@ -37,11 +37,7 @@ def check_unread_keys(config: RunConfig, command: str) -> None:
 
 
 def check_start(config: RunConfig, command: str) -> None:
-    """Check that the checkpoint of ``resume`` or ``init_from`` fits the configuration.
-
-    Raise CheckpointError for a different model type, an export, or different conditions (``ManifestMismatchError``); ConfigError for
-    a different seed, fewer steps than were done, or a checkpoint that was set aside.
-    """
+    """Check that the checkpoint of ``resume`` or ``init_from`` fits the configuration, and was not set aside."""
     folder = resolve_checkpoint(config.resume or config.init_from)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name

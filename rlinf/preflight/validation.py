@@ -75,11 +75,7 @@ class Case:
 
 
 def validate(config: RunConfig, command: str = "train") -> None:
-    """Check the parts of a configuration that ``command`` uses, against each other and against this machine.
-
-    Raise ConfigError for a contradiction or an unknown name, MissingDependencyError for a missing package, and CheckpointError for
-    a folder that is not a checkpoint.
-    """
+    """Check the parts of a configuration that ``command`` uses; raise ConfigError, MissingDependencyError or CheckpointError."""
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     case = Case(config, command)

@@ -117,7 +117,7 @@ def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "needs one env"), (["env.image_size=32"], "needs one env"), (["env=tabeltop"], "Did you mean 'tabletop'"),
-     (["env=tabletop", "seed=3"], "got seed"), (["env=tabletop", "--cfg", "job"], "no flag but --config-dir"),
+     (["env=tabletop", "seed=3"], "got seed"), (["env=tabletop", "--cfg", "job"], "no flag except --config-dir"),
      (["env=tabletop", "env.taks=[reach]"], "env.tasks=[reach]")],
 )  # fmt: skip
 def test_what_cannot_be_checked_is_one_line(words, said, capsys):

@@ -25,7 +25,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.imports import import_string
 from rlinf.models.loading import hide_progress_bars
-from rlinf.options import PathText, check_words, from_mapping, option, public_fields, unknown_key_message
+from rlinf.options import PathText, check_arguments, from_mapping, option, public_fields, unknown_key_message
 from rlinf.preflight.folders import check_writable
 from rlinf.recipes.load import with_overrides
 from rlinf.robot.config import RobotConfig
@@ -229,7 +229,7 @@ def classifier(arguments: Sequence[str]) -> int:
 
 def _own_config(arguments: Sequence[str], kind: type[T]) -> T:
     """Return the settings of a command without any keys except the fields of ``kind``."""
-    check_words(arguments, public_fields(kind))
+    check_arguments(arguments, public_fields(kind))
     return from_mapping(kind, values_of(arguments))
 
 
@@ -271,7 +271,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     settings, overrides = {}, []
     recipe_sections = [key.partition(".")[0] for key in TOKEN_KEYS]
     export_keys, sections = public_fields(ExportConfig), [*public_fields(RunConfig), *recipe_sections]
-    check_words(arguments, export_keys)
+    check_arguments(arguments, export_keys)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key in export_keys:

@@ -118,7 +118,7 @@ def _audit(config: RunConfig, output: Path) -> Audit:
             specs,
             **sampling_settings(config),
             on_row=lambda row: print(row_text(row, TITLE_WIDTH), flush=True),
-            kept=progress,
+            checkpoint=progress,
         )
         print(f"{'condition'.ljust(TITLE_WIDTH)}  success      k/n  change  95 % interval", flush=True)
         with autocast(model, config.model.precision):

@@ -245,7 +245,7 @@ def summary(about: dict[str, Any]) -> str:
     lines.append(f"threshold     {1 / (1 + np.exp(-about['threshold'])):.3f}; errors on {where}:")
     for name, error in about["errors"].items():
         interval = format_interval(*error["interval"], " - ")
-        text = f"{error['count']} of {error['of']} = {error['share']:.1%} (95 % {interval})"
+        text = f"{error['count']} of {error['of']} = {error['fraction']:.1%} (95 % {interval})"
         lines.append(f"  {name.replace('_', ' '):<24}{text}")
     lines.append(f"calibration   error {about['calibration_error']:.3f}; probability, fraction of successes, frames:")
     lines += [f"  {row['probability']:.3f}  {row['success']:.3f}  {row['frames']}" for row in about["reliability"]]

@@ -39,7 +39,7 @@ class PolicyDemonstrator:
 
     def __init__(self, policy: BatchedPolicy, specs: Sequence[EpisodeSpec]) -> None:
         self.policy, self.specs = policy, list(specs)
-        self._streams = [policy.stream(spec) for spec in self.specs]
+        self._streams = [policy.start_episode(spec) for spec in self.specs]
         self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ class PolicyDemonstrator:
         return actions, actions
 
     def restart(self, row: int) -> None:
-        self._chunks[row], self._streams[row] = [], self.policy.stream(self.specs[row])
+        self._chunks[row], self._streams[row] = [], self.policy.start_episode(self.specs[row])
 
 
 def collect(config: RunConfig) -> Path:

@@ -45,7 +45,7 @@ from rlinf.evaluation.evaluator import (
     RankGroup,
     episode_list,
     evaluate_policy,
-    fraction_of,
+    rank_slice,
 )
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
@@ -426,7 +426,7 @@ class _Progress:
         reports_success: bool,
     ) -> None:
         self._partial, self._reports_success = partial, reports_success
-        self._num_episodes = len(known) + len(fraction_of(range(num_episodes - len(known)), rank(), world_size()))
+        self._num_episodes = len(known) + len(rank_slice(range(num_episodes - len(known)), rank(), world_size()))
         self._results = list(known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:

@@ -1,4 +1,4 @@
-"""Values of ``algorithm.preset``, which make an algorithm equal to a different library's (docs/golden.md)."""
+"""Values of ``algorithm.preset``, which make an algorithm equal to a different library's (docs/results.md)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def open_dataset(
         )  # fmt: skip
         dataset.rows(np.zeros(1, dtype=np.int64))  # to report unreadable images before the weights load
     except UnreadableRowError as error:
-        raise error.finished(f"{str(error).rstrip('.')}. {SKIP}") from error
+        raise error.with_message(f"{str(error).rstrip('.')}. {SKIP}") from error
     env.check_statistics(env.config, dataset.statistics())
     return dataset
 

@@ -47,11 +47,11 @@ class BlindPairs:
         first = derive_seed(self.seed, "blind", spec.suite, spec.task_id, spec.init_state_id, spec.seed) % 2
         return first, 1 - first
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         for spec in specs:
             for side in self.order(spec):
                 if spec not in self.results[side]:
-                    self._note(side, self.sides[side].play([spec], self.save)[0])
+                    self._note(side, self.sides[side].run([spec], self.save)[0])
         return [self.results[1][spec] for spec in specs]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:

@@ -145,7 +145,7 @@ class RobotEpisodes:
     def num_restarts(self) -> int:
         return self.robot.num_restarts
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         results: list[EpisodeResult] = []
         with _short_switch_interval():
             while len(results) < len(specs):
@@ -272,7 +272,7 @@ class RobotEpisodes:
     def _first_chunk(self, schedule: ChunkSchedule, spec: EpisodeSpec, instruction: str) -> None:
         """Compute the first chunk before the clock starts; without an observation, the clock starts without one."""
         for episodes in self.warmed_up:
-            episodes._stream = episodes.policy.stream(spec)
+            episodes._stream = episodes.policy.start_episode(spec)
         if (observation := self._observe(instruction)) is None:
             return
         for episodes in self.warmed_up:
@@ -284,7 +284,7 @@ class RobotEpisodes:
         """Start the random stream of an episode; return the first chunk."""
         # The very first call also allocates caches and kernels, so its duration predicts nothing: call twice.
         for _ in range(1 if self._is_warm else 2):
-            self._stream = self.policy.stream(spec)
+            self._stream = self.policy.start_episode(spec)
             self.time.submit(observation, 0)
             while (reply := self.time.poll(1.0)) is None:
                 self.time.sleep_until(self.time.now() + 1.0)

@@ -20,7 +20,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.deadlines import portable
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RankError, RankKilledError
-from rlinf.evaluation.evaluator import evaluate_policy, fraction_of
+from rlinf.evaluation.evaluator import evaluate_policy, rank_slice
 from rlinf.evaluation.partial import PartialResults, num_saved, partial_files
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models import build_policy
@@ -153,7 +153,7 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_episode_has_one_rank_and_every_rank_all_tasks(num_ranks):
     episodes = [number % 4 for number in range(50)]  # the tasks take turns
-    shares = [fraction_of(episodes, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [rank_slice(episodes, rank, num_ranks) for rank in range(num_ranks)]
     assert sum(shares, []) == episodes
     for task in range(4):
         counts = [share.count(task) for share in shares]

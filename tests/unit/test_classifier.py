@@ -391,7 +391,7 @@ def test_an_evaluation_tells_both(trained):
         1,
     )  # the simulator is one step late, and the episode over
     assert found.metrics()["eval/true_success_rate"] == pytest.approx(1 / 3)
-    assert "1 of 2 seen" in next(one for one in found.warnings if "simulator" in one)
+    assert "1 of 2 detected" in next(one for one in found.warnings if "simulator" in one)
 
 
 @pytest.mark.parametrize(

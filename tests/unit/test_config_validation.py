@@ -64,7 +64,7 @@ def suggestions(message: str) -> list[list[str]]:
 
 CASES = {
     "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
-    "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "no repeated blocks"),
+    "recomputing a policy without blocks": (["model=mlp", "model.gradient_checkpointing=true"], "has no layers"),
     "a profiled step too many": (["trainer.max_steps=3", "trainer.profile_steps=[1,3]"], "profile_steps=[1,3] with trainer.max_steps=3"),
     "a profile that ends before it starts": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
     "a profile without an end": (["trainer.profile_steps=[2]"], "profile_steps=[2]"),

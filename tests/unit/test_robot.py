@@ -64,7 +64,7 @@ class Foretell:
         self.model = SimpleNamespace(action_dim=1, num_observations=1)
         self.chunk_len, self.fails, self.calls, self.seen = chunk_len, fails, 0, []
 
-    def stream(self, spec):
+    def start_episode(self, spec):
         return None
 
     def act(self, row, streams):
@@ -78,7 +78,7 @@ class Foretell:
 def played(clock=None, policy=None, **settings):
     clock, policy = clock or Clock(), policy or Foretell()
     with RobotEpisodes(policy, clock, ENV, RobotConfig(**{"real_time": False} | settings)) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return clock.sent, episodes.timing
 
 
@@ -282,7 +282,7 @@ def recorded(robot, plan, **settings):
     policy, rows = Foretell(), Rows()
     policy.act = lambda row, streams: np.array(plan, np.float32)[None, :, None]
     with RobotEpisodes(policy, robot, ENV, RobotConfig(real_time=False, **settings), recorder=rows) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return rows.labels, episodes.timing
 
 
@@ -323,7 +323,7 @@ def test_no_number_that_is_not_finite_reaches_a_motor_or_a_dataset(relative_dims
     rows, policy = Rows(), Foretell()
     settings = RobotConfig(real_time=False, relative_dims=relative_dims, max_relative_target=2.0)
     with RobotEpisodes(policy, arm, ENV, settings, recorder=rows) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     assert np.isfinite(arm.sent).all() and np.isfinite([label for label in rows.labels if label is not None]).all()
     assert np.isfinite(policy.seen).all() and episodes.timing.lost == 2 + 3 + 4
     arm.position = lambda: {"joint": wrong}
@@ -362,13 +362,13 @@ def test_an_image_of_another_kind_ends_the_command_and_the_robot_holds(wrong, na
     spec = EnvSpec("clock", ["top"], ["top"], 4, 1)
     with RobotEpisodes(policy, clock, spec, RobotConfig(real_time=False)) as episodes:
         with pytest.raises(ConfigError, match=named):
-            episodes.play([SPEC], lambda result: None)
+            episodes.run([SPEC], lambda result: None)
     assert clock.sent == [1, 2, 3, 0] and policy.calls == 2
 
 
 def test_an_episode_has_its_own_random_stream_where_its_first_observation_is_lost():
     class Drawn(Foretell):
-        def stream(self, spec):
+        def start_episode(self, spec):
             return spec
 
         def act(self, row, streams):
@@ -394,7 +394,7 @@ def test_an_episode_begins_again_where_the_robot_was_lost():
 
     clock = Lost()
     with RobotEpisodes(Foretell(), clock, ENV, RobotConfig(real_time=False)) as episodes:
-        results = episodes.play([SPEC, SPEC], lambda result: None)
+        results = episodes.run([SPEC, SPEC], lambda result: None)
     assert len(results) == 2 and episodes.num_restarts == 1 and clock.sent == list(range(1, 21))
 
 
@@ -410,7 +410,7 @@ def test_the_policy_computes_in_its_context(real_time):
     for computes in (nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
         settings = RobotConfig(real_time=real_time, fps=100)
         with RobotEpisodes(Autocast(), Clock(num_steps=3), ENV, settings, computes) as episodes:
-            episodes.play([SPEC], lambda result: None)
+            episodes.run([SPEC], lambda result: None)
     assert {*found} == {(False, False), (True, False)}
 
 

@@ -55,7 +55,7 @@ def played(person, clock=None, policy=None, recorder=None, **settings):
     clock, policy = clock or Clock(), policy or Foretell()
     settings = RobotConfig(**{"real_time": False} | settings)
     with RobotEpisodes(policy, clock, ENV, settings, teleoperator=person, recorder=recorder) as episodes:
-        episodes.play([SPEC], lambda result: None)
+        episodes.run([SPEC], lambda result: None)
     return clock.sent, episodes.timing
 
 

@@ -125,11 +125,7 @@ def _write(
 
 
 def find_model(path: str) -> str:
-    """Return the folder or hub id of a model; raise CheckpointError without one.
-
-    Args:
-        path: A folder or id; a folder of runs (the newest export); an exported checkpoint; ``latest`` (the newest export in ``outputs``).
-    """
+    """Return the model at a folder, hub id, run (its newest export) or ``latest``; raise CheckpointError without one."""
     folder = follow_latest(path)
     if path == run_folder.LATEST and not folder.exists():
         folder = Path("outputs")

@@ -47,12 +47,7 @@ ON_THE_CPU = "on the CPU the trained model itself generates, as with rollout.bac
 
 
 def launch(config: RecipeConfig, script: str | None, dry_run: bool, arguments: Sequence[str]) -> None:
-    """Check a recipe against this machine, print its plan, and train it on its ranks unless ``dry_run``.
-
-    Args:
-        script: Dataset script of the recipe.
-        arguments: Command-line arguments, from which the command that resumes is made.
-    """
+    """Check a recipe, print its plan, and train it unless ``dry_run``; ``arguments`` are for the command that resumes."""
     script = find_script(script) if script else None
     place = launch_context(os.environ) if is_connected() else None
     if place is not None and asks_for_rollout_workers(config):

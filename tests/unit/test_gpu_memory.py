@@ -87,7 +87,7 @@ def test_peaks_by_hand(monkeypatch):
     memory = memory_of()
     assert (memory.acting, memory.scoring) == (1000 + 2 * 40, 1000 + 40)
     assert [memory.updating(8, n) for n in range(3)] == [1000 + 100 + 8 * row for row in (50, 30, 20)]
-    assert [memory.blocks_to_recompute(8, limit) for limit in (1500, 1499, 1339, 1259)] == [0, 1, 2, None]
+    assert [memory.layers_to_recompute(8, limit) for limit in (1500, 1499, 1339, 1259)] == [0, 1, 2, None]
     assert (memory.largest_micro_batch(1500), memory.largest_micro_batch(1500, 0)) == (20, 8)
     assert memory_of(half_gradients=700).updating(8, 0) == 1700, "gradients come as activations go"
     asleep, awake = memory_of(engine=500), memory_of(engine=500, engine_sleeps=False)

@@ -167,7 +167,7 @@ def camera_kills(args: argparse.Namespace) -> list[float]:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=killer, daemon=True).start()
-    settings = RobotConfig(fps=FPS, displacements=[])
+    settings = RobotConfig(fps=FPS, relative_dims=[])
     try:
         with RobotEpisodes(
             Constant(), Arm(watched, table), EnvSpec("table", ["front"], ["front"], 64, 1), settings

@@ -392,7 +392,7 @@ class _EnvChecker:
             if result.num_env_steps != length or length > horizon:
                 counts = f"{result.num_env_steps} steps; {length} were executed, and the limit is {horizon}"
                 yield f"The episode of env slot {row} reports {counts}."
-            if not step.terminated[row] and length != horizon and not self.frozen._stats.cut[row]:
+            if not step.terminated[row] and length != horizon and not self.frozen._stats.sim_truncated[row]:
                 yield f"Env slot {row} was truncated after {length} of {horizon} steps."
 
 

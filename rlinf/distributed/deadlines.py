@@ -110,7 +110,7 @@ def heartbeat() -> None:
 def portable(error: Exception, rank: int) -> Exception:
     """Return what other processes print of a rank's error: an error of the user as it is, any other with its traceback."""
     if isinstance(error, RLinfError):
-        return error.finished("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        return error.with_message("\n".join([str(error), *getattr(error, "__notes__", [])]))
     if isinstance(error, RankError):
         return error
     text = "".join(traceback.format_exception(error))[-20000:]

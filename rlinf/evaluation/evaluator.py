@@ -92,7 +92,7 @@ class BatchedPolicy:
             context.see(observation.select([row]))
         planning = [context for context in contexts if not context.planned]
         if planning:
-            seen = Observation.concatenate([Observation.of_moments(list(context.seen)) for context in planning])
+            seen = Observation.concatenate([Observation.stack_history(list(context.seen)) for context in planning])
             chunks = act_for_rows(self.model, seen, self.draws(planning), self.temperature, self.num_rows)
             for context, chunk in zip(planning, chunks, strict=True):
                 context.planned = list(chunk)

@@ -450,7 +450,7 @@ def check_algorithm(config: RunConfig) -> None:
             found += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
             reject(found, required, " ".join(fixes))
-    elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
+    elif algorithm_class.needs_full_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         reject(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
 

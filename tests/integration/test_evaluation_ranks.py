@@ -101,12 +101,12 @@ def test_ranks_that_die_without_a_result_are_not_started_for_ever(tmp_path, monk
     monkeypatch.setattr(command, "launch", launch)
     with pytest.raises(RankError, match="killed by SIGKILL"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
-    assert len(launches) == 3 and "2 results are kept in" in capsys.readouterr().err
+    assert len(launches) == 3 and "2 results are saved in" in capsys.readouterr().err
     error = RankError("a bug")
     monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(portable(error, 1)))
     with pytest.raises(RankError, match="a bug"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
-    assert f"2 results are kept in {tmp_path};" in capsys.readouterr().err
+    assert f"2 results are saved in {tmp_path};" in capsys.readouterr().err
     rejected = ConfigError("other conditions")
     monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(rejected))
     with pytest.raises(ConfigError, match="other conditions"):

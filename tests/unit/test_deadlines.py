@@ -336,7 +336,7 @@ def test_an_error_of_a_rank_keeps_its_class_and_its_text_in_another_process():
     error = ComposedError("A fault")
     error.add_note("a note")
     # A test file has no name by which another process could import it.
-    pickled = pickle.loads(pickle.dumps(BadRowError("It is empty.", 3, "rows").finished("said")))
+    pickled = pickle.loads(pickle.dumps(BadRowError("It is empty.", 3, "rows").with_message("said")))
     assert type(pickled) is BadRowError and str(pickled) == "said" and pickled.row == 3
     arrived = portable(error, 1)
     assert type(arrived) is ComposedError and arrived.place == "somewhere"

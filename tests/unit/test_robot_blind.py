@@ -8,7 +8,7 @@ import torch
 from run_results import run_config
 
 from rlinf.cli import run
-from rlinf.commands.blind import _unnamed, blind
+from rlinf.commands.blind import _anonymous, blind
 from rlinf.commands.open_checkpoint import policy_for
 from rlinf.commands.robot import robot
 from rlinf.errors import ConfigError, RLinfError
@@ -156,7 +156,7 @@ def test_the_sequential_test_sees_each_pair():
 def test_names_of_policies_are_left_out_of_messages(caplog):
     configs = policies("unused")
     configs[0].checkpoint, configs[1].checkpoint = "/runs/a", "/runs/a/latest"
-    with pytest.raises(RLinfError, match="^one of the two policies has gone$"), _unnamed(configs):
+    with pytest.raises(RLinfError, match="^one of the two policies has gone$"), _anonymous(configs):
         logging.getLogger("rlinf").warning("The connection to %s is lost (%s)", "/runs/a/latest", 7)
         raise ConfigError("/runs/a has gone")
     assert caplog.messages == ["The connection to one of the two policies is lost (7)"]

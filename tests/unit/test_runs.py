@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rlinf.cli import main
-from rlinf.commands.train import _latest_of
+from rlinf.commands.train import _latest_target
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
@@ -83,10 +83,10 @@ def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
 
 
 def test_latest_names_the_run_or_its_sweep_where_rlinf_names_the_folder(here):
-    assert _latest_of(Path("outputs/mine/1")) == Path("outputs/mine/1")
-    assert _latest_of(here / "outputs/mine/1") == here / "outputs/mine/1"
-    assert _latest_of(Path("multirun/mine/1/0")) == Path("multirun/mine/1")
-    assert _latest_of(Path("elsewhere/mine")) is None
+    assert _latest_target(Path("outputs/mine/1")) == Path("outputs/mine/1")
+    assert _latest_target(here / "outputs/mine/1") == here / "outputs/mine/1"
+    assert _latest_target(Path("multirun/mine/1/0")) == Path("multirun/mine/1")
+    assert _latest_target(Path("elsewhere/mine")) is None
 
 
 def test_interval_of_a_mean_equals_a_worked_example():
@@ -181,7 +181,9 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):
     table = sweep_table(sorted((tmp_path / "x").iterdir()))
     assert re.search(r"^mine +2 +40.0% ", table, re.MULTILINE)
     assert re.search(r"^mine +0 \(not counted\) +90.0% +9/10 +0 .* +x/0$", table, re.MULTILINE)
-    said = "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
+    said = (
+        "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
+    )
     assert said in table
     assert main(["report", "x"]) == 0
     page = Path("runs.html").read_text()

@@ -145,7 +145,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         return {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
-        """Tokens of each row's prompt; reject prompts that are longer than the language model's positions."""
         prompts = replace(observation, instruction=self.instructions(observation))
         lengths = self._ready_processor().prompt_lengths(prompts)
         # `preprocess` counts the tokens of images, too.

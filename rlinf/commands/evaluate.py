@@ -347,8 +347,8 @@ def _rollout_workers(config: RunConfig, reservation: Reservation, model: ActionM
     placement = Placement.of_evaluation(config)
     few = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
     make = worker_maker(few, PolicySkeleton.of(model), placement)
-    way_on = f"run the same command with output_dir={config.output_dir}"
-    workers = RolloutWorkers(make, config.cluster, placement, reservation, model, way_on)
+    resume_hint = f"run the same command with output_dir={config.output_dir}"
+    workers = RolloutWorkers(make, config.cluster, placement, reservation, model, resume_hint)
     try:
         workers.wait_until_ready()
         with deadline("push"):

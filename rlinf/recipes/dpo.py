@@ -79,7 +79,7 @@ class DPOTrainer(TokenTrainer):
         rows = self.validation_rows
         share = own_share(len(rows))
         totals = torch.zeros(0)
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(share.start, share.stop, self.validation_batch_size):
                 numbers = list(range(start, min(start + self.validation_batch_size, share.stop)))
                 batch = self._batch([rows[number] for number in numbers], self._validation_references, numbers)
@@ -105,7 +105,7 @@ class DPOTrainer(TokenTrainer):
     def _score(self, rows: PackedRows[Pair]) -> list[Tensor]:
         """Return the log-probabilities ``[S]`` of all chosen and rejected samples, in turn, on every rank."""
         share, own = own_share(len(rows)), []
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(share.start, share.stop, self.batch_size):
                 numbers = range(start, min(start + self.batch_size, share.stop))
                 samples = [sample for number in numbers for sample in rows[number]]

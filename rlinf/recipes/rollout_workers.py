@@ -169,7 +169,7 @@ class RemoteGenerator:
 
     def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
         deadline = "evaluate" if greedy else "rollout"
-        answers = self.workers.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
+        answers = self.workers.distribute(deadline, "generate", [(batch, greedy) for batch in batches])
 
         def in_order() -> Iterator[BatchedDataDict]:
             early: dict[int, BatchedDataDict] = {}
@@ -226,13 +226,13 @@ def make_generator(
         else PolicySkeleton(b"")
     )
     make = partial(TokenRolloutWorker, settings, shell, places.placement)
-    workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
+    workers = RolloutWorkers(make, config.cluster, places.placement, places.reservation, policy.model, resume_hint(config))
     with deadline("start"):
         workers.wait_until_ready()
     return RemoteGenerator(policy, workers)
 
 
-def way_on(config: RecipeConfig) -> str:
+def resume_hint(config: RecipeConfig) -> str:
     """Return how a user continues after rollout workers were lost."""
     if not config.train.ckpt.enable_checkpoint:
         return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"

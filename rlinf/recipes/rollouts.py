@@ -41,7 +41,7 @@ class TorchGenerator(LocalGenerator):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Hold all weights on this rank inside, so that ranks may generate for different times."""
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             yield
 
 
@@ -58,7 +58,7 @@ class VllmGenerator(LocalGenerator):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Push the present weights, and let the engine sleep afterwards, so that training has its memory."""
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             self.vllm.prepare_for_generation()
             self._version += 1
             self.vllm.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))

@@ -86,7 +86,7 @@ class SFTTrainer(TokenTrainer):
     def _validation_loss(self, rows: PackedRows[Sample]) -> Validation:
         share = own_share(len(rows))
         total = count = 0.0
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(share.start, share.stop, self.validation_batch_size):
                 stop = min(start + self.validation_batch_size, share.stop)
                 batch = collate([rows[row] for row in range(start, stop)])

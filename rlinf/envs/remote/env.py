@@ -22,8 +22,8 @@ import numpy as np
 import rlinf.errors
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.ray.cluster import connect
-from rlinf.distributed.stack_dump import REMOTE_S, own_remote
-from rlinf.distributed.start import describe_differences, what_ranks_share
+from rlinf.distributed.stack_dump import REMOTE_S, register_remote
+from rlinf.distributed.start import describe_differences, rank_fingerprint
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.remote.host import EnvFacts, EnvHost, HostAnswer, HostTask
@@ -111,8 +111,8 @@ class RemoteVectorEnv(SpreadVectorEnv):
         count = min(self.nodes.count, num_envs)
         self._workers: list[_Actor] = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), count)]
         self._num_lost, self._past_restarts = 0, 0
-        self._software = what_ranks_share(())
-        own_remote(self)
+        self._software = rank_fingerprint(())
+        register_remote(self)
         try:
             found, lost = self._open(self._workers)
             for actor, why in lost.items():
@@ -170,7 +170,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
         self._kill(self._workers)
 
-    def ask_stacks(self) -> Callable[[float], str]:
+    def request_stacks(self) -> Callable[[float], str]:
         """Ask all actors for their stacks, simulators included; see ``RemoteProcesses``."""
         asked = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
         return lambda deadline: self._stacks(asked, deadline)
@@ -187,7 +187,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
             try:
                 text += self._ray.get(reference) if reference in ready else f"no answer: {SILENT}\n"
             except self._ray.exceptions.RayError as error:
-                text += f"no answer: {_reason(error)}\n"
+                text += f"no reply: {_reason(error)}\n"
         return text
 
     def _reset_call(self, part: _Actor, rows: np.ndarray) -> Call:
@@ -266,7 +266,7 @@ class RemoteVectorEnv(SpreadVectorEnv):
                     if wait.silent_s > limit_s:
                         lost[actor] = (
                             f"{wait.name} made no progress for {limit_s:g} s ({key}). "
-                            f"Stack traces:{self.ask_stacks()(time.monotonic() + REMOTE_S)}"
+                            f"Stack traces:{self.request_stacks()(time.monotonic() + REMOTE_S)}"
                         )
         except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
             self._kill(calls)

@@ -7,7 +7,7 @@ ratio is the model FLOPs utilisation of the update.
 
     python benchmarks/update.py [--rounds 5] [overrides ...]
 
-On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/performance.md).
+On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def evaluate(
         return evaluation.evaluate(configure(_of_folder(policy, env, overrides, "evaluate"), "evaluate"))
     with _opened_object(policy, env, overrides, "evaluate") as (model, made, config):
         specs = episode_list(made, config.evaluation.split, config.evaluation.num_episodes)
-        return evaluate_policy(model, made, specs, **evaluation.sampling_of(config))
+        return evaluate_policy(model, made, specs, **evaluation.sampling_settings(config))
 
 
 def audit(
@@ -226,10 +226,8 @@ def audit(
             env_config = made.moved(config.env, what)
             return None if env_config is None else make_vector_env(env_config, made.num_envs, auto_reset=False)
 
-        training_specs = made.episode_specs("train")[: len(specs)]
-        return Auditor(model, made, specs, **evaluation.sampling_of(config)).run(
-            training_specs, auditing.NOT_KNOWN, moved
-        )
+        seen = made.episode_specs("train")[: len(specs)]
+        return Auditor(model, made, specs, **evaluation.sampling_settings(config)).run(seen, auditing.NOT_KNOWN, moved)
 
 
 def compare(

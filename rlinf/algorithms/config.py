@@ -19,7 +19,7 @@ class AnyAlgorithmConfig:
     name: str = option("ppo", "Registered algorithm.")
     preset: str | None = option(
         None,
-        "sb3: settings of Stable-Baselines3, for keys that are not set elsewhere (docs/golden.md).",
+        "sb3: settings of Stable-Baselines3, for keys that are not set elsewhere (docs/results.md).",
         choices=("sb3",),
     )
 

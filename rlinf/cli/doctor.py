@@ -170,7 +170,7 @@ def check_extras() -> list[Finding]:
     no_browser = "not installed (tests open reports in it): apt-get install chromium"
     return [
         check_extra("wandb", "tracking"),
-        check_extra("ray", "VllmGenerationWorker as an actor, docs/megatron.md"),
+        check_extra("ray", "VllmGenerationWorker as an actor, docs/policies.md"),
         check_vllm(),
         check_extra("flash_attn", "GPU attention kernel; sdpa needs nothing"),
         Finding("browser", YES if browser else OPTIONAL, browser or no_browser),

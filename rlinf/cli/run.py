@@ -129,7 +129,7 @@ def robot(arguments: Sequence[str]) -> int:
     """Let a policy act in real time, one action every 1 / fps seconds, on a robot that is a row of the env.
 
     It plays the episodes of `rlinf evaluate`, one after the other, with its keys, files and comparisons, and writes timing.json. Keys of
-    its own are fps, execution, displacements, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
+    its own are fps, execution, relative_dims, max_relative_target, max_observation_age_s, max_failures, teleoperator, handover_max_step, record, first_episode,
     expert_threshold, expert_patience, expert_steps, success, page_host, page_port, arm, blind, real_time, latency_s, delay_steps, drop_frames and noise (docs/robot.md).
     """
     arguments = with_checkpoint(arguments)

@@ -407,8 +407,8 @@ class RemoteEpisodes:
         self.workers, self.num_envs = workers, num_envs  # ``num_envs``: of all rollout workers of all ranks
         self.num_restarts = 0
 
-    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
-        """See ``Episodes.play``. A free rollout worker takes the next episodes, one per env."""
+    def run(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """See ``Episodes.run``. A free rollout worker takes the next episodes, one per env."""
         num_rollout_workers = self.workers.placement.num_rollout_workers
         count = max(1, min(-(-self.num_envs // num_rollout_workers), -(-len(specs) // len(self.workers.numbers))))
         parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]

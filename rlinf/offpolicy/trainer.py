@@ -148,7 +148,8 @@ class OffPolicyTrainer(ActionTrainer):
             self.policy = model
         else:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, "actor"))
+                # The tag is part of every published seed, so it outlives the name that actors had.
+                torch.manual_seed(derive_seed(seed, "head"))
                 actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = ActorPolicy(model, actor, *self._bounds)
             self._starts_as_base = actor.starts_as_base

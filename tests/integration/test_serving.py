@@ -237,7 +237,7 @@ def test_an_evaluation_of_a_server_that_tells_nothing_says_so_also_where_it_is_c
         interrupted(out)
         result = evaluate(remote(url, out, *FOREIGN))
     assert result.episodes == 6 and all(row.num_env_steps == 12 for row in result.results)
-    assert any(f"{url} tells nothing of its policy" in warning for warning in result.warnings)
+    assert any(f"{url} does not describe its policy" in warning for warning in result.warnings)
     assert any("during the 3 episodes of earlier processes" in warning for warning in result.warnings)
 
 

@@ -359,10 +359,10 @@ def test_an_evaluation_does_not_depend_on_who_plays_together(
 def test_a_history_is_kept_for_each_episode(folders: Folders) -> None:
     """200 steps of three episodes that start at different times equal single runs of ``select_action``, with n_obs_steps=2."""
     from rlinf.evaluation.evaluator import Stream
-    from rlinf.evaluation.recording import JudgedPolicy
+    from rlinf.evaluation.recording import ScoringPolicy
 
     model = build_policy({"model": section(folders["diffusion"])})
-    policy = JudgedPolicy(model, ["reach"], greedy=True, temperature=1.0, seed=0)
+    policy = ScoringPolicy(model, ["reach"], greedy=True, temperature=1.0, seed=0)
     generator = np.random.default_rng(2)
     resets = [{0, 37, 111}, {0, 50}, {0, 3, 4, 150}]
     seen = generator.standard_normal((200, 3, STATE), dtype=np.float32)

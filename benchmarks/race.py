@@ -3,13 +3,13 @@
 A seed is that of a whole pipeline: demonstrations, cloning, and what learns on the clone. With ``--one-clone SEED`` all
 start at the clone of that seed. This compares methods at less cost; its intervals do not say what another clone gives.
 
-Four gaps: ``quickstart``, ``quickstart_turned``, ``quickstart_precise`` (the clone of ``quickstart_turned``, a
-smaller tolerance) and ``quickstart_two_headed``. PPO and GRPO train the whole policy. ``filtered``, ``hg_dagger`` and
+Four gaps: ``quickstart``, ``quickstart_varied_offset``, ``quickstart_precise`` (the clone of ``quickstart_varied_offset``, a
+smaller tolerance) and ``quickstart_bimodal``. PPO and GRPO train the whole policy. ``filtered``, ``hg_dagger`` and
 ``recap`` clone from a folder of the clone's episodes, which the scripted person corrects; ``rlpd`` is ``residual`` with
 this folder. The others freeze the policy and train an actor. Controls learn no correction: the clone itself, uniform noise around its actions, the best constant of
 a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
 
-    python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
+    python benchmarks/race.py [--gaps quickstart_varied_offset ...] [--methods residual ppo ...] [--seeds 41 42 43 44 45]
                               [--one-clone SEED] [--output FOLDER] [overrides ...]
 
 Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/own_clones`` or ``FOLDER/<gap>/one_clone_<SEED>``. What is
@@ -81,9 +81,9 @@ class Gap:
 
 GAPS = {
     "quickstart": Gap(4_096, 61_440),
-    "quickstart_turned": Gap(12_288, 81_920),
-    "quickstart_precise": Gap(32_768, 81_920, "quickstart_turned"),  # the tolerance is all that differs
-    "quickstart_two_headed": Gap(12_288, 61_440),
+    "quickstart_varied_offset": Gap(12_288, 81_920),
+    "quickstart_precise": Gap(32_768, 81_920, "quickstart_varied_offset"),  # the tolerance is all that differs
+    "quickstart_bimodal": Gap(12_288, 61_440),
 }
 
 

@@ -198,7 +198,7 @@ def test_another_architecture_is_refused_by_name(saved):
     with pytest.raises(CheckpointError, match=r"a different model: '.*' is \[.*16.*\] there and \[.*32.*\] here"):
         load_checkpoint(saved, model=model, optimizer=optimizer)
     plain = LlamaForCausalLM(build()[0].config)
-    with pytest.raises(CheckpointError, match="it has 2 others .value_head"):
+    with pytest.raises(CheckpointError, match="it has 2 additional tensors .value_head"):
         load_checkpoint(saved, model=plain)
 
 

@@ -180,7 +180,7 @@ class RolloutWorkers:
         for number in self.numbers:
             submit_next(number)
 
-        # A function of its own: a generator's body would start only when the caller takes the first result.
+        # A nested generator: if `distribute` were one, its first calls would start only when the caller takes a result.
         def results() -> Iterator[tuple[int, Any]]:
             for call, result in self.as_completed(calls):
                 submit_next(call.worker)

@@ -83,7 +83,7 @@ class WeightStore:
 class _Post:
     """A Ray actor that passes references from rank 0 to other ranks."""
 
-    # Ray counts references only if an actor or a task passes them: sent over torch's store, they would be freed too early.
+    # Ray counts references only if an actor or a task passes them. References pickled into torch's store would never be freed.
     value: Any = None
 
     def set(self, value: Any) -> None:

@@ -47,7 +47,7 @@ class Stop(Exception):
 
 
 def test_an_empty_address_is_none(tmp_path, monkeypatch):
-    """RolloutWorkers get a cluster of this machine's own, as env nodes do."""
+    """Rollout workers get a cluster of this machine's own, as env nodes do."""
     asked = []
 
     def initialise(module, address, **settings):

@@ -2,8 +2,8 @@
 
     rlinf launch --config configs/cosmos-reason1-7b-p-fsdp2-r-tp2-grpo.toml tools/dataset/cosmos_grpo.py
 
-A row has `qa_pairs` (question, index2ans: the options by letter, answer: a letter) and a `video`; see cosmos_sft.py. The recipe's rewards are
-single_choice (correct letter) and format (thoughts, two newlines, answer).
+A row has `qa_pairs` (question, index2ans: options by letter, answer: a letter) and a `video`; see cosmos_sft.py. The recipe's rewards
+are single_choice (correct letter) and format (thoughts, two newlines, answer).
 """
 
 from rlinf.recipes.launch_worker import launch_worker

@@ -181,7 +181,9 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):
     table = sweep_table(sorted((tmp_path / "x").iterdir()))
     assert re.search(r"^mine +2 +40.0% ", table, re.MULTILINE)
     assert re.search(r"^mine +0 \(not counted\) +90.0% +9/10 +0 .* +x/0$", table, re.MULTILINE)
-    said = "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
+    said = (
+        "2 runs with a repeated seed of the same configuration not counted: only the newest finished run of each seed"
+    )
     assert said in table
     assert main(["report", "x"]) == 0
     page = Path("runs.html").read_text()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
-from rlinf.distributed.stack_dump import dump_stacks, own_child
+from rlinf.distributed.stack_dump import dump_stacks, register_child
 from rlinf.engines.weight_handle import WeightsRejectedError
 from rlinf.engines.weight_transfer import WeightSource, push
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
@@ -180,7 +180,7 @@ class VllmEngine:
                 stderr=self._log,
                 start_new_session=True,  # Ctrl-C must reach the parent only, which stops the engine cleanly
             )
-            own_child(self._process, "the vLLM engine", self._log)
+            register_child(self._process, "the vLLM engine", self._log)
             # Only the engine may hold the other end, so that its death closes the connection.
             remote_end.close()
             self._connection = Connection(local_end.detach())

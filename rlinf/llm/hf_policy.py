@@ -139,12 +139,12 @@ class HuggingFacePolicy(TokenPolicy):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
-        with self.parallel.whole():
+        with self.parallel.gathered():
             return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """See ``TokenPolicy.get_logprobs``."""
-        with self.parallel.whole():
+        with self.parallel.gathered():
             return super().get_logprobs(data)
 
     def keep_reference(self) -> None:
@@ -158,11 +158,11 @@ class HuggingFacePolicy(TokenPolicy):
         Raise CheckpointError if the first call is after a step and ``model_name`` no longer has the initial weights.
         """
         if self.config.lora is not None:
-            with self.parallel.whole(), _without_adapters(self.model):
+            with self.parallel.gathered(), _without_adapters(self.model):
                 return self._score(self.model, data)
         if self._initial is None:
             self._initial = self._initial_weights()
-        with self._initial.in_place(), self.parallel.whole():
+        with self._initial.in_place(), self.parallel.gathered():
             return self._score(self.model, data)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -173,7 +173,7 @@ class HuggingFacePolicy(TokenPolicy):
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError("Adapters cannot be merged into quantised weights. Load them in 16 or 32 bits")
         names = list(self.model.state_dict())
-        with self.parallel.whole():
+        with self.parallel.gathered():
             if rank() == 0:
                 # The gathered tensors: state_dict() returns shards.
                 tensors = dict(self.model.named_parameters(remove_duplicate=False))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.offpolicy_config import LARGEST_SCALE, OffPolicyConfig
-from rlinf.checkpoints.base_store import keep_base
+from rlinf.checkpoints.base_store import store_base
 from rlinf.checkpoints.folders import resolve_checkpoint
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.cluster.factory import env_maker, episode_sampler
@@ -148,7 +148,7 @@ class OffPolicyTrainer(ActionTrainer):
                 actor = make_actor(config.actor, model.feature_dim, model, self.make_learner.noise_std(config))
             self.policy = ActorPolicy(model, actor, *self._bounds)
         self.policy.eval()
-        keep_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
+        store_base(self.policy, loop.folder, loop.resumed_from if loop.state.step > 0 else None)
         actor = self.policy.actor
         self.learner = self.make_learner(config, actor, seed)
         if self.policy.critics is not None:  # the actor chooses by its critics, which are saved with it

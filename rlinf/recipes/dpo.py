@@ -75,7 +75,7 @@ class DPOTrainer(TokenTrainer):
         rows = self.validation_rows
         local_rows = rank_slice(len(rows))
         totals = torch.zeros(0)
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(local_rows.start, local_rows.stop, self.validation_batch_size):
                 numbers = list(range(start, min(start + self.validation_batch_size, local_rows.stop)))
                 batch = self._batch([rows[number] for number in numbers], self._validation_references, numbers)
@@ -102,7 +102,7 @@ class DPOTrainer(TokenTrainer):
     def _score(self, rows: PackedRows[Pair]) -> list[Tensor]:
         """Return the log-probabilities ``[S]`` of all samples, chosen and rejected alternating, on every rank."""
         local_rows, local = rank_slice(len(rows)), []
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(local_rows.start, local_rows.stop, self.batch_size):
                 numbers = range(start, min(start + self.batch_size, local_rows.stop))
                 samples = [sample for number in numbers for sample in rows[number]]

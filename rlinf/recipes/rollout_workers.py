@@ -159,7 +159,7 @@ class RemoteGenerator:
 
     def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
         deadline = "evaluate" if greedy else "rollout"
-        outputs = self.workers.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
+        outputs = self.workers.distribute(deadline, "generate", [(batch, greedy) for batch in batches])
 
         def in_order() -> Iterator[BatchedDataDict]:
             # Workers finish in any order; outputs that come early wait here.

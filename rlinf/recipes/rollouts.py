@@ -41,7 +41,7 @@ class TorchGenerator(LocalGenerator):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Gather all weights on this rank inside the context, because ranks generate for different numbers of steps."""
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             yield
 
 
@@ -58,7 +58,7 @@ class VllmGenerator(LocalGenerator):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Push the current weights; afterwards the engine sleeps, so that its memory is free for training."""
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             self.vllm.prepare_for_generation()
             self._version += 1
             self.vllm.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))

@@ -90,7 +90,7 @@ class SFTTrainer(TokenTrainer):
     def _validation_loss(self, rows: PackedRows[Sample]) -> Validation:
         local_rows = rank_slice(len(rows))
         total = count = 0.0
-        with self.policy.parallel.whole():
+        with self.policy.parallel.gathered():
             for start in range(local_rows.start, local_rows.stop, self.validation_batch_size):
                 stop = min(start + self.validation_batch_size, local_rows.stop)
                 batch = collate([rows[row] for row in range(start, stop)])

@@ -1,4 +1,4 @@
-"""RolloutWorkers with a vLLM engine each: the run of a rank with its engine, also when engines and rollout workers are killed."""
+"""Rollout workers with a vLLM engine each: the run of a rank with its engine, also when engines and rollout workers are killed."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_results import run_config
 
-from rlinf.cluster.actor import Arrays
+from rlinf.cluster.ray_actor import Arrays
 from rlinf.cluster.rollout_worker import RolloutWorker
 from rlinf.cluster.rollout_workers import RemoteEpisodes
 from rlinf.cluster.weights import stored_buckets
@@ -142,12 +142,12 @@ def test_the_rank_writes_the_videos_of_players(run, workers, tmp_path):
     class Direct:
         numbers = range(2)
 
-        def ask(self, number, _, method, *arguments):
-            answer = getattr(workers[number], method)(*arguments)
+        def submit(self, number, _, method, *arguments):
+            result = getattr(workers[number], method)(*arguments)
             assert not folder.exists(), "a rollout worker has written it"
-            return answer
+            return result
 
-        def answers(self, calls):
+        def results(self, calls):
             return calls
 
     results, _ = workers[0].evaluate(episode_list(workers[0].env, "eval", 3))

@@ -44,8 +44,8 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
     made = {}
 
     class NoPlayers:
-        def __init__(self, make, cluster, placement, reservation, model, way_on):
-            made.update(shell=make.args[1], way_on=way_on)
+        def __init__(self, make, cluster, placement, reservation, model, resume_hint):
+            made.update(shell=make.args[1], resume_hint=resume_hint)
 
         def wait_until_ready(self):
             pass
@@ -56,7 +56,7 @@ def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number
     tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
     make_generator(RecipeConfig(), policy, tokenizer, None, RolloutWorkerPlaces(Placement(2, 1, 0, 0), None))
     assert (len(made["shell"].data) > 0) == (number == 0)
-    assert made["way_on"] == "run the same command with train.resume=true"
+    assert made["resume_hint"] == "run the same command with train.resume=true"
 
 
 def test_a_run_without_checkpoints_says_that_it_starts_again():

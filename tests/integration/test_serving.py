@@ -478,7 +478,10 @@ def test_servers_that_cannot_be_reached_or_say_nothing_are_named():
     with pytest.raises(PolicyServerError, match=r"model.connect_timeout_s") as error:
         PolicyClient(url, 1, 0.3)
     assert url in str(error.value) and "rlinf serve" in str(error.value)
-    with foreign({}, is_silent=True) as url, pytest.raises(PolicyServerError, match="the server speaks first"):
+    with (
+        foreign({}, is_silent=True) as url,
+        pytest.raises(PolicyServerError, match="the server sends the first message"),
+    ):
         PolicyClient(url, 0.3, 1)
     with pytest.raises(ConfigError, match="Set e.g. model.url=ws://"):
         PolicyClient("here:8000", 1, 1)

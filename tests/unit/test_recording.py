@@ -17,7 +17,7 @@ from rlinf.evaluation.recorded import read_recording, write_recording
 from rlinf.evaluation.recording import ScoringPolicy, record_episodes
 from rlinf.models import build_policy
 from rlinf.preflight.compatibility import check_evaluation
-from rlinf.report.episode_player import copy_baseline, executed_actions, divergence_step, short_names
+from rlinf.report.episode_player import copy_baseline, divergence_step, executed_actions, short_names
 from rlinf.run_folder import BASELINE_FOLDER, RECORDINGS_FOLDER
 from rlinf.types import EpisodeSpec
 
